@@ -1,0 +1,21 @@
+// The only room that includes nanobind. Each bind_ function adds one header's worth of the core to the module.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+
+namespace hotrow::bindings {
+
+namespace nb = nanobind;
+
+// Arrays arrive without a copy from torch or numpy; a wrong dtype, device or layout is refused by nanobind before we
+// run.
+template <class T>
+using Vector = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void bind_hashing(nb::module_& m);
+void bind_store(nb::module_& m);
+
+}  // namespace hotrow::bindings

@@ -1,0 +1,51 @@
+"""Every error that HotRow raises on purpose.
+
+One base class, so that a program can catch all of ours at once; each subclass also derives from the built-in that a
+Python programmer would expect, so that `except ValueError` keeps working. A message gives the fact, the value and the
+cure: ``table 'user' has dim 128 but the checkpoint has 64; pass dim=64 or map it with rename=``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HotRowError(Exception):
+    """Base of all errors raised by HotRow."""
+
+
+class OptionError(HotRowError, ValueError):
+    """An option that does not exist, or a value that it cannot take."""
+
+
+class DataError(HotRowError, ValueError):
+    """Input data that is malformed: names the file, the line and the column where there is one."""
+
+
+class BatchError(HotRowError, ValueError):
+    """A batch whose shapes, types or offsets do not fit."""
+
+
+class GradientError(HotRowError, ValueError):
+    """A gradient that is NaN or infinite. No row was changed."""
+
+
+class MemoryBudgetError(HotRowError, MemoryError):
+    """Rows would outgrow the memory budget. The table is unchanged and usable."""
+
+
+class CheckpointError(HotRowError, RuntimeError):
+    """A saved model that is missing, corrupt, or does not fit the one it is loaded into."""
+
+
+def choices(value: object, options: Iterable[str]) -> str:
+    """The tail of an error message about a wrong name: the nearest option first, then all of them.
+
+    >>> choices("adm", ["adam", "sgd"])
+    "did you mean 'adam'? Choose one of: adam, sgd"
+    """
+    names = list(options)
+    near = difflib.get_close_matches(str(value), names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{hint}Choose one of: {', '.join(names)}"
