@@ -1,1 +1,449 @@
-namespace hotrow {}
+// The inner loops, once per instruction set (see kernels.h). Nothing here may emit a shared inline function: the linker
+// could then pick the AVX2 copy for the plain code. So helpers are in the unnamed namespace or always inlined.
+//
+// All loops over random rows work in small groups: ask for the next group's memory, then use this one's. One miss to
+// DRAM takes about 100 ns here; eight to sixteen in flight hide it.
+#include <cstring>
+
+#include "optim/rules.h"
+#include "rows/kernels.h"
+
+#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
+#include <immintrin.h>
+#endif
+
+#define HOTROW_CONCAT(a, b) a##b
+#define HOTROW_NAME(a, b) HOTROW_CONCAT(a, b)
+#define HOTROW_TEXT(x) #x
+#define HOTROW_STRING(x) HOTROW_TEXT(x)
+
+namespace hotrow {
+namespace {
+
+#define HOTROW_INLINE inline __attribute__((always_inline))
+
+constexpr size_t kGroup = 16;
+constexpr size_t kCacheLine = 64;
+constexpr size_t kMaxPrefetch = 512;
+
+HOTROW_INLINE void prefetch_row(const char* row, size_t bytes) {
+  if (bytes > kMaxPrefetch) bytes = kMaxPrefetch;
+  for (size_t at = 0; at < bytes; at += kCacheLine) __builtin_prefetch(row + at);
+  __builtin_prefetch(row + bytes - 1);
+}
+
+// Bit i: entries[i] & mask == want.
+HOTROW_INLINE uint32_t match_line(const uint32_t* entries, uint32_t mask, uint32_t want) {
+#if defined(__AVX2__) && !defined(__SANITIZE_THREAD__)
+  __m256i m = _mm256_set1_epi32(static_cast<int>(mask)), w = _mm256_set1_epi32(static_cast<int>(want));
+  auto half = [&](const uint32_t* p) {
+    __m256i e = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return static_cast<uint32_t>(
+        _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(e, m), w))));
+  };
+  return half(entries) | half(entries + 8) << 8;
+#elif defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
+  __m128i m = _mm_set1_epi32(static_cast<int>(mask)), w = _mm_set1_epi32(static_cast<int>(want));
+  auto quarter = [&](const uint32_t* p) {
+    __m128i e = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return static_cast<uint32_t>(_mm_movemask_ps(_mm_castsi128_ps(_mm_cmpeq_epi32(_mm_and_si128(e, m), w))));
+  };
+  return quarter(entries) | quarter(entries + 4) << 4 | quarter(entries + 8) << 8 | quarter(entries + 12) << 12;
+#else
+  uint32_t bits = 0;
+  for (uint32_t i = 0; i < kEntriesPerLine; ++i)
+    bits |= static_cast<uint32_t>((__atomic_load_n(&entries[i], __ATOMIC_RELAXED) & mask) == want) << i;
+  return bits;
+#endif
+}
+
+HOTROW_INLINE int64_t key_at(const HeaderGroup* headers, uint32_t slot) {
+  return __atomic_load_n(&headers[slot / 4].key[slot % 4], __ATOMIC_RELAXED);
+}
+
+HOTROW_INLINE void pause_briefly() {
+#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
+  _mm_pause();
+#endif
+}
+
+// Where a key's search begins: its shard's fields as they were together at an even `version`. A writer may change the
+// shard afterwards; then the entries read through a Place are stale, but they are readable and name existing slots.
+struct Place {
+  const uint32_t* entries;
+  uint32_t version, lines, slot_bits, line, tag, mask;
+};
+
+HOTROW_INLINE bool unchanged(const ShardIndex& index, uint32_t version) {
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  return __atomic_load_n(&index.version, __ATOMIC_RELAXED) == version;
+}
+
+HOTROW_INLINE Place place_of(const ShardIndex& index, uint64_t hash) {
+  Place place;
+  while (true) {
+    place.version = __atomic_load_n(&index.version, __ATOMIC_ACQUIRE);
+    place.entries = __atomic_load_n(&index.entries, __ATOMIC_RELAXED);
+    place.lines = __atomic_load_n(&index.lines, __ATOMIC_RELAXED);
+    place.slot_bits = __atomic_load_n(&index.slot_bits, __ATOMIC_RELAXED);
+    if (!(place.version & 1) && unchanged(index, place.version)) break;
+    pause_briefly();
+  }
+  place.line = ShardIndex::line_of(hash, place.lines);
+  place.tag = ShardIndex::tag_of(hash, place.slot_bits);
+  place.mask = ShardIndex::tag_mask(place.slot_bits);
+  return place;
+}
+
+HOTROW_INLINE const uint32_t* line_at(const Place& place, uint32_t line) {
+  return place.entries + size_t{line} * kEntriesPerLine;
+}
+
+HOTROW_INLINE uint32_t slot_in(const Place& place, uint32_t entry) { return (entry & ~place.mask) - kFirstSlotCode; }
+
+// Candidates of a line: entries with the tag that are neither empty nor deleted.
+HOTROW_INLINE uint32_t candidates(const Place& place, const uint32_t* entries) {
+  uint32_t bits = match_line(entries, place.mask, place.tag);
+  if (place.tag == 0) bits &= ~(match_line(entries, ~0u, kEmptyEntry) | match_line(entries, ~0u, kDeletedEntry));
+  return bits;
+}
+
+// Every lookup ends here. Bounded by the number of lines, so that a reader of stale entries cannot loop for ever.
+HOTROW_INLINE uint32_t find_slot(const Place& place, const HeaderGroup* headers, int64_t key) {
+  uint32_t line = place.line;
+  for (uint32_t tried = 0; tried < place.lines; ++tried) {
+    const uint32_t* entries = line_at(place, line);
+    for (uint32_t bits = candidates(place, entries); bits; bits &= bits - 1) {
+      uint32_t entry = __atomic_load_n(&entries[__builtin_ctz(bits)], __ATOMIC_RELAXED);
+      if (entry <= kDeletedEntry) continue;  // erased since the match, by a writer that we race with
+      uint32_t slot = slot_in(place, entry);
+      if (key_at(headers, slot) == key) return slot;
+    }
+    if (match_line(entries, ~0u, kEmptyEntry)) return kNoSlot;
+    if (++line == place.lines) line = 0;
+  }
+  return kNoSlot;
+}
+
+// Passes 1 and 2 of a group: ask for the index lines; then ask for the header and row of each first candidate.
+HOTROW_INLINE void prefetch_group(const RowView& view, const uint64_t* hashes, size_t count, Place* places,
+                                  size_t row_bytes) {
+  for (size_t i = 0; i < count; ++i) {
+    places[i] = place_of(view.shards[shard_of(hashes[i])], hashes[i]);
+    if (places[i].lines) __builtin_prefetch(line_at(places[i], places[i].line));
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (!places[i].lines) continue;
+    const uint32_t* entries = line_at(places[i], places[i].line);
+    if (uint32_t bits = candidates(places[i], entries)) {
+      uint32_t slot = slot_in(places[i], __atomic_load_n(&entries[__builtin_ctz(bits)], __ATOMIC_RELAXED));
+      __builtin_prefetch(&view.headers[slot / 4]);
+      if (row_bytes) prefetch_row(view.rows + size_t{slot} * view.row_bytes, row_bytes);
+    }
+  }
+}
+
+size_t find(const FindArgs& args) {
+  size_t missing = 0;
+  Place places[kGroup];
+  for (size_t begin = 0; begin < args.count; begin += kGroup) {
+    size_t count = args.count - begin < kGroup ? args.count - begin : kGroup;
+    prefetch_group(args.view, args.hashes + begin, count, places, 0);
+    for (size_t i = 0; i < count; ++i) {
+      uint32_t slot = find_slot(places[i], args.view.headers, args.keys[begin + i]);
+      args.slots[begin + i] = slot;
+      missing += slot == kNoSlot;
+    }
+  }
+  return missing;
+}
+
+HOTROW_INLINE void copy_racing(float* to, const char* from, int dim) {
+#if defined(__SANITIZE_THREAD__)
+  auto source = reinterpret_cast<const uint32_t*>(from);
+  for (int i = 0; i < dim; ++i) {
+    uint32_t word = __atomic_load_n(&source[i], __ATOMIC_RELAXED);
+    std::memcpy(to + i, &word, sizeof(word));
+  }
+#else
+  std::memcpy(to, from, static_cast<size_t>(dim) * sizeof(float));
+#endif
+}
+
+// Seqlock: what was found and copied counts if the shard's version is still the one that the place was taken at.
+HOTROW_INLINE uint32_t read_row(const RowView& view, Place place, uint64_t hash, int64_t key, int dim, float* out) {
+  const ShardIndex& index = view.shards[shard_of(hash)];
+  while (true) {
+    uint32_t slot = find_slot(place, view.headers, key);
+    if (slot != kNoSlot) copy_racing(out, view.rows + size_t{slot} * view.row_bytes, dim);
+    if (unchanged(index, place.version)) return slot;
+    place = place_of(index, hash);
+  }
+}
+
+void read(const ReadArgs& args) {
+  const FindArgs& find = args.find;
+  Place places[kGroup];
+  for (size_t begin = 0; begin < find.count; begin += kGroup) {
+    size_t count = find.count - begin < kGroup ? find.count - begin : kGroup;
+    prefetch_group(find.view, find.hashes + begin, count, places, static_cast<size_t>(args.dim) * sizeof(float));
+    for (size_t i = 0; i < count; ++i) {
+      const size_t at = begin + i;
+      find.slots[at] =
+          read_row(find.view, places[i], find.hashes[at], find.keys[at], args.dim, args.out + at * args.dim);
+    }
+  }
+}
+
+// Calls fn with the dim as a constant where it is a common one, so that its loops unroll.
+template <class Fn>
+HOTROW_INLINE void with_dim(int dim, Fn fn) {
+  switch (dim) {
+    case 8:
+      return fn.template operator()<8>();
+    case 16:
+      return fn.template operator()<16>();
+    case 32:
+      return fn.template operator()<32>();
+    case 64:
+      return fn.template operator()<64>();
+    case 128:
+      return fn.template operator()<128>();
+    default:
+      return fn.template operator()<0>();
+  }
+}
+
+struct RowAt {
+  const char* rows;
+  size_t row_bytes;
+  const uint32_t* index;
+  const uint32_t* inverse;
+
+  HOTROW_INLINE const char* operator()(size_t position) const {
+    uint32_t unique = inverse[position];
+    return rows + size_t{index ? index[unique] : unique} * row_bytes;
+  }
+};
+
+template <int kDim>
+HOTROW_INLINE void add_row(float* __restrict out, const char* row, float weight, bool weighted, bool first, int dim) {
+  if constexpr (kDim) dim = kDim;
+  auto values = reinterpret_cast<const float*>(row);
+  if (first && !weighted)
+    for (int i = 0; i < dim; ++i) out[i] = values[i];
+  else if (first)
+    for (int i = 0; i < dim; ++i) out[i] = weight * values[i];
+  else if (!weighted)
+    for (int i = 0; i < dim; ++i) out[i] += values[i];
+  else
+    for (int i = 0; i < dim; ++i) out[i] += weight * values[i];
+}
+
+template <int kDim>
+void pool_rows(const PoolArgs& args) {
+  const int dim = kDim ? kDim : args.dim;
+  const RowAt row_at{args.rows, args.row_bytes, args.index, args.inverse};
+  const size_t value_bytes = static_cast<size_t>(dim) * sizeof(float);
+  const bool single = !args.offsets || args.pooling == Pooling::kNone;
+  size_t position = single ? args.bag_begin : args.offsets[args.bag_begin];
+  const size_t end = single ? args.bag_end : args.offsets[args.bag_end];
+  for (size_t ahead = position; ahead < end && ahead < position + kGroup; ++ahead)
+    prefetch_row(row_at(ahead), value_bytes);
+  for (size_t bag = args.bag_begin; bag < args.bag_end; ++bag) {
+    float* out = args.out + bag * args.out_stride;
+    const size_t bag_end = single ? bag + 1 : args.offsets[bag + 1];
+    const size_t length = bag_end - position;
+    if (length == 0) std::memset(out, 0, value_bytes);
+    for (bool first = true; position < bag_end; ++position, first = false) {
+      if (position + kGroup < end) prefetch_row(row_at(position + kGroup), value_bytes);
+      add_row<kDim>(out, row_at(position), args.weights ? args.weights[position] : 1.0f, args.weights != nullptr, first,
+                    dim);
+    }
+    if (args.pooling == Pooling::kMean && length > 1)
+      for (int i = 0; i < dim; ++i) out[i] /= static_cast<float>(length);
+  }
+}
+
+void pool(const PoolArgs& args) {
+  with_dim(args.dim, [&]<int kDim>() { pool_rows<kDim>(args); });
+}
+
+bool all_finite(const float* values, size_t count) {
+  // A float is not finite when all its exponent bits are set.
+  size_t i = 0;
+  for (; i + 256 <= count; i += 256) {
+    uint32_t lanes[16] = {};
+    for (size_t j = 0; j < 256; j += 16)
+      for (size_t k = 0; k < 16; ++k) {
+        uint32_t bits;
+        std::memcpy(&bits, values + i + j + k, sizeof(bits));
+        lanes[k] |= (bits & 0x7f800000u) == 0x7f800000u;
+      }
+    uint32_t any = 0;
+    for (uint32_t lane : lanes) any |= lane;
+    if (any) return false;
+  }
+  for (; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, values + i, sizeof(bits));
+    if ((bits & 0x7f800000u) == 0x7f800000u) return false;
+  }
+  return true;
+}
+
+struct Gradient {
+  const float* row;
+  float scale;
+  bool scaled;
+};
+
+HOTROW_INLINE Gradient gradient_at(const UpdateArgs& args, uint32_t position) {
+  const GradSource* source = args.sources;
+  while (position >= source->end) ++source;
+  if (!source->data) return {nullptr, 1.0f, false};
+  uint32_t local = position - source->begin;
+  uint32_t bag = source->bag ? source->bag[local] : local;
+  return {source->data + size_t{bag} * source->stride, source->scale ? source->scale[local] : 1.0f,
+          source->scale != nullptr};
+}
+
+// How a run's gradients are added up: in registers where the dim is a constant, in memory otherwise.
+template <int kDim>
+struct RunSum {
+  Lanes sum[kDim / 8];
+
+  HOTROW_INLINE explicit RunSum(float*) {}
+  HOTROW_INLINE void add(const Gradient& g, bool first, int) {
+    for (int i = 0; i < kDim / 8; ++i) {
+      Lanes value = lanes(g.row + 8 * i);
+      if (g.scaled) value *= g.scale;
+      sum[i] = first ? value : sum[i] + value;
+    }
+  }
+  HOTROW_INLINE void store(float* out) const {
+    for (int i = 0; i < kDim / 8; ++i) lanes(out + 8 * i) = sum[i];
+  }
+};
+
+template <>
+struct RunSum<0> {
+  float* sum;
+
+  HOTROW_INLINE explicit RunSum(float* scratch) : sum(scratch) {}
+  HOTROW_INLINE void add(const Gradient& g, bool first, int dim) {
+    add_row<0>(sum, reinterpret_cast<const char*>(g.row), g.scale, g.scaled, first, dim);
+  }
+  HOTROW_INLINE void store(float*) const {}
+};
+
+template <int kDim>
+HOTROW_INLINE void scale_and_clip(const UpdateArgs& args, float* __restrict sum, int dim) {
+  if constexpr (kDim) dim = kDim;
+  if (args.grad_scale != 1.0f)
+    for (int i = 0; i < dim; ++i) sum[i] *= args.grad_scale;
+  if (const float limit = args.clip_value; limit > 0.0f)
+    for (int i = 0; i < dim; ++i) sum[i] = sum[i] < -limit ? -limit : sum[i] > limit ? limit : sum[i];
+  if (args.clip_norm > 0.0f) {
+    float norm = std::sqrt(sum_of_squares<kDim>(sum, dim));
+    if (norm > args.clip_norm) {
+      float shrink = args.clip_norm / norm;
+      for (int i = 0; i < dim; ++i) sum[i] *= shrink;
+    }
+  }
+}
+
+// The gradient of one unique row: its run summed in batch order, then scaled and clipped. Null where there is none.
+template <int kDim>
+HOTROW_INLINE const float* sum_run(const UpdateArgs& args, size_t unique, int dim, bool plain) {
+  const uint32_t begin = args.run_begin[unique], end = args.run_begin[unique + 1];
+  // The runs of this task lie one behind the other, so looking ahead in them reaches the next rows' gradients too.
+  const uint32_t last = args.run_begin[args.end];
+  RunSum<kDim> sum(args.scratch);
+  bool any = false;
+  for (uint32_t at = begin; at < end; ++at) {
+    if (at + kGroup < last)
+      if (Gradient ahead = gradient_at(args, args.run[at + kGroup]); ahead.row)
+        prefetch_row(reinterpret_cast<const char*>(ahead.row), static_cast<size_t>(dim) * sizeof(float));
+    Gradient g = gradient_at(args, args.run[at]);
+    if (!g.row) continue;
+    if (plain && end - begin == 1 && !g.scaled) return g.row;
+    sum.add(g, !any, dim);
+    any = true;
+  }
+  if (!any) return nullptr;
+  sum.store(args.scratch);
+  if (!plain) scale_and_clip<kDim>(args, args.scratch, dim);
+  return args.scratch;
+}
+
+template <class Rule, int kDim>
+HOTROW_INLINE void apply_rule(const UpdateArgs& args, char* row, const float* gradient, int dim) {
+#if defined(__SANITIZE_THREAD__)
+  // Readers race with us on purpose; make every store of a value atomic so that the sanitizer can check the rest.
+  float* copy = args.scratch + dim;
+  std::memcpy(copy, row, args.view.row_bytes);
+  Rule::template apply<kDim>(copy, gradient, dim, args.coefficients);
+  for (size_t i = 0; i < args.view.row_bytes / sizeof(float); ++i) {
+    uint32_t word;
+    std::memcpy(&word, copy + i, sizeof(word));
+    __atomic_store_n(reinterpret_cast<uint32_t*>(row) + i, word, __ATOMIC_RELAXED);
+  }
+#else
+  Rule::template apply<kDim>(reinterpret_cast<float*>(row), gradient, dim, args.coefficients);
+#endif
+}
+
+HOTROW_INLINE void touch_header(const UpdateArgs& args, size_t unique, uint32_t slot) {
+  HeaderGroup& group = args.view.headers[slot / 4];
+  const uint32_t lane = slot % 4;
+  const uint64_t seen = args.run_begin[unique + 1] - args.run_begin[unique];
+  group.last_step[lane] = args.step;
+  if (uint64_t total = group.count[lane] + seen; total <= kCountMantissa)
+    group.count[lane] = static_cast<uint16_t>(total);
+  else
+    group.count[lane] = add_count_slow(group.count[lane], seen, args.count_stream, group.key[lane], args.step);
+}
+
+template <class Rule, int kDim>
+void update_rows(const UpdateArgs& args) {
+  const int dim = kDim ? kDim : args.dim;
+  const RowView& view = args.view;
+  const bool plain = args.grad_scale == 1.0f && args.clip_value == 0.0f && args.clip_norm == 0.0f;
+  auto prefetch = [&](size_t unique) {
+    if (unique >= args.end) return;
+    __builtin_prefetch(&view.headers[args.slots[unique] / 4], 1);
+    prefetch_row(view.rows + size_t{args.slots[unique]} * view.row_bytes, view.row_bytes);
+  };
+  for (size_t ahead = args.begin; ahead < args.begin + kGroup; ++ahead) prefetch(ahead);
+  for (size_t unique = args.begin; unique < args.end; ++unique) {
+    prefetch(unique + kGroup);
+    const uint32_t slot = args.slots[unique];
+    const float* gradient = sum_run<kDim>(args, unique, dim, plain);
+    ShardIndex& shard = view.shards[shard_of(args.hashes[unique])];
+    __atomic_store_n(&shard.version, shard.version + 1, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    if (gradient) apply_rule<Rule, kDim>(args, view.rows + size_t{slot} * view.row_bytes, gradient, dim);
+    __atomic_store_n(&shard.version, shard.version + 1, __ATOMIC_RELEASE);
+    touch_header(args, unique, slot);
+  }
+}
+
+template <class Rule>
+void update(const UpdateArgs& args) {
+  with_dim(args.dim, [&]<int kDim>() { update_rows<Rule, kDim>(args); });
+}
+
+}  // namespace
+
+extern const Kernels HOTROW_NAME(kKernels_, HOTROW_SIMD_LEVEL);
+const Kernels HOTROW_NAME(kKernels_, HOTROW_SIMD_LEVEL) = {
+    HOTROW_STRING(HOTROW_SIMD_LEVEL),
+    find,
+    read,
+    pool,
+    all_finite,
+    {update<Sgd>, update<Adagrad>, update<RowWiseAdagrad>, update<Adam>, update<AdamW>, update<Ftrl>},
+};
+
+}  // namespace hotrow

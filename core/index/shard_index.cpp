@@ -1,0 +1,101 @@
+#include "index/shard_index.h"
+
+#include <bit>
+#include <cmath>
+
+namespace hotrow {
+namespace {
+
+constexpr double kMaxFill = 0.93;
+constexpr double kGrowth = 1.2;
+
+uint64_t capacity(uint32_t lines) { return static_cast<uint64_t>(lines * double{kEntriesPerLine} * kMaxFill); }
+
+void store(uint32_t* entry, uint32_t value) { __atomic_store_n(entry, value, __ATOMIC_RELAXED); }
+
+}  // namespace
+
+uint32_t lines_for(uint32_t shard, uint64_t rows) {
+  // Sizes are kGrowth^(k + phase) lines; the golden ratio spreads the phases evenly over the shards.
+  double phase = static_cast<double>(static_cast<uint32_t>(shard * 2654435769u)) * 0x1p-32;
+  double needed = static_cast<double>(rows) / (kEntriesPerLine * kMaxFill);
+  double steps = std::ceil(std::log(std::max(needed, 1.0)) / std::log(kGrowth) - phase);
+  auto lines = static_cast<uint32_t>(std::ceil(std::pow(kGrowth, steps + phase)));
+  while (capacity(lines) < rows) ++lines;
+  return lines;
+}
+
+uint32_t slot_bits_for(uint64_t slots) {
+  uint64_t largest = slots + slots / 2 + kFirstSlotCode;
+  return std::min(32, std::max<int>(kMinSlotBits, std::bit_width(largest)));
+}
+
+bool ShardWriter::full(const ShardIndex& index, uint64_t more_rows, uint64_t slots) {
+  return uint64_t{index.rows} + index.deleted + more_rows > capacity(index.lines) ||
+         slots + kFirstSlotCode > (uint64_t{1} << index.slot_bits);
+}
+
+void ShardWriter::rebuild(uint32_t lines, uint32_t slot_bits) {
+  uint32_t* old = index_.entries;
+  uint32_t old_lines = index_.lines;
+  uint64_t old_mask = (uint64_t{1} << index_.slot_bits) - 1;
+  auto fresh = reinterpret_cast<uint32_t*>(arena_.allocate(lines));
+  __atomic_store_n(&index_.entries, fresh, __ATOMIC_RELAXED);
+  __atomic_store_n(&index_.lines, lines, __ATOMIC_RELAXED);
+  __atomic_store_n(&index_.slot_bits, slot_bits, __ATOMIC_RELAXED);
+  index_.rows = index_.deleted = 0;
+  // Entries hold only a few hash bits, so the keys are read from the headers: ask for them a line ahead.
+  auto slot_of = [&](uint32_t entry) { return static_cast<uint32_t>(entry & old_mask) - kFirstSlotCode; };
+  for (uint32_t line = 0; line < old_lines; ++line) {
+    const uint32_t* entries = old + size_t{line} * kEntriesPerLine;
+    if (line + 2 < old_lines)
+      for (uint32_t i = 2 * kEntriesPerLine; i < 3 * kEntriesPerLine; ++i)
+        if (entries[i] > kDeletedEntry) __builtin_prefetch(&headers_[slot_of(entries[i]) / 4]);
+    for (uint32_t i = 0; i < kEntriesPerLine; ++i)
+      if (entries[i] > kDeletedEntry) {
+        uint32_t slot = slot_of(entries[i]);
+        insert(hash_key(headers_[slot / 4].key[slot % 4]), slot);
+      }
+  }
+  if (old) arena_.release(reinterpret_cast<char*>(old), old_lines);
+}
+
+void ShardWriter::insert(uint64_t hash, uint32_t slot) {
+  uint32_t entry = ShardIndex::tag_of(hash, index_.slot_bits) | (slot + kFirstSlotCode);
+  uint32_t line = ShardIndex::line_of(hash, index_.lines);
+  while (true) {
+    uint32_t* entries = index_.entries + size_t{line} * kEntriesPerLine;
+    for (uint32_t i = 0; i < kEntriesPerLine; ++i)
+      if (entries[i] <= kDeletedEntry) {
+        index_.deleted -= entries[i] == kDeletedEntry;
+        ++index_.rows;
+        store(&entries[i], entry);
+        return;
+      }
+    if (++line == index_.lines) line = 0;
+  }
+}
+
+void ShardWriter::erase(uint64_t hash, uint32_t slot) {
+  uint32_t entry = ShardIndex::tag_of(hash, index_.slot_bits) | (slot + kFirstSlotCode);
+  uint32_t line = ShardIndex::line_of(hash, index_.lines);
+  while (true) {
+    uint32_t* entries = index_.entries + size_t{line} * kEntriesPerLine;
+    bool has_empty = false;
+    uint32_t* found = nullptr;
+    for (uint32_t i = 0; i < kEntriesPerLine; ++i) {
+      has_empty |= entries[i] == kEmptyEntry;
+      if (entries[i] == entry) found = &entries[i];
+    }
+    if (found) {
+      // A line that was never full let nothing pass on to the next, so its entry can simply become empty.
+      store(found, has_empty ? kEmptyEntry : kDeletedEntry);
+      index_.deleted += !has_empty;
+      --index_.rows;
+      return;
+    }
+    if (++line == index_.lines) line = 0;
+  }
+}
+
+}  // namespace hotrow

@@ -1,0 +1,67 @@
+#include "memory/region.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <new>
+
+namespace hotrow {
+namespace {
+
+constexpr size_t kSmallStep = size_t{64} << 10;
+constexpr size_t kHugeFrom = size_t{4} << 20;
+
+size_t round_up(size_t bytes, size_t step) { return (bytes + step - 1) / step * step; }
+
+void* reserve_range(size_t bytes) {
+  void* p = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return p == MAP_FAILED ? nullptr : p;
+}
+
+}  // namespace
+
+size_t default_reserve() {
+  size_t ram = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
+  return std::min(2 * ram, size_t{2} << 40);
+}
+
+Region::Region(size_t reserve, bool huge_pages) : huge_pages_(huge_pages) {
+  for (size_t want = round_up(reserve, kHugePage) + kHugePage; want >= 2 * kHugePage; want /= 2) {
+    void* p = reserve_range(want);
+    if (!p) continue;
+    // Align to a huge page and give the ends back.
+    auto start = reinterpret_cast<uintptr_t>(p);
+    uintptr_t aligned = round_up(start, kHugePage);
+    size_t usable = (want - (aligned - start)) / kHugePage * kHugePage;
+    if (aligned != start) munmap(p, aligned - start);
+    if (size_t tail = start + want - (aligned + usable)) munmap(reinterpret_cast<void*>(aligned + usable), tail);
+    base_ = reinterpret_cast<char*>(aligned);
+    reserved_ = usable;
+    return;
+  }
+  throw std::bad_alloc();
+}
+
+Region::~Region() {
+  if (base_) munmap(base_, reserved_);
+}
+
+size_t Region::rounded(size_t bytes) const {
+  return std::max(committed_, round_up(bytes, huge_pages_ && bytes > kHugeFrom ? kHugePage : kSmallStep));
+}
+
+void Region::commit(size_t bytes) {
+  size_t want = rounded(bytes);
+  if (want <= committed_) return;
+  if (want > reserved_) throw std::bad_alloc();
+  char* start = base_ + committed_;
+  if (mprotect(start, want - committed_, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
+  if (huge_pages_ && want > kHugeFrom) madvise(start, want - committed_, MADV_HUGEPAGE);
+  committed_ = want;
+}
+
+void Region::discard(size_t offset, size_t bytes) { madvise(base_ + offset, bytes, MADV_DONTNEED); }
+
+}  // namespace hotrow

@@ -1,0 +1,87 @@
+#include "random/initial.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+#include "random/philox.h"
+
+namespace hotrow {
+namespace {
+
+float unit(uint32_t bits) { return static_cast<float>(bits >> 8) * 0x1p-24f; }  // in [0, 1), exact
+
+// Natural logarithm of x in (0, 1]: x = m * 2^e with m in [sqrt(1/2), sqrt(2)), then the series of atanh.
+float log_poly(float x) {
+  auto bits = std::bit_cast<uint32_t>(x) + (0x3f800000u - 0x3f3504f3u);
+  int exponent = static_cast<int>(bits >> 23) - 127;
+  float m = std::bit_cast<float>((bits & 0x007fffffu) + 0x3f3504f3u);
+  float f = m - 1.0f;
+  float s = f / (2.0f + f);
+  float z = s * s;
+  float series = z * (0.66666667f + z * (0.40000001f + z * (0.28571429f + z * 0.22222222f)));
+  return static_cast<float>(exponent) * 0.69314718f + (2.0f * s + s * series);
+}
+
+// Cosine and sine of a turn's fraction u in [0, 1): the nearest quarter turn is exact, the rest is at most an eighth.
+void cos_sin_turn(float u, float* cosine, float* sine) {
+  float quarters = u * 4.0f;
+  auto quadrant = static_cast<int>(quarters + 0.5f);
+  float x = (quarters - static_cast<float>(quadrant)) * 1.57079633f;
+  float z = x * x;
+  float c = 1.0f + z * (-0.5f + z * (0.041666667f + z * (-0.0013888889f + z * 2.4801587e-5f)));
+  float s = x + x * (z * (-0.16666667f + z * (0.0083333333f + z * (-1.9841270e-4f + z * 2.7557319e-6f))));
+  switch (quadrant & 3) {
+    case 0:
+      *cosine = c, *sine = s;
+      break;
+    case 1:
+      *cosine = -s, *sine = c;
+      break;
+    case 2:
+      *cosine = -c, *sine = -s;
+      break;
+    default:
+      *cosine = s, *sine = -c;
+      break;
+  }
+}
+
+void write_uniform(const Initial& initial, const Draws& bits, float* out, int count) {
+  float span = initial.b - initial.a;
+  for (int i = 0; i < count; ++i) out[i] = initial.a + span * unit(bits[i]);
+}
+
+void write_normal(const Initial& initial, const Draws& bits, float* out, int count) {
+  float values[4];
+  for (int pair = 0; pair < 4; pair += 2) {
+    float radius = std::sqrt(-2.0f * log_poly(1.0f - unit(bits[pair])));
+    cos_sin_turn(unit(bits[pair + 1]), &values[pair], &values[pair + 1]);
+    values[pair] = initial.a + initial.b * (radius * values[pair]);
+    values[pair + 1] = initial.a + initial.b * (radius * values[pair + 1]);
+  }
+  std::copy_n(values, count, out);
+}
+
+}  // namespace
+
+void write_initial(const Initial& initial, uint64_t stream, int64_t key, float* out, int dim) {
+  switch (initial.kind) {
+    case InitialKind::kZeros:
+      std::fill_n(out, dim, 0.0f);
+      return;
+    case InitialKind::kConstant:
+      std::fill_n(out, dim, initial.a);
+      return;
+    case InitialKind::kUniform:
+    case InitialKind::kNormal:
+      break;
+  }
+  for (int i = 0; i < dim; i += 4) {
+    Draws bits = draw(stream, key, 0, static_cast<uint32_t>(i / 4));
+    (initial.kind == InitialKind::kUniform ? write_uniform : write_normal)(initial, bits, out + i,
+                                                                           std::min(4, dim - i));
+  }
+}
+
+}  // namespace hotrow

@@ -1,0 +1,94 @@
+// The inner loops over rows, compiled once per instruction set and chosen when the program starts.
+//
+// Every variant gives the same bits: the loops do the same float operations in the same order and differ only in how
+// many run at once. HOTROW_SIMD=baseline in the environment forces the plain variant (tests compare the two).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "index/shard_index.h"
+#include "optim/rules_kind.h"
+#include "rows/header.h"
+
+namespace hotrow {
+
+// Where a table's rows are.
+struct RowView {
+  ShardIndex* shards;
+  HeaderGroup* headers;
+  char* rows;
+  size_t row_bytes;
+};
+
+struct FindArgs {
+  RowView view;
+  const int64_t* keys;
+  const uint64_t* hashes;
+  size_t count;
+  uint32_t* slots;  // out: the slot, or kNoSlot
+};
+
+struct ReadArgs {
+  FindArgs find;
+  int dim;
+  float* out;  // [count, dim]; rows that were not found are left alone
+};
+
+enum class Pooling : int { kNone = 0, kSum = 1, kMean = 2 };
+
+// Row of position p: rows + index[inverse[p]] * row_bytes, or rows + inverse[p] * row_bytes without an index.
+struct PoolArgs {
+  const char* rows;
+  size_t row_bytes;
+  const uint32_t* index;
+  const uint32_t* inverse;  // by position of this feature
+  int dim;
+  Pooling pooling;
+  const uint32_t* offsets;  // null: bag b is position b
+  const float* weights;     // null: all one
+  size_t bag_begin, bag_end;
+  float* out;         // row of bag b at out + b * out_stride; for Pooling::kNone, bags are positions
+  size_t out_stride;  // in floats
+};
+
+// One feature's gradients, for the positions [begin, end) of a job.
+struct GradSource {
+  const float* data;  // null: this feature got no gradient
+  size_t stride;      // in floats
+  uint32_t begin, end;
+  const uint32_t* bag;  // by position - begin; null: the same number
+  const float* scale;   // by position - begin; null: all one
+};
+
+struct UpdateArgs {
+  RowView view;
+  int dim;
+  const uint32_t* slots;
+  const uint64_t* hashes;
+  size_t begin, end;          // unique rows to update
+  const uint32_t* run_begin;  // positions of unique row u: run[run_begin[u]] .. run[run_begin[u + 1]], in batch order
+  const uint32_t* run;
+  const GradSource* sources;
+  int source_count;
+  const float* coefficients;
+  float grad_scale;  // 1: left alone
+  float clip_value;  // 0: off
+  float clip_norm;   // 0: off
+  float* scratch;    // [2 * row width], this task's own
+  uint32_t step;
+  uint64_t count_stream;
+};
+
+struct Kernels {
+  const char* name;
+  size_t (*find)(const FindArgs&);  // returns how many were not found
+  void (*read)(const ReadArgs&);    // lock-free; safe while another thread writes
+  void (*pool)(const PoolArgs&);
+  bool (*all_finite)(const float* values, size_t count);
+  void (*update[static_cast<int>(RuleKind::kCount)])(const UpdateArgs&);
+};
+
+const Kernels& kernels();
+
+}  // namespace hotrow

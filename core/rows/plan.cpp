@@ -1,0 +1,298 @@
+#include "rows/plan.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "threads/pool.h"
+
+namespace hotrow {
+namespace {
+
+constexpr size_t kBagsPerTask = 1024;
+constexpr size_t kCheckFloats = 64 << 10;
+
+}  // namespace
+
+void Plan::require(bool condition, const char* what) const {
+  if (!condition) throw std::invalid_argument(what);
+}
+
+// Copies a feature's shape out of the caller's arrays, checking it on the way.
+void Plan::take(Feature& feature, const FeatureInput& input) {
+  feature.count = input.count;
+  feature.bags = input.bags;
+  feature.pooling = input.pooling;
+  feature.has_offsets = input.offsets != nullptr;
+  feature.has_weights = input.weights != nullptr;
+  feature.has_scale = false;
+  if (!input.offsets && input.bags != input.count)
+    throw std::invalid_argument("without offsets a feature needs exactly one id per example");
+  if (input.offsets) {
+    uint32_t* offsets = feature.offsets.resize(input.bags + 1);
+    int64_t last = 0;
+    bool fits = input.offsets[0] == 0 && input.offsets[input.bags] == static_cast<int64_t>(input.count);
+    for (size_t i = 0; i <= input.bags; ++i) {
+      fits &= input.offsets[i] >= last;
+      last = input.offsets[i];
+      offsets[i] = static_cast<uint32_t>(last);
+    }
+    if (!fits) throw std::invalid_argument("offsets must start at 0, never fall, and end at the number of ids");
+  }
+  if (input.weights) std::copy_n(input.weights, input.count, feature.weights.resize(input.count));
+}
+
+void Plan::route(const std::vector<JobInput>& jobs) {
+  state_ = State::kEmpty;
+  job_count_ = 0;
+  feature_count_ = 0;
+  if (jobs_.size() < jobs.size()) jobs_.resize(jobs.size());
+  for (size_t j = 0; j < jobs.size(); ++j) {
+    Job& job = jobs_[j];
+    job.table = jobs[j].table;
+    job.feature_count = jobs[j].features.size();
+    if (job.features.size() < job.feature_count) job.features.resize(job.feature_count);
+    size_t begin = 0;
+    for (size_t f = 0; f < job.feature_count; ++f) {
+      job.features[f].begin = begin;
+      begin += jobs[j].features[f].count;
+    }
+    feature_count_ += job.feature_count;
+  }
+  Pool::shared().run(static_cast<int>(jobs.size()), [&](int j) {
+    std::vector<KeySpan> spans;
+    for (size_t f = 0; f < jobs[j].features.size(); ++f) {
+      take(jobs_[j].features[f], jobs[j].features[f]);
+      spans.push_back({jobs[j].features[f].keys, jobs[j].features[f].count});
+    }
+    jobs_[j].grouping.build(spans);
+  });
+  job_count_ = jobs.size();
+  state_ = State::kRouted;
+}
+
+// All tables' writer locks, in one order for everybody.
+std::vector<std::unique_lock<std::mutex>> Plan::lock_tables() {
+  std::vector<std::mutex*> mutexes;
+  for (size_t j = 0; j < job_count_; ++j) mutexes.push_back(&jobs_[j].table->writer());
+  std::sort(mutexes.begin(), mutexes.end());
+  std::vector<std::unique_lock<std::mutex>> locks;
+  for (std::mutex* mutex : mutexes) locks.emplace_back(*mutex);
+  return locks;
+}
+
+void Plan::fetch() {
+  require(state_ != State::kEmpty, "fetch: route first");
+  auto locks = lock_tables();
+  find_and_create();
+  state_ = State::kFetched;
+}
+
+// Requires: the tables' writer locks. Memory for all tables is taken before any of them changes.
+void Plan::find_and_create() {
+  std::vector<char> missing(job_count_);
+  Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
+    Job& job = jobs_[j];
+    job.epoch = job.table->erase_epoch();
+    missing[j] = job.table->find_unique(job.grouping, job.slots.resize(job.grouping.size())) > 0;
+  });
+  std::vector<Table::Fresh> fresh(job_count_);
+  for (size_t j = 0; j < job_count_; ++j)
+    if (missing[j])
+      fresh[j] = jobs_[j].table->prepare(jobs_[j].grouping.hashes(), jobs_[j].slots.data(), jobs_[j].grouping.cuts());
+  Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
+    Job& job = jobs_[j];
+    if (missing[j])
+      job.table->insert(std::move(fresh[j]), job.grouping.keys(), job.grouping.hashes(), job.slots.data());
+  });
+}
+
+void Plan::read() {
+  require(state_ != State::kEmpty, "read: route first");
+  Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
+    Job& job = jobs_[j];
+    float* copies = job.copies.resize(job.grouping.size() * job.table->dim());
+    job.table->read(job.grouping.keys(), job.grouping.hashes(), job.grouping.size(), copies, nullptr);
+  });
+  state_ = State::kRead;
+}
+
+// Somebody erased rows since fetch: slots may belong to other keys now.
+bool Plan::stale() const {
+  for (size_t j = 0; j < job_count_; ++j)
+    if (jobs_[j].epoch != jobs_[j].table->erase_epoch()) return true;
+  return false;
+}
+
+void Plan::gather(const std::vector<Matrix>& outputs) {
+  require(state_ == State::kFetched || state_ == State::kRead, "gather: fetch or read first");
+  require(outputs.size() == feature_count_, "gather: give one output per feature");
+  if (state_ == State::kFetched && stale()) fetch();
+  std::vector<PoolArgs> tasks;
+  size_t output = 0;
+  for (size_t j = 0; j < job_count_; ++j) {
+    Job& job = jobs_[j];
+    const bool copies = state_ == State::kRead;
+    const RowView view = job.table->view();
+    for (size_t f = 0; f < job.feature_count; ++f, ++output) {
+      const Feature& feature = job.features[f];
+      const Matrix& out = outputs[output];
+      const size_t bags = feature.pooling == Pooling::kNone ? feature.count : feature.bags;
+      require(out.rows == bags && out.columns == static_cast<size_t>(job.table->dim()),
+              "gather: an output has the wrong shape");
+      PoolArgs args{};
+      args.rows = copies ? reinterpret_cast<const char*>(job.copies.data()) : view.rows;
+      args.row_bytes = copies ? job.table->dim() * sizeof(float) : view.row_bytes;
+      args.index = copies ? nullptr : job.slots.data();
+      args.inverse = job.grouping.inverse() + feature.begin;
+      args.dim = job.table->dim();
+      args.pooling = feature.pooling;
+      args.offsets = feature.has_offsets ? feature.offsets.data() : nullptr;
+      args.weights = feature.has_weights ? feature.weights.data() : nullptr;
+      args.out = out.data;
+      args.out_stride = out.stride;
+      for (size_t bag = 0; bag < bags; bag += kBagsPerTask) {
+        args.bag_begin = bag;
+        args.bag_end = std::min(bags, bag + kBagsPerTask);
+        tasks.push_back(args);
+      }
+    }
+  }
+  Pool::shared().run(static_cast<int>(tasks.size()), [&](int t) { kernels().pool(tasks[t]); });
+}
+
+// For update: each position's bag, and what its gradient is multiplied by (weights, and 1 / length for a mean).
+void Plan::spread_bags(Feature& feature) {
+  const bool mean = feature.pooling == Pooling::kMean && feature.has_offsets;
+  const bool pooled = feature.has_offsets && feature.pooling != Pooling::kNone;
+  feature.has_scale = feature.has_weights || mean;
+  if (pooled) {
+    uint32_t* bag = feature.bag.resize(feature.count);
+    for (size_t b = 0; b < feature.bags; ++b)
+      std::fill(bag + feature.offsets[b], bag + feature.offsets[b + 1], static_cast<uint32_t>(b));
+  }
+  if (!feature.has_scale) return;
+  float* scale = feature.scale.resize(feature.count);
+  for (size_t i = 0; i < feature.count; ++i) {
+    float weight = feature.has_weights ? feature.weights[i] : 1.0f;
+    if (mean) weight /= static_cast<float>(feature.offsets[feature.bag[i] + 1] - feature.offsets[feature.bag[i]]);
+    scale[i] = weight;
+  }
+}
+
+static void check_finite(const std::vector<Matrix>& matrices) {
+  struct Rows {
+    const Matrix* matrix;
+    size_t begin, end;
+  };
+  std::vector<Rows> tasks;
+  for (const Matrix& matrix : matrices) {
+    size_t step = std::max<size_t>(1, kCheckFloats / std::max<size_t>(1, matrix.columns));
+    for (size_t row = 0; row < matrix.rows; row += step)
+      tasks.push_back({&matrix, row, std::min(matrix.rows, row + step)});
+  }
+  std::atomic<bool> finite{true};
+  Pool::shared().run(static_cast<int>(tasks.size()), [&](int t) {
+    const Matrix& m = *tasks[t].matrix;
+    bool ok = true;
+    if (m.stride == m.columns)
+      ok = kernels().all_finite(m.data + tasks[t].begin * m.stride, (tasks[t].end - tasks[t].begin) * m.columns);
+    else
+      for (size_t row = tasks[t].begin; row < tasks[t].end && ok; ++row)
+        ok = kernels().all_finite(m.data + row * m.stride, m.columns);
+    if (!ok) finite.store(false, std::memory_order_relaxed);
+  });
+  if (!finite)
+    throw GradientNotFinite(
+        "a gradient is NaN or infinite; no row was changed. Lower the learning rate, clip gradients, or find the bad "
+        "input with torch.autograd.set_detect_anomaly(True)");
+}
+
+void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix>& checked,
+                  const UpdateOptions& options) {
+  require(state_ == State::kFetched, "update: fetch first");
+  require(gradients.size() == feature_count_, "update: give one gradient per feature");
+  require(options.jobs.size() == job_count_, "update: give one list of coefficients per table");
+  check_finite(checked);
+  std::vector<std::vector<GradSource>> sources(job_count_);
+  for (size_t j = 0, g = 0; j < job_count_; ++j)
+    for (size_t f = 0; f < jobs_[j].feature_count; ++f, ++g) {
+      const Feature& feature = jobs_[j].features[f];
+      const Matrix& m = gradients[g];
+      const size_t rows = feature.pooling == Pooling::kNone ? feature.count : feature.bags;
+      require(!m.data || (m.rows == rows && m.columns == static_cast<size_t>(jobs_[j].table->dim())),
+              "update: a gradient has the wrong shape");
+    }
+  Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
+    size_t g = 0;
+    for (int before = 0; before < j; ++before) g += jobs_[before].feature_count;
+    for (size_t f = 0; f < jobs_[j].feature_count; ++f, ++g) {
+      Feature& feature = jobs_[j].features[f];
+      spread_bags(feature);
+      const bool pooled = feature.has_offsets && feature.pooling != Pooling::kNone;
+      sources[j].push_back({gradients[g].data, gradients[g].stride, static_cast<uint32_t>(feature.begin),
+                            static_cast<uint32_t>(feature.begin + feature.count), pooled ? feature.bag.data() : nullptr,
+                            feature.has_scale ? feature.scale.data() : nullptr});
+    }
+  });
+
+  auto locks = lock_tables();
+  if (stale()) find_and_create();
+  struct Task {
+    size_t job, begin, end;
+  };
+  std::vector<Task> tasks;
+  for (size_t j = 0; j < job_count_; ++j) {
+    const auto& cuts = jobs_[j].grouping.cuts();
+    for (size_t range = 0; range + 1 < cuts.size(); ++range)
+      if (cuts[range] < cuts[range + 1]) tasks.push_back({j, cuts[range], cuts[range + 1]});
+  }
+  Pool::shared().run(static_cast<int>(tasks.size()), [&](int t) {
+    Job& job = jobs_[tasks[t].job];
+    const Table& table = *job.table;
+    static thread_local std::vector<float> scratch;
+    scratch.resize(table.dim() + table.width());
+    UpdateArgs args{};
+    args.view = table.view();
+    args.dim = table.dim();
+    args.slots = job.slots.data();
+    args.hashes = job.grouping.hashes();
+    args.begin = tasks[t].begin;
+    args.end = tasks[t].end;
+    args.run_begin = job.grouping.run_begin();
+    args.run = job.grouping.run();
+    args.sources = sources[tasks[t].job].data();
+    args.source_count = static_cast<int>(sources[tasks[t].job].size());
+    args.coefficients = options.jobs[tasks[t].job].coefficients.data();
+    args.grad_scale = options.grad_scale;
+    args.clip_value = options.jobs[tasks[t].job].clip_value;
+    args.clip_norm = options.jobs[tasks[t].job].clip_norm;
+    args.scratch = scratch.data();
+    args.step = options.step;
+    args.count_stream = table.count_stream();
+    kernels().update[static_cast<int>(table.options().rule)](args);
+  });
+}
+
+size_t Plan::ids() const {
+  size_t total = 0;
+  for (size_t j = 0; j < job_count_; ++j) total += jobs_[j].grouping.positions();
+  return total;
+}
+
+size_t Plan::unique() const {
+  size_t total = 0;
+  for (size_t j = 0; j < job_count_; ++j) total += jobs_[j].grouping.size();
+  return total;
+}
+
+size_t Plan::bytes() const {
+  size_t total = 0;
+  for (const Job& job : jobs_) {
+    total += job.grouping.bytes() + job.slots.bytes() + job.copies.bytes();
+    for (const Feature& f : job.features)
+      total += f.offsets.bytes() + f.weights.bytes() + f.bag.bytes() + f.scale.bytes();
+  }
+  return total;
+}
+
+}  // namespace hotrow

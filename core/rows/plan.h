@@ -1,0 +1,119 @@
+// One batch's way through the rows of several tables, in the order of the training stages:
+//
+//   route    deduplicate the keys of each table (all its features together)
+//   fetch    find their slots, creating rows for unseen keys
+//   gather   pool rows into the features' outputs
+//   update   sum each row's gradients in batch order and apply the optimizer's rule in place; count the sightings
+//
+// or, for evaluation and serving, route, read (copies of the rows, taken without a lock; nothing is created or
+// counted), gather. A plan keeps its memory, so use one again and again. It copies what it needs of the batch, never
+// the keys' owner: after route the caller's arrays may go. One thread at a time per plan; the work inside is spread
+// over the pool, first over tables, then over the partitions of a large one.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "memory/buffer.h"
+#include "rows/grouping.h"
+#include "rows/kernels.h"
+#include "rows/table.h"
+
+namespace hotrow {
+
+struct FeatureInput {
+  const int64_t* keys;
+  size_t count;
+  const int64_t* offsets;  // null: one id per bag
+  size_t bags;
+  const float* weights;  // null: all one
+  Pooling pooling;
+};
+
+struct JobInput {
+  std::shared_ptr<Table> table;
+  std::vector<FeatureInput> features;
+};
+
+// A matrix of floats: row i at data + i * stride.
+struct Matrix {
+  float* data = nullptr;
+  size_t rows = 0, columns = 0, stride = 0;
+};
+
+// What one table's optimizer does at this step.
+struct JobUpdate {
+  std::vector<float> coefficients;
+  float clip_value = 0, clip_norm = 0;  // 0: off
+};
+
+struct UpdateOptions {
+  std::vector<JobUpdate> jobs;
+  uint32_t step = 0;
+  float grad_scale = 1;
+};
+
+class GradientNotFinite : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+class Plan {
+ public:
+  Plan() = default;
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+
+  // Throws std::invalid_argument for offsets that do not fit; the plan is then empty.
+  void route(const std::vector<JobInput>& jobs);
+  void fetch();
+  void read();
+  // One matrix per feature, in the order given to route. For Pooling::kNone, one row per id.
+  void gather(const std::vector<Matrix>& outputs);
+  // One matrix per feature; a null one had no gradient. `checked` are the matrices to test for NaN and infinity first
+  // (usually one that holds all gradients). Nothing is changed if it throws.
+  void update(const std::vector<Matrix>& gradients, const std::vector<Matrix>& checked, const UpdateOptions& options);
+
+  size_t ids() const;
+  size_t unique() const;
+  size_t bytes() const;
+  // Unique keys of a job with the number of times each occurs; for tests and tools.
+  const Grouping& grouping(size_t job) const { return jobs_[job].grouping; }
+  size_t jobs() const { return job_count_; }
+
+ private:
+  struct Feature {
+    size_t begin, count, bags;  // its positions in the job
+    Pooling pooling;
+    bool has_offsets, has_weights;
+    Buffer<uint32_t> offsets;
+    Buffer<float> weights;
+    Buffer<uint32_t> bag;  // of each position; for update
+    Buffer<float> scale;   // of each position's gradient; for update
+    bool has_scale = false;
+  };
+  struct Job {
+    std::shared_ptr<Table> table;
+    std::deque<Feature> features;
+    size_t feature_count = 0;
+    Grouping grouping;
+    Buffer<uint32_t> slots;
+    Buffer<float> copies;  // [unique, dim], by read()
+    uint64_t epoch = 0;
+  };
+  enum class State { kEmpty, kRouted, kFetched, kRead };
+
+  static void take(Feature& feature, const FeatureInput& input);
+  static void spread_bags(Feature& feature);
+  std::vector<std::unique_lock<std::mutex>> lock_tables();
+  void find_and_create();
+  bool stale() const;
+  void require(bool condition, const char* what) const;
+
+  std::deque<Job> jobs_;
+  size_t job_count_ = 0;
+  size_t feature_count_ = 0;
+  State state_ = State::kEmpty;
+};
+
+}  // namespace hotrow

@@ -1,0 +1,287 @@
+#include "rows/table.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstring>
+
+#include "rows/grouping.h"
+#include "threads/pool.h"
+
+namespace hotrow {
+namespace {
+
+constexpr size_t kChunk = 4096;  // keys of one task of a bulk read
+constexpr size_t kIndexReserve = size_t{256} << 30;
+
+int row_width(const TableOptions& options) {
+  int width = options.dim;
+  for (const StatePart& part : options.state) width += part.width;
+  return width;
+}
+
+uint64_t table_id(const std::string& name) { return hash_bytes(name.data(), name.size(), 0); }
+
+std::string readable(size_t bytes) {
+  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  double value = static_cast<double>(bytes);
+  int unit = 0;
+  for (; value >= 1024 && unit < 4; ++unit) value /= 1024;
+  char text[32];
+  std::snprintf(text, sizeof(text), unit ? "%.1f%s" : "%.0f%s", value, units[unit]);
+  return text;
+}
+
+// Stores of row values that a racing reader may load: plain, except for the thread sanitizer.
+void store_values(char* to, const float* from, size_t count) {
+#if defined(__SANITIZE_THREAD__)
+  for (size_t i = 0; i < count; ++i) {
+    uint32_t word;
+    std::memcpy(&word, from + i, sizeof(word));
+    __atomic_store_n(reinterpret_cast<uint32_t*>(to) + i, word, __ATOMIC_RELAXED);
+  }
+#else
+  std::memcpy(to, from, count * sizeof(float));
+#endif
+}
+
+// Runs fn(begin, end) over [0, count) in fixed chunks.
+template <class Fn>
+void for_chunks(size_t count, Fn fn) {
+  Pool::shared().run(static_cast<int>((count + kChunk - 1) / kChunk),
+                     [&](int task) { fn(task * kChunk, std::min(count, (task + size_t{1}) * kChunk)); });
+}
+
+}  // namespace
+
+Table::Table(TableOptions options, std::shared_ptr<Budget> budget)
+    : options_(std::move(options)),
+      width_(row_width(options_)),
+      initial_stream_(stream_key(options_.seed, table_id(options_.name), Stream::kInitial)),
+      count_stream_(stream_key(options_.seed, table_id(options_.name), Stream::kCount)),
+      budget_(std::move(budget)),
+      rows_(default_reserve()),
+      headers_(default_reserve()),
+      index_memory_(std::min(default_reserve(), kIndexReserve)),
+      shards_(kShards),
+      view_{shards_.data(), reinterpret_cast<HeaderGroup*>(headers_.data()), rows_.data(),
+            static_cast<size_t>(width_) * sizeof(float)} {}
+
+Table::~Table() { budget_->give_back(charged_); }
+
+void Table::find(const int64_t* keys, size_t count, uint32_t* slots) const {
+  for_chunks(count, [&](size_t begin, size_t end) {
+    std::array<uint64_t, kChunk> hashes;
+    for (size_t i = begin; i < end; ++i) hashes[i - begin] = hash_key(keys[i]);
+    kernels().find({view_, keys + begin, hashes.data(), end - begin, slots + begin});
+  });
+}
+
+void Table::read(const int64_t* keys, const uint64_t* hashes, size_t count, float* out, bool* found) const {
+  const int dim = options_.dim;
+  for_chunks(count, [&](size_t begin, size_t end) {
+    std::array<uint64_t, kChunk> own;
+    std::array<uint32_t, kChunk> slots;
+    if (!hashes)
+      for (size_t i = begin; i < end; ++i) own[i - begin] = hash_key(keys[i]);
+    const uint64_t* chunk_hashes = hashes ? hashes + begin : own.data();
+    kernels().read({{view_, keys + begin, chunk_hashes, end - begin, slots.data()}, dim, out + begin * dim});
+    for (size_t i = begin; i < end; ++i) {
+      const bool here = slots[i - begin] != kNoSlot;
+      if (!here) write_initial(options_.initial, initial_stream_, keys[i], out + i * dim, dim);
+      if (found) found[i] = here;
+    }
+  });
+}
+
+void Table::read_slots(const uint32_t* slots, size_t count, float* rows, int64_t* keys, uint64_t* counts,
+                       uint32_t* last_steps) const {
+  for_chunks(count, [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      const HeaderGroup& group = view_.headers[slots[i] / 4];
+      const uint32_t lane = slots[i] % 4;
+      std::memcpy(rows + i * width_, view_.rows + size_t{slots[i]} * view_.row_bytes, view_.row_bytes);
+      keys[i] = group.key[lane];
+      counts[i] = decode_count(group.count[lane]);
+      last_steps[i] = group.last_step[lane];
+    }
+  });
+}
+
+void Table::write_initial_row(int64_t key, float* row) const {
+  write_initial(options_.initial, initial_stream_, key, row, options_.dim);
+  float* state = row + options_.dim;
+  for (const StatePart& part : options_.state) state = std::fill_n(state, part.width, part.initial);
+}
+
+void Table::refuse(uint64_t rows, size_t bytes) const {
+  throw BudgetExceeded("table '" + options_.name + "' needs " + readable(bytes) + " for " + std::to_string(rows) +
+                       " new rows, but dram=" + readable(budget_->limit()) + " has " +
+                       readable(budget_->limit() - std::min(budget_->limit(), budget_->used())) +
+                       " left; nothing was changed. Raise dram=, or keep smaller rows (dim, optimizer state)");
+}
+
+Table::Fresh Table::prepare(const uint64_t* hashes, const uint32_t* slots, const std::vector<size_t>& cuts) {
+  Fresh fresh;
+  fresh.cuts.push_back(0);
+  fresh.more.assign(kShards, 0);
+  for (size_t range = 0; range + 1 < cuts.size(); ++range) {
+    for (size_t i = cuts[range]; i < cuts[range + 1]; ++i)
+      if (slots[i] == kNoSlot) {
+        fresh.at.push_back(static_cast<uint32_t>(i));
+        ++fresh.more[shard_of(hashes[i])];
+      }
+    fresh.cuts.push_back(fresh.at.size());
+  }
+  if (fresh.at.empty()) return fresh;
+
+  const uint64_t slots_after = slots_ + (fresh.at.size() - std::min<size_t>(fresh.at.size(), free_.size()));
+  if (slots_after >= kNoSlot - kFirstSlotCode)
+    throw BudgetExceeded("table '" + options_.name + "' would pass 4 billion rows in one process; use more ranks");
+  size_t growth = 0;  // of the index; an old array lives beside its successor for a moment
+  for (uint32_t shard = 0; shard < kShards; ++shard)
+    if (uint32_t more = fresh.more[shard]; more && ShardWriter::full(shards_[shard], more, slots_after))
+      growth += lines_for(shard, uint64_t{shards_[shard].rows} + more) * kLine + kPage;
+  const size_t groups = (slots_after + 3) / 4;
+  const size_t need = rows_.rounded(slots_after * view_.row_bytes) + headers_.rounded(groups * sizeof(HeaderGroup)) +
+                      index_memory_.resident() + growth;
+  if (need > charged_) {
+    if (!budget_->try_take(need - charged_)) refuse(fresh.at.size(), need - charged_);
+    charged_ = need;
+  }
+  rows_.commit(slots_after * view_.row_bytes);
+  headers_.commit(groups * sizeof(HeaderGroup));
+  return fresh;
+}
+
+void Table::insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uint32_t* slots) {
+  if (fresh.at.empty()) return;
+  for (uint32_t i : fresh.at) {
+    if (free_.empty()) {
+      slots[i] = static_cast<uint32_t>(slots_);
+      __atomic_store_n(&slots_, slots_ + 1, __ATOMIC_RELAXED);
+    } else {
+      slots[i] = free_.back();
+      free_.pop_back();
+    }
+  }
+  Pool::shared().run(static_cast<int>(fresh.cuts.size()) - 1, [&](int range) {
+    std::vector<float> row(width_);
+    for (size_t n = fresh.cuts[range]; n < fresh.cuts[range + 1]; ++n) {
+      const uint32_t i = fresh.at[n], slot = slots[i], lane = slot % 4;
+      const uint32_t shard = shard_of(hashes[i]);
+      write_initial_row(keys[i], row.data());
+      store_values(view_.rows + size_t{slot} * view_.row_bytes, row.data(), row.size());
+      HeaderGroup& group = view_.headers[slot / 4];
+      __atomic_store_n(&group.key[lane], keys[i], __ATOMIC_RELAXED);
+      group.last_step[lane] = 0;
+      group.count[lane] = 0;
+      ShardIndex& index = shards_[shard];
+      ShardGuard guard(index);
+      ShardWriter writer(index, view_.headers, index_memory_);
+      uint32_t& more = fresh.more[shard];
+      if (ShardWriter::full(index, more, slots_))
+        writer.rebuild(lines_for(shard, uint64_t{index.rows} + more), slot_bits_for(slots_));
+      --more;
+      writer.insert(hashes[i], slot);
+    }
+  });
+  __atomic_store_n(&live_, live_ + fresh.at.size(), __ATOMIC_RELAXED);
+  settle();
+}
+
+void Table::settle() {
+  const size_t holds = rows_.committed() + headers_.committed() + index_memory_.resident();
+  if (holds < charged_) budget_->give_back(charged_ - holds);
+  if (holds > charged_) budget_->try_take(holds - charged_);
+  charged_ = holds;
+}
+
+void Table::find_or_create(const int64_t* keys, size_t count, uint32_t* slots) {
+  Grouping grouping;
+  grouping.build({{keys, count}});
+  std::vector<uint32_t> unique(grouping.size());
+  std::lock_guard lock(writer_);
+  find_unique(grouping, unique.data());
+  insert(prepare(grouping.hashes(), unique.data(), grouping.cuts()), grouping.keys(), grouping.hashes(), unique.data());
+  for (size_t i = 0; i < count; ++i) slots[i] = unique[grouping.inverse()[i]];
+}
+
+size_t Table::find_unique(const Grouping& grouping, uint32_t* slots) const {
+  std::atomic<size_t> missing{0};
+  const auto& cuts = grouping.cuts();
+  Pool::shared().run(static_cast<int>(cuts.size()) - 1, [&](int range) {
+    missing += kernels().find({view_, grouping.keys() + cuts[range], grouping.hashes() + cuts[range],
+                               cuts[range + 1] - cuts[range], slots + cuts[range]});
+  });
+  return missing;
+}
+
+void Table::assign(const int64_t* keys, size_t count, const float* rows, int row_floats, const uint64_t* counts,
+                   const uint32_t* last_steps) {
+  Grouping grouping;
+  grouping.build({{keys, count}});
+  if (grouping.size() != count)
+    throw std::invalid_argument("assign: " + std::to_string(count - grouping.size()) +
+                                " duplicate keys; give each key once");
+  std::vector<uint32_t> slots(count);
+  std::lock_guard lock(writer_);
+  find_unique(grouping, slots.data());
+  insert(prepare(grouping.hashes(), slots.data(), grouping.cuts()), grouping.keys(), grouping.hashes(), slots.data());
+  const auto& cuts = grouping.cuts();
+  Pool::shared().run(static_cast<int>(cuts.size()) - 1, [&](int range) {
+    for (size_t u = cuts[range]; u < cuts[range + 1]; ++u) {
+      const uint32_t from = grouping.run()[grouping.run_begin()[u]], slot = slots[u], lane = slot % 4;
+      ShardGuard guard(shards_[shard_of(grouping.hashes()[u])]);
+      store_values(view_.rows + size_t{slot} * view_.row_bytes, rows + size_t{from} * row_floats, row_floats);
+      HeaderGroup& group = view_.headers[slot / 4];
+      if (counts) {
+        group.count[lane] =
+            add_count(0, counts[from], [&] { return draw(count_stream_, grouping.keys()[u], 0, 0)[0]; });
+      }
+      if (last_steps) group.last_step[lane] = last_steps[from];
+    }
+  });
+}
+
+uint64_t Table::erase(const int64_t* keys, size_t count) {
+  std::lock_guard lock(writer_);
+  uint64_t erased = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t hash = hash_key(keys[i]);
+    uint32_t slot;
+    if (kernels().find({view_, &keys[i], &hash, 1, &slot})) continue;
+    ShardIndex& index = shards_[shard_of(hash)];
+    ShardGuard guard(index);
+    ShardWriter(index, view_.headers, index_memory_).erase(hash, slot);
+    view_.headers[slot / 4].last_step[slot % 4] = kFreeStep;
+    free_.push_back(slot);
+    ++erased;
+  }
+  __atomic_store_n(&live_, live_ - erased, __ATOMIC_RELAXED);
+  if (erased) erase_epoch_.fetch_add(1, std::memory_order_acq_rel);
+  return erased;
+}
+
+uint64_t Table::scan(uint64_t start, size_t most, std::vector<uint32_t>& live) const {
+  live.clear();
+  const uint64_t end = slots();
+  for (; start < end && live.size() < most; ++start)
+    if (view_.headers[start / 4].last_step[start % 4] != kFreeStep) live.push_back(static_cast<uint32_t>(start));
+  return start;
+}
+
+MemoryReport Table::memory() const {
+  std::lock_guard lock(writer_);
+  MemoryReport report{};
+  report.rows = live_;
+  report.slots = slots_;
+  report.payload_bytes = live_ * view_.row_bytes;
+  report.row_bytes = rows_.committed();
+  report.header_bytes = headers_.committed();
+  report.index_bytes = index_memory_.resident() + shards_.size() * sizeof(ShardIndex);
+  report.total_bytes = report.row_bytes + report.header_bytes + report.index_bytes;
+  return report;
+}
+
+}  // namespace hotrow

@@ -1,0 +1,120 @@
+// A table's rows in DRAM: key -> slot, a slot's header, a slot's values (embedding first, optimizer state behind it).
+//
+// Threads: calls that write (create, assign, erase, and a Plan's update) take the table's writer lock, so there is one
+// writer at a time, which spreads its own work over the pool by shard. Reads take no lock and may run beside it: a
+// reader sees each row whole, as it was before or after an update, never a mixture (shard_index.h has the protocol).
+//
+// Slots are given out in the order of the keys in the call, so they are the same for any thread count. Nothing is
+// changed by a call that throws.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "memory/budget.h"
+#include "memory/line_arena.h"
+#include "memory/region.h"
+#include "optim/rules_kind.h"
+#include "random/initial.h"
+#include "rows/grouping.h"
+#include "rows/kernels.h"
+
+namespace hotrow {
+
+// One part of a row's optimizer state: how many floats, and what a new row starts with.
+struct StatePart {
+  int width;
+  float initial;
+};
+
+struct TableOptions {
+  std::string name;
+  int dim;
+  RuleKind rule;
+  std::vector<StatePart> state;
+  Initial initial;
+  uint64_t seed;
+};
+
+struct MemoryReport {
+  uint64_t rows, slots;
+  uint64_t payload_bytes;  // values of live rows: what the user asked to keep
+  uint64_t row_bytes, header_bytes, index_bytes, total_bytes;
+};
+
+class Table {
+ public:
+  Table(TableOptions options, std::shared_ptr<Budget> budget);
+  ~Table();
+
+  const TableOptions& options() const { return options_; }
+  int dim() const { return options_.dim; }
+  int width() const { return width_; }  // floats in a row, state included
+  uint64_t size() const { return __atomic_load_n(&live_, __ATOMIC_RELAXED); }
+  uint64_t slots() const { return __atomic_load_n(&slots_, __ATOMIC_RELAXED); }
+  // Rises whenever a slot may have changed its owner; slots found before are then to be found again.
+  uint64_t erase_epoch() const { return erase_epoch_.load(std::memory_order_acquire); }
+  RowView view() const { return view_; }
+  uint64_t count_stream() const { return count_stream_; }
+  std::mutex& writer() const { return writer_; }
+
+  // Any keys, duplicates too. slots[i] is kNoSlot for a key that has no row.
+  void find(const int64_t* keys, size_t count, uint32_t* slots) const;
+  // Values (dim floats) of each key; a key without a row reads its initial values. found may be null.
+  void read(const int64_t* keys, const uint64_t* hashes, size_t count, float* out, bool* found) const;
+  // Whole rows with their metadata, by slot; for export. Requires: slots are live and no writer runs.
+  void read_slots(const uint32_t* slots, size_t count, float* rows, int64_t* keys, uint64_t* counts,
+                  uint32_t* last_steps) const;
+  void write_initial_row(int64_t key, float* row) const;
+
+  // Slots of a grouping's keys; returns how many have none.
+  size_t find_unique(const Grouping& grouping, uint32_t* slots) const;
+
+  // Creation in two steps, so that a batch over several tables takes all memory before it changes anything. Both
+  // require the writer lock, unique keys, and cuts that split them into ranges of which no two share a shard
+  // (Grouping's cuts).
+  struct Fresh {
+    std::vector<uint32_t> at;    // places of the keys that have no slot
+    std::vector<size_t> cuts;    // of `at`, by the ranges given
+    std::vector<uint32_t> more;  // new rows by shard, so that a full shard grows once for all of them
+  };
+  Fresh prepare(const uint64_t* hashes, const uint32_t* slots, const std::vector<size_t>& cuts);
+  void insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uint32_t* slots);
+
+  // Any keys, duplicates too; unseen ones get their initial row. Takes the writer lock.
+  void find_or_create(const int64_t* keys, size_t count, uint32_t* slots);
+  // Sets rows, creating those that are missing. rows is [count, row_floats] with row_floats either dim() or width().
+  // counts and last_steps may be null. Takes the writer lock. Requires: keys unique.
+  void assign(const int64_t* keys, size_t count, const float* rows, int row_floats, const uint64_t* counts,
+              const uint32_t* last_steps);
+  // Returns how many rows there were to erase. Takes the writer lock.
+  uint64_t erase(const int64_t* keys, size_t count);
+
+  // Live slots in rising order from `start`, at most `most`; returns the slot to go on from, or slots() at the end.
+  uint64_t scan(uint64_t start, size_t most, std::vector<uint32_t>& live) const;
+  MemoryReport memory() const;
+
+ private:
+  [[noreturn]] void refuse(uint64_t rows, size_t bytes) const;
+  void settle();  // bring what is charged to the budget to what is really held
+
+  const TableOptions options_;
+  const int width_;
+  const uint64_t initial_stream_, count_stream_;
+  std::shared_ptr<Budget> budget_;
+  Region rows_;
+  Region headers_;
+  LineArena index_memory_;
+  std::vector<ShardIndex> shards_;
+  RowView view_;
+  mutable std::mutex writer_;
+  std::vector<uint32_t> free_;  // slots of erased rows, last freed first used
+  uint64_t slots_ = 0, live_ = 0;
+  size_t charged_ = 0;  // bytes taken from the budget
+  std::atomic<uint64_t> erase_epoch_{0};
+};
+
+}  // namespace hotrow

@@ -1,0 +1,102 @@
+#include "threads/pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+
+namespace hotrow {
+namespace {
+
+int usable_cores() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
+  return std::max(1u, std::thread::hardware_concurrency());
+}
+
+}  // namespace
+
+Pool& Pool::shared() {
+  // Never destroyed: a worker may still be running when static objects are torn down.
+  static Pool* pool = new Pool(usable_cores());
+  return *pool;
+}
+
+Pool::Pool(int threads) { set_threads(threads); }
+Pool::~Pool() { stop(); }
+
+void Pool::set_threads(int threads) {
+  stop();
+  threads_.store(std::max(1, threads), std::memory_order_relaxed);
+  start(this->threads() - 1);
+}
+
+void Pool::start(int workers) {
+  stopping_ = false;
+  for (int i = 0; i < workers; ++i) workers_.emplace_back([this] { worker_loop(); });
+}
+
+void Pool::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  for (auto& worker : workers_) worker.join();
+  workers_.clear();
+}
+
+void Pool::Job::work() {
+  for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+    try {
+      call(context, i);
+    } catch (...) {
+      std::lock_guard lock(error_mutex);
+      if (!error) error = std::current_exception();
+    }
+    done.fetch_add(1, std::memory_order_acq_rel);
+  }
+}
+
+// Requires: mutex_ is held.
+Pool::Job* Pool::find_work() {
+  for (Job* job : jobs_)
+    if (job->next.load(std::memory_order_relaxed) < job->tasks) return job;
+  return nullptr;
+}
+
+void Pool::worker_loop() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    Job* job = nullptr;
+    wake_.wait(lock, [&] { return stopping_ || (job = find_work()); });
+    if (stopping_) return;
+    ++job->helpers;
+    lock.unlock();
+    job->work();
+    lock.lock();
+    if (--job->helpers == 0) idle_.notify_all();
+  }
+}
+
+void Pool::run_job(int tasks, Call call, void* context) {
+  Job job;
+  job.call = call;
+  job.context = context;
+  job.tasks = tasks;
+  {
+    std::lock_guard lock(mutex_);
+    jobs_.push_back(&job);
+  }
+  wake_.notify_all();
+  job.work();
+  {
+    // The job lives on this stack: no worker may hold it when we leave, and none can join once it is off the list.
+    std::unique_lock lock(mutex_);
+    jobs_.erase(std::find(jobs_.begin(), jobs_.end(), &job));
+    idle_.wait(lock, [&] { return job.helpers == 0; });
+  }
+  if (job.error) std::rethrow_exception(job.error);
+}
+
+}  // namespace hotrow

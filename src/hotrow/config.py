@@ -1,0 +1,145 @@
+"""What a person writes: sizes, memory budgets, initial values. Checked here, once, with errors that show the cure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hotrow.errors import OptionError, choices
+
+_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgtp", start=1):
+    _UNITS[f"{_prefix}ib"] = 1024**_power
+    _UNITS[f"{_prefix}b"] = 1000**_power
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str | int, option: str = "size") -> int:
+    """Bytes of a size as a person writes it.
+
+    >>> parse_size("1.5GiB")
+    1610612736
+    >>> parse_size("12 potatoes", option="dram")
+    Traceback (most recent call last):
+    hotrow.errors.OptionError: dram='12 potatoes' is not a size; write a number and a unit, such as '8GiB' or '500MB'
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
+        return text
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
+        raise OptionError(f"{option}={text!r} is not a size; write a number and a unit, such as '8GiB' or '500MB'")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_size(count: float) -> str:
+    """A size for people.
+
+    >>> format_size(1610612736)
+    '1.5 GiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How much memory rows may take, by tier. Leave a tier out and it is not used; without `dram` there is no limit.
+
+    >>> Memory(dram="4GiB").dram_bytes
+    4294967296
+    """
+
+    dram: str | int | None = None
+    hbm: str | int | None = None
+    ssd: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dram is not None:
+            parse_size(self.dram, "dram")
+        for tier in ("hbm", "ssd"):
+            if getattr(self, tier) is not None:
+                raise OptionError(
+                    f"{tier}={getattr(self, tier)!r}: this version keeps rows in DRAM alone; leave {tier}= out"
+                )
+
+    @property
+    def dram_bytes(self) -> int:
+        """The DRAM budget in bytes; 0 means no limit."""
+        return 0 if self.dram is None else parse_size(self.dram, "dram")
+
+
+@dataclass(frozen=True)
+class Initial:
+    """The values a new row starts with: `zeros`, `constant`, `uniform` or `normal`.
+
+    They are drawn from a counter-based generator keyed by (seed, table, key): the same for any order of arrival, thread
+    count, tier and rank.
+
+    >>> Initial.uniform(-0.1, 0.1)
+    Initial(kind='uniform', a=-0.1, b=0.1)
+    """
+
+    kind: str = "uniform"
+    a: float = -0.05
+    b: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.kind not in _INITIAL_KINDS:
+            raise OptionError(f"initial kind={self.kind!r}: {choices(self.kind, _INITIAL_KINDS)}")
+        if not (math.isfinite(self.a) and math.isfinite(self.b)):
+            raise OptionError(f"initial values must be finite, got {self.a} and {self.b}")
+        if self.kind == "uniform" and self.a > self.b:
+            raise OptionError(f"uniform from {self.a} to {self.b}: give the lower bound first")
+        if self.kind == "normal" and self.b < 0:
+            raise OptionError(f"normal with standard deviation {self.b}: give one that is not negative")
+
+    @staticmethod
+    def zeros() -> Initial:
+        """All zeros."""
+        return Initial("zeros", 0.0, 0.0)
+
+    @staticmethod
+    def constant(value: float) -> Initial:
+        """All the same value."""
+        return Initial("constant", value, 0.0)
+
+    @staticmethod
+    def uniform(low: float, high: float) -> Initial:
+        """Uniform in [low, high)."""
+        return Initial("uniform", low, high)
+
+    @staticmethod
+    def normal(mean: float = 0.0, std: float = 0.01) -> Initial:
+        """Normal with that mean and standard deviation."""
+        return Initial("normal", mean, std)
+
+    def to_core(self) -> tuple[int, float, float]:
+        """For core/random/initial.h: the kind's number and its two values."""
+        return _INITIAL_KINDS.index(self.kind), self.a, self.b
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values; `Initial.from_dict` reads it back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Initial:
+        """From plain values, such as a job file's `initial = { kind = "normal", a = 0.0, b = 0.01 }`."""
+        check_options("initial", values, ["kind", "a", "b"])
+        return Initial(**values)
+
+
+_INITIAL_KINDS = ["zeros", "constant", "uniform", "normal"]
+
+
+def check_options(where: str, given: Mapping[str, Any], known: list[str]) -> None:
+    """Raise for the first option that does not exist, naming the nearest that does."""
+    for option in given:
+        if option not in known:
+            raise OptionError(f"{where} has no option {option!r}; {choices(option, known)}")

@@ -1,0 +1,11 @@
+"""Data: events in, as batches with a resumable cursor.
+
+`parquet`, `text` and `synthetic` each make a `Source`; docs/data.md is the guide.
+"""
+
+from hotrow.data.layouts import TextLayout
+from hotrow.data.parquet import parquet
+from hotrow.data.source import Cursor, Source
+from hotrow.data.text import text
+
+__all__ = ["Cursor", "Source", "TextLayout", "parquet", "text"]

@@ -1,0 +1,145 @@
+"""FileSource: files → chunks → features → batches, each with a cursor.
+
+The one path of all file formats, top to bottom in `batches`; a format is a Reader (parquet.py, text.py) that gives
+chunks from an offset on. Files follow each other without a seam: a batch may hold the end of one file and the start of
+the next, so how the rows are spread over files does not change a single batch.
+
+A cursor holds the file's name and size, the offset and number of the last row of its batch, the batch size, and the
+stamp of all files. Memory is one chunk and one batch, whatever the size of the files.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hotrow.batch import KeyedBatch
+from hotrow.data.chunks import Chunk, IntArray, Reader
+from hotrow.data.files import Files
+from hotrow.data.rebatch import rebatch
+from hotrow.data.rejects import Rejects, check_policy
+from hotrow.data.source import Cursor, check_batch_size, cursor_number, match_cursor
+from hotrow.errors import DataError, OptionError
+from hotrow.features import FeatureSpec, RowError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to read on: file number `index`, at `offset`, after row `number`."""
+
+    index: int = 0
+    offset: int = 0
+    number: int = 0
+
+
+class FileSource:
+    """Streams the batches of some files. Made by `hotrow.data.parquet` and `hotrow.data.text`."""
+
+    def __init__(
+        self, paths: tuple[str, ...], reader: Reader, features: FeatureSpec, batch_size: int, on_error: str
+    ) -> None:
+        if not isinstance(features, FeatureSpec):
+            raise OptionError(f"features={features!r}; pass a hotrow.features.FeatureSpec")
+        self.paths = paths
+        self.features = features
+        self.batch_size = check_batch_size(batch_size)
+        self._reader = reader
+        self._on_error = check_policy(on_error)
+        self._rejects = Rejects(on_error, reader.unit)
+
+    def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
+        """Batches from the first file on, or after the batch that came with `cursor`."""
+        files = Files.look(self.paths)
+        start = Place() if cursor is None else self._find_place(files, cursor)
+        self._rejects = Rejects(self._on_error, self._reader.unit)
+        return self._stream(files, start, self._rejects)
+
+    @property
+    def skipped(self) -> int:
+        """How many rows the latest pass has skipped so far, with on_error="skip"."""
+        return self._rejects.count
+
+    @property
+    def examples(self) -> int | None:
+        """How many rows the files have, or None for text. Rows that will be skipped are counted."""
+        return self._reader.count(self.paths)
+
+    def describe(self) -> str:
+        """One line for a log."""
+        size = sum(Files.look(self.paths).sizes)
+        names = (
+            self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} to {self.paths[-1]}, {len(self.paths)} files"
+        )
+        return f"{self._reader.kind}: {names}, {size:,} bytes, batches of {self.batch_size}"
+
+    def _stream(self, files: Files, start: Place, rejects: Rejects) -> Iterator[tuple[KeyedBatch, Cursor]]:
+        ends: deque[tuple[int, IntArray, IntArray]] = deque()  # of the pieces that are not yet wholly in a batch
+
+        def pieces() -> Iterator[KeyedBatch]:
+            for index, chunk in self._chunks(start, rejects):
+                batch, used = _apply(self.features, chunk, rejects)
+                if batch.size:
+                    ends.append((index, used.ends, used.numbers))
+                    yield batch
+
+        oldest, empty = 0, start == Place()
+        for batch, cut in rebatch(pieces(), self.batch_size):
+            while oldest < cut.piece:
+                ends.popleft()
+                oldest += 1
+            index, offsets, numbers = ends[0]
+            yield batch, self._cursor(files, Place(index, int(offsets[cut.row]), int(numbers[cut.row])))
+            empty = False
+        if empty:
+            rejects.check_some_passed()
+
+    def _chunks(self, start: Place, rejects: Rejects) -> Iterator[tuple[int, Chunk]]:
+        for index in range(start.index, len(self.paths)):
+            here = start if index == start.index else Place(index)
+            for chunk in self._reader.chunks(self.paths[index], here.offset, here.number, rejects):
+                yield index, chunk
+
+    def _cursor(self, files: Files, place: Place) -> Cursor:
+        return {
+            "source": self._reader.kind,
+            "batch_size": self.batch_size,
+            "file": files.names[place.index],
+            "size": files.sizes[place.index],
+            "files": files.stamp(),
+            "index": place.index,
+            "offset": place.offset,
+            "number": place.number,
+        }
+
+    def _find_place(self, files: Files, cursor: Cursor) -> Place:
+        place = Place(*(cursor_number(cursor, name) for name in ("index", "offset", "number")))
+        if place.index >= len(files.paths):
+            raise DataError(
+                f"the cursor does not fit this source: it stands in file {place.index + 1} ({cursor.get('file')!r}) "
+                f"and the source has {len(files.paths)} files; name the same files as before"
+            )
+        same_files = "name the same files, unchanged, or start without a cursor"
+        cures = {
+            "source": "resume with the kind of source that made the cursor",
+            "batch_size": f"pass batch_size={cursor.get('batch_size')}",
+            "file": same_files,
+            "size": f"the file {files.paths[place.index]} has changed; put the old one back, or start without a cursor",
+            "files": f"some of the {len(files.paths)} files are other ones or have changed; {same_files}",
+        }
+        expected = self._cursor(files, place)
+        match_cursor(cursor, {name: expected[name] for name in cures}, cures)
+        return place
+
+
+def _apply(features: FeatureSpec, chunk: Chunk, rejects: Rejects) -> tuple[KeyedBatch, Chunk]:
+    """The chunk's batch, and the rows that are in it: those that the spec refuses go to `rejects`."""
+    while True:
+        try:
+            return features.apply(chunk.table), chunk
+        except RowError as error:
+            first = int(chunk.numbers[error.rows[0]])
+            rejects.add(chunk.path, first, error.column, error.fact, len(error.rows))
+            chunk = chunk.without(error.rows)
+        except DataError as error:
+            raise DataError(f"{chunk.path}: {error}") from error

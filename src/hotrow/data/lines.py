@@ -1,0 +1,91 @@
+"""Lines: a text file as blocks of whole lines, with the place of every line.
+
+A block is a few megabytes cut at a newline, so that a parser never sees half a line and the number of any line in it
+is known without parsing. Lines end with a newline byte (a carriage return before it belongs to the ending); a newline
+inside quotes is not supported, because then no line could be numbered without reading all before it. The last line may
+lack its newline. Files that start with gzip's magic bytes are decompressed as they are read; their offsets are those of
+the plain text, and resuming in one reads it from the start.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from hotrow.errors import DataError
+
+BLOCK_BYTES = 4 << 20
+LONGEST_LINE = 64 << 20
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Whole lines: `data` stood at byte `offset` of the file, and `number` lines came before it."""
+
+    data: bytes
+    offset: int
+    number: int
+
+    @cached_property
+    def ends(self) -> npt.NDArray[np.int64]:
+        """Where each line ends in `data`, its newline included."""
+        ends = np.flatnonzero(np.frombuffer(self.data, np.uint8) == ord("\n")) + 1
+        return ends if self.data.endswith(b"\n") or not self.data else np.append(ends, len(self.data))
+
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Where each line begins in `data`."""
+        return np.concatenate([np.zeros(1, np.int64), self.ends[:-1]])[: len(self.ends)]
+
+    @cached_property
+    def blank(self) -> npt.NDArray[np.bool_]:
+        """Which lines hold nothing but their ending."""
+        lengths = self.ends - self.starts
+        first = np.frombuffer(self.data, np.uint8)[self.starts]
+        blank: npt.NDArray[np.bool_] = (first == ord("\n")) | ((lengths <= 2) & (first == ord("\r")))
+        return blank
+
+    def after(self, lines: int) -> Block:
+        """The block without its first lines. Requires: it has as many."""
+        end = int(self.ends[lines - 1])
+        return Block(self.data[end:], self.offset + end, self.number + lines)
+
+
+def read_blocks(path: str, offset: int = 0, number: int = 0, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+    """The lines of a file from byte `offset` on, before which `number` lines stood."""
+    try:
+        with _open(path) as file:
+            file.seek(offset)
+            rest = b""
+            while True:
+                fresh = file.read(block_bytes)
+                cut = fresh.rfind(b"\n") + 1
+                data = rest + (fresh[:cut] if fresh else b"")
+                if data and (cut or not fresh):
+                    block = Block(data, offset, number)
+                    yield block
+                    offset, number = offset + len(data), number + len(block.ends)
+                    rest = b""
+                if not fresh:
+                    return
+                rest += fresh[cut:]
+                if len(rest) > LONGEST_LINE:
+                    raise DataError(
+                        f"{path}, line {number + 1} is longer than {LONGEST_LINE:,} bytes; is this a text file?"
+                    )
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: the compressed data is damaged or cut off ({error}); fetch the file again") from error
+
+
+def _open(path: str) -> io.BufferedIOBase:
+    with open(path, "rb") as file:
+        zipped = file.read(2) == _GZIP_MAGIC
+    return gzip.open(path, "rb") if zipped else open(path, "rb")

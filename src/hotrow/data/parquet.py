@@ -1,0 +1,126 @@
+"""Parquet: row groups streamed one after another, never a whole file.
+
+Only the columns that the features need are decoded, 65,536 rows at a time. An offset is a row number, so resuming skips
+whole row groups by the file's footer and decodes only the one that the cursor stands in.
+
+Files of one source need the same columns, and each column one family of types: an integer column that is text in
+another file would give other keys for the same user, so that is an error. Widths, dictionaries and large strings may
+differ; they make no difference to a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
+import pyarrow.parquet as pq  # type: ignore[import-untyped, unused-ignore]
+
+from hotrow.data.chunks import Chunk
+from hotrow.data.file_source import FileSource
+from hotrow.data.files import Paths, find_files
+from hotrow.data.rejects import Rejects
+from hotrow.errors import DataError, choices
+from hotrow.features import FeatureSpec
+
+CHUNK_ROWS = 65_536
+
+
+def parquet(paths: Paths, features: FeatureSpec, batch_size: int = 4096, on_error: str = "raise") -> FileSource:
+    """A source of Parquet files: a path, a pattern such as "clicks/*.parquet", or a list of them.
+
+    on_error: "raise" stops at a row that the features refuse, naming file, row and column; "skip" leaves such rows out
+    and counts them in `source.skipped`.
+
+    >>> import tempfile
+    >>> from hotrow.features import Key
+    >>> path = tempfile.mkdtemp() + "/clicks.parquet"
+    >>> pq.write_table(pa.table({"user": ["ann", "bob", "cem"], "click": [1, 0, 1]}), path)
+    >>> source = parquet(path, features=FeatureSpec([Key("user")], label="click"), batch_size=2)
+    >>> [batch.size for batch, cursor in source.batches()]
+    [2, 1]
+    """
+    files = find_files(paths)
+    return FileSource(files, ParquetReader(files[0], features.columns()), features, batch_size, on_error)
+
+
+@dataclass(frozen=True)
+class ParquetReader:
+    """Reads some columns of Parquet files whose types agree with those of the file `first`."""
+
+    first: str
+    columns: tuple[str, ...]
+
+    kind = "parquet"
+    unit = "row"
+
+    def chunks(self, path: str, offset: int, number: int, rejects: Rejects) -> Iterator[Chunk]:
+        """The rows of a file from row `offset` on."""
+        file = _open(path)
+        self._check_schema(path, file.schema_arrow)
+        begin = 0
+        for group in range(file.num_row_groups):
+            end = begin + file.metadata.row_group(group).num_rows
+            if end > offset:
+                yield from self._group(path, file, group, begin, offset)
+            begin = end
+
+    def count(self, paths: tuple[str, ...]) -> int:
+        """The rows of all files, out of their footers."""
+        return sum(_open(path).metadata.num_rows for path in paths)
+
+    def _group(self, path: str, file: pq.ParquetFile, group: int, begin: int, offset: int) -> Iterator[Chunk]:
+        decoded = file.iter_batches(CHUNK_ROWS, row_groups=[group], columns=list(self.columns))
+        while True:
+            try:
+                rows = next(decoded, None)
+            except (pa.ArrowException, OSError) as error:
+                raise DataError(f"{path}, row group {group}: {error}; the file is damaged, write it again") from error
+            if rows is None:
+                return
+            skip = min(max(offset - begin, 0), rows.num_rows)
+            begin += rows.num_rows
+            if skip < rows.num_rows:
+                ends = np.arange(begin - rows.num_rows + skip + 1, begin + 1)
+                yield Chunk(path, pa.Table.from_batches([rows.slice(skip)]), ends, ends)
+
+    def _check_schema(self, path: str, schema: pa.Schema) -> None:
+        for name in self.columns:
+            if name not in schema.names:
+                raise DataError(
+                    f"{path} has no column {name!r}, which the features need; {choices(name, schema.names)}"
+                )
+            found, expected = _family(schema.field(name).type), self._families.get(name, "null")
+            if found != expected and "null" not in (found, expected):
+                raise DataError(
+                    f"{path}: column {name!r} holds {found} values but {expected} values in {self.first}; write both "
+                    "files with one type, or the same value gets two keys"
+                )
+
+    @cached_property
+    def _families(self) -> dict[str, str]:
+        return {field.name: _family(field.type) for field in _open(self.first).schema_arrow}
+
+
+def _open(path: str) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet ({error}); it is another kind of file or damaged") from error
+
+
+def _family(kind: pa.DataType) -> str:
+    """The types that make the same key of the same value."""
+    t = pa.types
+    if t.is_dictionary(kind):
+        return _family(kind.value_type)
+    if t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind):
+        return f"lists of {_family(kind.value_type)}"
+    if t.is_integer(kind) or t.is_boolean(kind):
+        return "integer"
+    if t.is_floating(kind) or t.is_decimal(kind):
+        return "float"
+    text = ("string", "binary", "fixed_size_binary")
+    return "string" if str(kind).removeprefix("large_").removesuffix("_view").startswith(text) else str(kind)

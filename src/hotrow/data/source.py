@@ -1,0 +1,62 @@
+"""Source: where batches come from, and how to come back to the same place.
+
+A source yields batches, each with a cursor: a small JSON-able dict that says "after this batch". The trainer puts the
+cursor into the checkpoint beside the rows, so that a resumed run gets exactly the batches that the first one had not
+committed: for every cut, the head and the resumed tail together are the uninterrupted stream.
+
+A cursor carries enough to know the source it belongs to (file names and sizes, batch size, or the seed and shape of a
+synthetic stream), and a source refuses a cursor that is not its own. `batches` may be called again and again, and from
+several threads; each call is its own pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from hotrow.batch import KeyedBatch
+from hotrow.errors import DataError, OptionError
+
+Cursor = dict[str, int | str]
+
+
+class Source(Protocol):
+    """Anything that streams batches with a resumable cursor."""
+
+    def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
+        """Batches from the start, or after the batch that came with `cursor`."""
+
+    def describe(self) -> str:
+        """One line for a log: what is read."""
+
+    @property
+    def examples(self) -> int | None:
+        """How many examples a whole pass has, or None if that is not known before reading."""
+
+
+def check_batch_size(batch_size: object) -> int:
+    """A batch has one example or more."""
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise OptionError(f"batch_size={batch_size!r}; give an integer of 1 or more")
+    return batch_size
+
+
+def match_cursor(cursor: Cursor, expected: Cursor, cures: dict[str, str]) -> None:
+    """Refuse a cursor whose fields differ from what this source would write; `cures` has a cure for each field."""
+    for name, value in expected.items():
+        found = cursor.get(name)
+        if found != value:
+            raise DataError(
+                f"the cursor does not fit this source: its {name} is {found!r} and the source has {value!r}; "
+                f"{cures[name]}"
+            )
+
+
+def cursor_number(cursor: Cursor, name: str) -> int:
+    """A whole number, 0 or more, out of a cursor."""
+    value = cursor.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise DataError(
+            f"the cursor is damaged: its {name} is {value!r}, not a whole number; pass a cursor as `batches` gave it"
+        )
+    return value

@@ -1,0 +1,117 @@
+"""Text: delimited files in Criteo's, Avazu's or your own layout, with the exact line of every error.
+
+A block of lines is parsed at once. Only if that fails is it halved, again and again, until the bad lines stand alone: a
+file without bad lines pays nothing for the exact messages, and one bad line in a block of n costs about log2(n) more
+parses of ever smaller parts. The good lines around a bad one are kept in their order either way. Blank lines are passed
+over, and counted in line numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
+
+from hotrow.data.chunks import Chunk
+from hotrow.data.file_source import FileSource
+from hotrow.data.files import Paths, find_files
+from hotrow.data.layouts import TextLayout, find_layout
+from hotrow.data.lines import Block, read_blocks
+from hotrow.data.parse import explain_line, parse_lines
+from hotrow.data.rejects import Rejects
+from hotrow.errors import DataError, OptionError, choices
+from hotrow.features import FeatureSpec
+
+
+def text(
+    paths: Paths,
+    layout: str | TextLayout,
+    features: FeatureSpec | None = None,
+    batch_size: int = 4096,
+    on_error: str = "raise",
+) -> FileSource:
+    """A source of delimited text files, plain or gzip: a path, a pattern such as "day_*.gz", or a list of them.
+
+    layout: "criteo" (comma separated, with a header), "criteo-tsv" (the original files), "avazu", or a TextLayout.
+    features: the layout's default_spec() unless given. on_error: "raise" stops at a malformed line, naming file, line
+    and column; "skip" leaves such lines out and counts them in `source.skipped`.
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/day_0.txt"
+    >>> with open(path, "w") as file:
+    ...     _ = file.write("1" + "\\t" * 39 + "\\n" + "0\\t5" + "\\t" * 37 + "\\t05db9164\\n")
+    >>> batch, cursor = next(text(path, layout="criteo-tsv").batches())
+    >>> batch.labels, len(batch.ids), cursor["number"]
+    (tensor([1., 0.]), 26, 2)
+    """
+    found = find_layout(layout)
+    spec = found.default_spec() if features is None else features
+    return FileSource(find_files(paths), TextReader(found, _needed(found, spec)), spec, batch_size, on_error)
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """Reads some columns of text files of one layout."""
+
+    layout: TextLayout
+    columns: tuple[str, ...]
+
+    kind = "text"
+    unit = "line"
+
+    def chunks(self, path: str, offset: int, number: int, rejects: Rejects) -> Iterator[Chunk]:
+        """The lines of a file from byte `offset` on."""
+        header = self.layout.header and offset == 0
+        for block in read_blocks(path, offset, number):
+            yield from self._lines(path, self._skip_header(path, block) if header else block, rejects)
+            header = False
+        if header:
+            raise DataError(f"{path} is empty and should begin with a header; remove it from the list of files")
+
+    def count(self, paths: tuple[str, ...]) -> None:
+        """Not known without reading."""
+        return
+
+    def _lines(self, path: str, block: Block, rejects: Rejects) -> Iterator[Chunk]:
+        data = pa.py_buffer(block.data)
+        runs = [(0, len(block.ends))]
+        while runs:
+            first, last = runs.pop()
+            full = (~block.blank[first:last]).nonzero()[0] + first
+            if not len(full):
+                continue
+            begin, end = int(block.starts[first]), int(block.ends[last - 1])
+            table = parse_lines(self.layout, data.slice(begin, end - begin), self.columns)
+            if table is not None and table.num_rows == len(full):
+                yield Chunk(path, table, full + (block.number + 1), block.ends[full] + block.offset)
+            elif last - first == 1:
+                column, fact = explain_line(self.layout, block.data[begin:end], self.columns)
+                rejects.add(path, block.number + last, column, fact)
+            else:
+                middle = (first + last) // 2
+                runs += [(middle, last), (first, middle)]
+
+    def _skip_header(self, path: str, block: Block) -> Block:
+        first = block.data[: int(block.ends[0])].decode(errors="replace").rstrip("\r\n")
+        names = first.removeprefix("\ufeff").split(self.layout.delimiter)
+        expected = list(self.layout.columns)
+        if names != expected:
+            pairs = zip([*names, "nothing"], [*expected, "nothing"], strict=False)
+            at, (found, wanted) = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+            raise DataError(
+                f"{path}, line 1: the header does not fit the layout: column {at} is {found[:60]!r}, not {wanted!r}; "
+                "check the delimiter, or pass dataclasses.replace(layout, header=False) if the file has no header"
+            )
+        return block.after(1)
+
+
+def _needed(layout: TextLayout, features: FeatureSpec) -> tuple[str, ...]:
+    if not isinstance(features, FeatureSpec):
+        raise OptionError(f"features={features!r}; pass a hotrow.features.FeatureSpec")
+    for name in features.columns():
+        if name not in layout.columns:
+            raise OptionError(
+                f"the features need a column {name!r} that the layout lacks; {choices(name, layout.columns)}"
+            )
+    return features.columns()

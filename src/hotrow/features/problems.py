@@ -1,0 +1,46 @@
+"""RowError: values that no feature can use, and which rows hold them.
+
+A feature spec works on whole columns, and who reads the columns knows where a row came from. So a spec that meets a
+bad value reports *all* rows of that column which are bad, by number, and leaves the place to its caller: a file source
+turns row 3,071 into ``day_3.txt, line 8,122``, or drops the bad rows and goes on when it was told to skip them.
+
+Only values end up here. A column that is absent or has a wrong type is no row's fault: that is a plain DataError, and
+skipping rows cannot cure it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from hotrow.errors import DataError
+
+
+class RowError(DataError):
+    """Some rows of one column cannot be used. `rows` are their numbers, from 0, rising; `fact` tells about the
+    first."""
+
+    def __init__(self, column: str, rows: npt.NDArray[np.int64], fact: str) -> None:
+        self.column = column
+        self.rows = rows
+        self.fact = fact
+        more = f" (and {rows.size - 1} more rows)" if rows.size > 1 else ""
+        super().__init__(f"row {int(rows[0])}, column {column!r}: {fact}{more}")
+
+
+def refuse_rows(column: str, bad: npt.NDArray[np.bool_], values: object, fact: str) -> None:
+    """Raise a RowError when any of `bad` is set; `{}` in the fact stands for the first bad value.
+
+    Requires: `values` can be indexed by row.
+    """
+    rows = np.flatnonzero(bad)
+    if rows.size:
+        raise RowError(column, rows, fact.replace("{}", repr(_plain(values[int(rows[0])]))))  # type: ignore[index]
+
+
+def _plain(value: object) -> object:
+    """A Python value out of an Arrow or numpy scalar, for a message."""
+    for method in ("as_py", "item"):
+        if hasattr(value, method):
+            return getattr(value, method)()
+    return value

@@ -1,0 +1,216 @@
+"""FeatureSpec: raw columns into a KeyedBatch, the very same way in training and in serving.
+
+The spec is a value: a list of features, the label's column and the event time's column. It is saved beside the model as
+JSON (spec_json.py has the format) and both the trainer's sources and the server's requests go through `apply`, so there
+is no second implementation that could drift away from the first.
+
+A spec is checked when it is made: names are unique, a Cross rests on features that have one id per example and on no
+circle, and the label is nobody's input. `apply` keeps no state; any thread may call it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hotrow.batch import Jagged, KeyedBatch
+from hotrow.errors import OptionError
+from hotrow.features import spec_json
+from hotrow.features.columns import Column, read_columns
+from hotrow.features.dense import Dense
+from hotrow.features.keys import Cross, Key
+from hotrow.features.kinds import KINDS, Feature
+from hotrow.features.numbers import labels_of
+from hotrow.features.sequences import Sequence
+from hotrow.features.times import event_time
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """How raw columns become a batch.
+
+    >>> spec = FeatureSpec([Key("user"), Dense("price", transform="log1p")], label="click")
+    >>> batch = spec.apply({"user": ["ann", None], "price": [0, 9], "click": [1, 0]})
+    >>> batch.size, list(batch.ids), batch.labels
+    (2, ['user'], tensor([1., 0.]))
+    """
+
+    features: Many[Feature]
+    label: str | None = None
+    time: str | None = None
+
+    def __post_init__(self) -> None:
+        features = self.features
+        if not isinstance(features, (list, tuple)) or not features:
+            raise OptionError(f"features={features!r}; give a list of one or more features, for example [Key('user')]")
+        object.__setattr__(self, "features", tuple(features))
+        for feature in features:
+            if not isinstance(feature, tuple(KINDS.values())):
+                names = ", ".join(kind.__name__ for kind in KINDS.values())
+                raise OptionError(f"features holds {feature!r}; every one must be a feature: {names}")
+        for option in ("label", "time"):
+            value = getattr(self, option)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise OptionError(f"{option}={value!r}; give the name of a column, or None")
+        _check_names(self.features)
+        _check_crosses(self.features)
+        self._check_leak()
+
+    @property
+    def id_names(self) -> tuple[str, ...]:
+        """The names of the features that give ids, in order: the keys of `batch.ids`."""
+        return tuple(feature.name for feature in self.features if not isinstance(feature, Dense))
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """The names of the dense features, in order: the columns of `batch.dense`."""
+        return tuple(feature.name for feature in self.features if isinstance(feature, Dense))
+
+    def columns(self, labels: bool = True) -> tuple[str, ...]:
+        """The raw columns that `apply` needs.
+
+        >>> FeatureSpec([Key("user"), Cross("pair", of=["user", "item"])], label="click").columns()
+        ('user', 'item', 'click')
+        """
+        return tuple(self._needed(labels))
+
+    def apply(self, columns: object, labels: bool = True) -> KeyedBatch:
+        """The batch of these raw columns: a pyarrow Table or RecordBatch, or a dict of name to values.
+
+        With labels=False, as in serving, the label is not read and the time only if its column is there.
+        """
+        needed = self._needed(labels)
+        if not labels and self.time is not None and self.time in _names(columns):
+            needed.setdefault(self.time, "the event time")
+        raw = read_columns(columns, needed)
+        return KeyedBatch(
+            ids=self._ids(raw),
+            dense=self._dense(raw),
+            labels=torch.from_numpy(labels_of(raw[self.label])) if labels and self.label is not None else None,
+            time=torch.from_numpy(event_time(raw[self.time])) if self.time in raw and self.time is not None else None,
+        )
+
+    def to_json(self) -> str:
+        """The spec as JSON text; docs/formats/features.md has the format."""
+        return spec_json.dump(self.features, self.label, self.time)
+
+    @staticmethod
+    def from_json(text: str) -> FeatureSpec:
+        """The spec that `to_json` wrote.
+
+        >>> spec = FeatureSpec([Key("user")])
+        >>> FeatureSpec.from_json(spec.to_json()) == spec
+        True
+        """
+        return FeatureSpec(*spec_json.parse(text))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON to a file; a crash leaves the old file or the new one, never half of it."""
+        target = Path(path)
+        draft = target.with_name(f"{target.name}.draft-{os.getpid()}")
+        try:
+            with open(draft, "w", encoding="utf-8") as file:
+                file.write(self.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, target)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> FeatureSpec:
+        """Read a file that `save` wrote."""
+        return FeatureSpec(*spec_json.parse(spec_json.read(path), where=f"{os.fspath(path)}: "))
+
+    def _needed(self, labels: bool) -> dict[str, str]:
+        """Every raw column that is needed, and who needs it."""
+        names = {feature.name for feature in self.features}
+        needed: dict[str, str] = {}
+        for feature in self.features:
+            inputs = [n for n in feature.of if n not in names] if isinstance(feature, Cross) else feature.inputs()
+            for name in inputs:
+                needed.setdefault(name, f"feature {feature.name!r}")
+        if labels and self.label is not None:
+            needed.setdefault(self.label, "the label")
+        if labels and self.time is not None:
+            needed.setdefault(self.time, "the event time")
+        return needed
+
+    def _ids(self, raw: dict[str, Column]) -> dict[str, Jagged]:
+        features = {feature.name: feature for feature in self.features}
+        made: dict[str, Jagged] = {}
+
+        def ids(name: str) -> Jagged:
+            if name not in made:
+                feature = features.get(name) or Key(name)
+                assert not isinstance(feature, Dense)
+                if isinstance(feature, Cross):
+                    made[name] = feature.ids([ids(part).values for part in feature.of])
+                else:
+                    made[name] = feature.ids(raw[feature.inputs()[0]])
+            return made[name]
+
+        return {name: ids(name) for name in self.id_names}
+
+    def _dense(self, raw: dict[str, Column]) -> torch.Tensor | None:
+        dense = [feature for feature in self.features if isinstance(feature, Dense)]
+        if not dense:
+            return None
+        columns = [feature.values(raw[feature.inputs()[0]]) for feature in dense]
+        return torch.from_numpy(np.stack(columns, axis=1))
+
+    def _check_leak(self) -> None:
+        if self.label is not None and self.label in self._needed(labels=False):
+            user = self._needed(labels=False)[self.label]
+            raise OptionError(f"the label {self.label!r} is also an input of {user}; a model must not see its label")
+
+
+def _names(columns: object) -> set[str]:
+    schema = getattr(columns, "schema", None)
+    return set(schema.names) if schema is not None else set(columns) if isinstance(columns, Mapping) else set()
+
+
+def _check_names(features: Many[Feature]) -> None:
+    seen: set[str] = set()
+    for feature in features:
+        if feature.name in seen:
+            raise OptionError(
+                f"two features are named {feature.name!r}; give each its own name (column= may be the same)"
+            )
+        seen.add(feature.name)
+
+
+def _check_crosses(features: Many[Feature]) -> None:
+    """A Cross rests on features with one id per example, and on no circle."""
+    named = {feature.name: feature for feature in features}
+
+    def visit(feature: Feature, above: tuple[str, ...]) -> None:
+        if feature.name in above:
+            raise OptionError(f"crosses go in a circle: {' of '.join([*above, feature.name])}; break it")
+        if isinstance(feature, Cross):
+            for part in feature.of:
+                if part in named:
+                    _check_part(feature, named[part])
+                    visit(named[part], (*above, feature.name))
+
+    for feature in features:
+        visit(feature, ())
+
+
+def _check_part(cross: Cross, part: Feature) -> None:
+    if isinstance(part, Dense):
+        raise OptionError(
+            f"cross {cross.name!r}: {part.name!r} is Dense and has no key; cross a Bucketize of its column"
+        )
+    if isinstance(part, Sequence):
+        raise OptionError(f"cross {cross.name!r}: {part.name!r} is a Sequence; cross features with one id per example")
+    if not part.single:
+        raise OptionError(
+            f"cross {cross.name!r}: {part.name!r} has missing='drop', so an example may have no id; use missing='key'"
+        )

@@ -1,0 +1,97 @@
+"""A feature spec as JSON, and back.
+
+Every field is written, defaults too, so that a later change of a default cannot change an old model. Reading is strict
+the other way: a kind or field that is not known is an error that names it, because a reader that drops what it does not
+understand makes other keys than the writer did. Fields that are absent take their defaults, so a spec can be written by
+hand. docs/formats/features.md is the page of this format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hotrow.errors import DataError, OptionError, choices
+from hotrow.features.kinds import KINDS, Feature
+
+FORMAT = "hotrow.features"
+VERSION = 1
+
+_TOP = ("format", "version", "label", "time", "features")
+
+
+class Parts(NamedTuple):
+    """What a spec is made of."""
+
+    features: list[Feature]
+    label: Any
+    time: Any
+
+
+def dump(features: Iterable[Feature], label: str | None, time: str | None) -> str:
+    """The spec as JSON text, two spaces deep, fields in the order of their definition."""
+    names = {kind: name for name, kind in KINDS.items()}
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "label": label,
+        "time": time,
+        "features": [{"kind": names[type(feature)], **dataclasses.asdict(feature)} for feature in features],
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def read(path: str | os.PathLike[str]) -> str:
+    """The text of a spec file, or a clear error."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise DataError(f"there is no feature spec at {os.fspath(path)}; FeatureSpec.save writes one") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{os.fspath(path)} is not UTF-8 text ({error.reason}), so it is no feature spec") from error
+
+
+def parse(text: str, where: str = "") -> Parts:
+    """The parts of the spec in this JSON text; `where` begins every error message."""
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}a feature spec is JSON, but line {error.lineno}: {error.msg}") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise DataError(f'{where}this JSON is no feature spec; it must be an object with "format": "{FORMAT}"')
+    version = document.get("version")
+    if version != VERSION:
+        raise DataError(
+            f"{where}the feature spec has version {version!r} and this HotRow reads {VERSION}; upgrade HotRow"
+        )
+    _check_fields(where, "the feature spec", document, _TOP)
+    features = document.get("features")
+    if not isinstance(features, list):
+        raise DataError(f'{where}"features" is {features!r}; it must be a list of features')
+    return Parts([_feature(where, entry) for entry in features], document.get("label"), document.get("time"))
+
+
+def _feature(where: str, entry: object) -> Feature:
+    if not isinstance(entry, dict):
+        raise DataError(f'{where}a feature is {entry!r}; it must be an object with "kind" and "name"')
+    fields = {name: value for name, value in entry.items() if name != "kind"}
+    kind = entry.get("kind")
+    who = f"feature {entry.get('name')!r}"
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise OptionError(f"{where}{who} has the unknown kind {kind!r}; {choices(kind, KINDS)}")
+    names = [field.name for field in dataclasses.fields(KINDS[kind])]
+    _check_fields(where, f"{who} of kind {kind!r}", fields, names)
+    if "name" not in fields:
+        raise OptionError(f'{where}a feature of kind {kind!r} has no name; add "name"')
+    feature: Feature = KINDS[kind](**fields)
+    return feature
+
+
+def _check_fields(where: str, who: str, fields: dict[str, Any], known: list[str] | tuple[str, ...]) -> None:
+    for name in fields:
+        if name not in known:
+            raise OptionError(f"{where}{who} has the unknown field {name!r}; {choices(name, known)}")

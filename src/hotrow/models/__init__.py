@@ -1,0 +1,16 @@
+"""Ready towers: the dense half of well-known ranking models, each on one screen.
+
+A tower is a plain torch module from the vectors of an embedding collection to logits: `tower(vectors: dict[str,
+Tensor], dense: Tensor | None) -> Tensor`. A pooled feature comes as `[batch, width]`; an unpooled one as `[batch,
+length, width]`, padded with zeros, with a bool mask `[batch, length]` under its name + "_mask". Any module of that
+shape is a tower; these are the ones that need not be written again.
+"""
+
+from hotrow.models.dcn_v2 import DCNv2
+from hotrow.models.deepfm import DeepFM
+from hotrow.models.din import DIN
+from hotrow.models.dlrm import DLRM
+from hotrow.models.factory import build_tower
+from hotrow.models.wide_and_deep import WideAndDeep
+
+__all__ = ["DIN", "DLRM", "DCNv2", "DeepFM", "WideAndDeep", "build_tower"]

@@ -1,0 +1,60 @@
+"""DCN-v2: cross layers that multiply features explicitly, then an MLP.
+
+The vectors and the dense features side by side are the network's input; each cross layer raises the degree of their
+products by one, and the MLP reads what the last one made (the paper's stacked form). Features may differ in width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hotrow.models.inputs import Features, check_dense, feature_widths, pick
+from hotrow.nn.cross import CrossLayer
+from hotrow.nn.mlp import MLP
+from hotrow.nn.sizes import at_least, positive, widths
+
+
+class DCNv2(nn.Module):
+    """Logit = MLP(cross layers(vectors, dense)).
+
+    `features` are names, all `dim` wide, or name → width. `layers` cross layers are full, or of `rank`, or a mixture of
+    `experts` of that rank.
+
+    >>> tower = DCNv2({"user": 16, "country": 4}, dense_features=2, rank=8, deep=(32,))
+    >>> tower({"user": torch.zeros(4, 16), "country": torch.zeros(4, 4)}, torch.zeros(4, 2)).shape
+    torch.Size([4])
+    """
+
+    def __init__(
+        self,
+        features: Features,
+        dim: int | None = None,
+        *,
+        dense_features: int = 0,
+        layers: int = 3,
+        rank: int | None = None,
+        experts: int = 1,
+        deep: Sequence[int] = (1024, 512, 256),
+    ) -> None:
+        super().__init__()
+        self.widths = feature_widths(features, dim)
+        self.dense_features = at_least(0, "dense_features", dense_features)
+        width = sum(self.widths.values()) + dense_features
+        self.cross = nn.ModuleList(
+            CrossLayer(width, rank=rank, experts=experts) for _ in range(positive("layers", layers))
+        )
+        self.deep = MLP(width, (*widths("deep", deep), 1))
+
+    def forward(self, vectors: dict[str, Tensor], dense: Tensor | None = None) -> Tensor:
+        """Logits, `[batch]`."""
+        rows = pick(vectors, self.widths)
+        dense = check_dense(dense, self.dense_features)
+        start = torch.cat(rows if dense is None else [*rows, dense], dim=1)
+        x = start
+        for cross in self.cross:
+            x = cross(start, x)
+        logits: Tensor = self.deep(x).squeeze(1)
+        return logits

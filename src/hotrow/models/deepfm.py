@@ -1,0 +1,71 @@
+"""DeepFM: a factorization machine and an MLP over the same vectors.
+
+As in Wide & Deep, a key's first-order weight is the first column of its row and the rest is its vector, so a table
+for vectors of 16 has dim 17. All features share one width, because the factorization machine takes dot products
+between them. Dense features have no vectors: they enter the first-order part and the MLP, not the factorization
+machine.
+
+The deep vectors are copied once, side by side; the factorization machine reads that copy as `[batch, features, dim]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hotrow.errors import OptionError
+from hotrow.models.inputs import Features, check_dense, common_width, feature_widths, pick
+from hotrow.nn.interaction import FactorizationMachine
+from hotrow.nn.mlp import MLP, linear
+from hotrow.nn.sizes import at_least, widths
+
+
+class DeepFM(nn.Module):
+    """Logit = first-order weights + linear(dense) + FM(vectors) + MLP(vectors, dense).
+
+    `features` are names, all `dim` wide, or name → width, all the same: 1 (the first-order weight) + the
+    vector's width.
+
+    >>> tower = DeepFM(["user", "item"], dim=17, deep=(32,))
+    >>> tower({"user": torch.zeros(4, 17), "item": torch.zeros(4, 17)}, None).shape
+    torch.Size([4])
+    """
+
+    def __init__(
+        self,
+        features: Features,
+        dim: int | None = None,
+        *,
+        dense_features: int = 0,
+        deep: Sequence[int] = (400, 400, 400),
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.widths = feature_widths(features, dim)
+        self.dense_features = at_least(0, "dense_features", dense_features)
+        self.vector = common_width(self.widths, "the factorization machine") - 1
+        if self.vector == 0:
+            raise OptionError(
+                "features are 1 wide, and the first column is the first-order weight, so no vector is left; "
+                "give their tables dim=1 + the vector's width, for instance 17"
+            )
+        self.fm = FactorizationMachine()
+        width = len(self.widths) * self.vector + dense_features
+        self.deep = MLP(width, (*widths("deep", deep), 1), dropout=dropout)
+        self.first_order_dense = linear(dense_features, 1, bias=False) if dense_features else None
+
+    def forward(self, vectors: dict[str, Tensor], dense: Tensor | None = None) -> Tensor:
+        """Logits, `[batch]`."""
+        rows = pick(vectors, self.widths)
+        dense = check_dense(dense, self.dense_features)
+        first_order = torch.cat([row[:, :1] for row in rows], dim=1).sum(dim=1)
+        deep = [row[:, 1:] for row in rows]
+        if dense is not None and self.first_order_dense is not None:
+            first_order = first_order + self.first_order_dense(dense).squeeze(1)
+            deep.append(dense)
+        side_by_side = torch.cat(deep, dim=1)
+        stacked = side_by_side[:, : len(rows) * self.vector].view(side_by_side.shape[0], len(rows), self.vector)
+        logits: Tensor = first_order + self.fm(stacked) + self.deep(side_by_side).squeeze(1)
+        return logits

@@ -1,0 +1,71 @@
+"""DIN: what a user did before, weighed by how it goes with the item at hand.
+
+The history stays a sequence (the collection is told not to pool it), and attention with the target item as its query
+sums it into one vector; that vector, the pooled features (the target among them) and the dense features go into an
+MLP. History and target share a table, or at least a width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hotrow.errors import OptionError, choices
+from hotrow.models.inputs import Features, check_dense, feature_widths, pick, pick_sequence
+from hotrow.nn.attention import LocalActivation
+from hotrow.nn.mlp import MLP
+from hotrow.nn.sizes import at_least, widths
+
+
+class DIN(nn.Module):
+    """Logit = MLP(vectors, attention of the target over the history, dense).
+
+    `features` are the pooled ones, the target among them: names, all `dim` wide, or name → width. `history` is the
+    unpooled one and is as wide as the target. `attention` are the hidden widths of the MLP that weighs an item.
+
+    >>> tower = DIN(features=["user", "item"], history="seen", target="item", dim=16, attention=(8,), top=(32,))
+    >>> vectors = {"user": torch.zeros(4, 16), "item": torch.zeros(4, 16)}
+    >>> vectors |= {"seen": torch.zeros(4, 50, 16), "seen_mask": torch.zeros(4, 50, dtype=torch.bool)}
+    >>> tower(vectors, None).shape
+    torch.Size([4])
+    """
+
+    def __init__(
+        self,
+        features: Features,
+        history: str,
+        target: str,
+        dim: int | None = None,
+        *,
+        dense_features: int = 0,
+        attention: Sequence[int] = (80, 40),
+        top: Sequence[int] = (200, 80),
+    ) -> None:
+        super().__init__()
+        self.widths = feature_widths(features, dim)
+        self.dense_features = at_least(0, "dense_features", dense_features)
+        if target not in self.widths:
+            raise OptionError(f"target {target!r} is not among the features; {choices(target, self.widths)}")
+        if history in self.widths:
+            raise OptionError(
+                f"history {history!r} is among the pooled features; leave it out of features=, it is read as a sequence"
+            )
+        self.history = history
+        self.target = target
+        self.attention = LocalActivation(self.widths[target], widths("attention", attention))
+        reads = sum(self.widths.values()) + self.widths[target] + dense_features
+        self.top = MLP(reads, (*widths("top", top), 1), activation="prelu")
+
+    def forward(self, vectors: dict[str, Tensor], dense: Tensor | None = None) -> Tensor:
+        """Logits, `[batch]`."""
+        rows = pick(vectors, self.widths)
+        items, mask = pick_sequence(vectors, self.history, self.widths[self.target])
+        dense = check_dense(dense, self.dense_features)
+        interest: Tensor = self.attention(vectors[self.target], items, mask)
+        rows.append(interest)
+        if dense is not None:
+            rows.append(dense)
+        logits: Tensor = self.top(torch.cat(rows, dim=1)).squeeze(1)
+        return logits

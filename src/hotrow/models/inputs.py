@@ -1,0 +1,123 @@
+"""What a tower is fed: the features it reads, how wide each one is, and the dense features beside them.
+
+Every tower names its features when it is built, as a list (all `dim` wide) or as a mapping from name to width, and
+reads them in that order, so that the order of the dict that arrives never matters. Names and widths are checked in
+full when the tower is built. At forward only what costs nothing and survives torch.export is checked: that a name is
+there, and that a vector has the dimensions and the width it should (both are constants of an exported graph; the
+batch is not). Vectors that a tower did not ask for are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hotrow.errors import BatchError, OptionError
+from hotrow.nn.sizes import positive
+
+Features = Mapping[str, int] | Sequence[str]
+
+
+def feature_widths(features: Features, dim: int | None) -> dict[str, int]:
+    """Name → width of its vector, in the order given.
+
+    >>> feature_widths(["user", "item"], 16)
+    {'user': 16, 'item': 16}
+    >>> feature_widths({"user": 16, "country": 4}, None)
+    {'user': 16, 'country': 4}
+    """
+    if isinstance(features, str) or not isinstance(features, (Mapping, Sequence)):
+        raise OptionError(f"features is {features!r}; give a list of names, or a mapping from name to width")
+    strange = [name for name in features if not isinstance(name, str) or not name]
+    if strange:
+        raise OptionError(f"features hold {strange[0]!r}, which is not a name; give names that are not empty")
+    if not features:
+        raise OptionError("features is empty; name at least one feature of the embedding collection")
+    if isinstance(features, Mapping):
+        if dim is not None:
+            raise OptionError(f"dim={dim!r} beside features that carry their own widths; leave dim out")
+        return {name: positive(f"the width of feature {name!r}", width) for name, width in features.items()}
+    twice = sorted({name for name in features if features.count(name) > 1})
+    if twice:
+        raise OptionError(f"features name {twice[0]!r} {features.count(twice[0])} times; name each feature once")
+    if dim is None:
+        raise OptionError("dim is missing; pass dim= (the width of each vector), or features as {name: width}")
+    return dict.fromkeys(features, positive("dim", dim))
+
+
+def common_width(widths: Mapping[str, int], why: str) -> int:
+    """The one width that all features share; `why` says what needs it.
+
+    >>> common_width({"user": 16, "item": 16}, "a dot product")
+    16
+    """
+    (first, width), *rest = widths.items()
+    for name, other in rest:
+        if other != width:
+            raise OptionError(
+                f"feature {name!r} is {other} wide but {first!r} is {width}, and {why} needs one width; "
+                "give their tables the same dim"
+            )
+    return width
+
+
+def pick(vectors: Mapping[str, Tensor], widths: Mapping[str, int]) -> list[Tensor]:
+    """The pooled vectors of the named features, in order, each `[batch, width]`.
+
+    >>> [vector.shape for vector in pick({"b": torch.zeros(5, 2), "a": torch.zeros(5, 3)}, {"a": 3, "b": 2})]
+    [torch.Size([5, 3]), torch.Size([5, 2])]
+    """
+    return [_pooled(vectors, name, width) for name, width in widths.items()]
+
+
+def pick_sequence(vectors: Mapping[str, Tensor], name: str, width: int) -> tuple[Tensor, Tensor]:
+    """An unpooled feature: its vectors `[batch, length, width]` and its mask, bool `[batch, length]`.
+
+    >>> vectors = {"seen": torch.zeros(2, 5, 4), "seen_mask": torch.ones(2, 5, dtype=torch.bool)}
+    >>> items, mask = pick_sequence(vectors, "seen", 4)
+    """
+    items, mask = _present(vectors, name), _present(vectors, f"{name}_mask")
+    if items.dim() != 3 or items.shape[2] != width:
+        raise BatchError(
+            f"feature {name!r} came as {list(items.shape)}, but the tower reads a sequence of vectors "
+            f"{width} wide; leave the feature unpooled and give its table dim={width}"
+        )
+    if mask.dim() != 2 or mask.dtype != torch.bool:
+        raise BatchError(f"{name + '_mask'!r} is {mask.dtype} of {mask.dim()} dimensions; give bool [batch, length]")
+    return items, mask
+
+
+def check_dense(dense: Tensor | None, count: int) -> Tensor | None:
+    """The dense features if the tower was built for some, after a look at their number.
+
+    >>> check_dense(None, 0) is None
+    True
+    """
+    came = 0 if dense is None else dense.shape[-1]
+    if came != count:
+        raise BatchError(
+            f"the tower was built with dense_features={count} but the batch has {came}; "
+            f"build it with dense_features={came} or change the batch"
+        )
+    return dense if count else None
+
+
+def _pooled(vectors: Mapping[str, Tensor], name: str, width: int) -> Tensor:
+    vector = _present(vectors, name)
+    if vector.dim() != 2 or vector.shape[1] != width:
+        raise BatchError(
+            f"feature {name!r} came as {list(vector.shape)}, but the tower reads one vector {width} wide per example; "
+            f"pool the feature and give its table dim={width}, or build the tower for what comes"
+        )
+    return vector
+
+
+def _present(vectors: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in vectors:
+        raise BatchError(
+            f"no vectors for {name!r}; the collection gave: {', '.join(vectors) or 'none'}. "
+            "Add the feature to a table, or leave it out of the tower"
+        )
+    return vectors[name]

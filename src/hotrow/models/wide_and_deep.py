@@ -1,0 +1,66 @@
+"""Wide & Deep: a linear model that remembers beside an MLP that generalises.
+
+The linear model needs one weight per key. A key already owns a row, so its wide weight is the first column of that
+row and the rest is its deep vector: a feature that should be 16 deep has a table of dim 17. One lookup and one
+optimizer then serve both parts. A feature of width 1 is wide only, which is what a crossed feature ("user's country x
+item") is for.
+
+Of a pooled feature the wide weights are pooled the same way. Dense features enter both parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hotrow.errors import OptionError
+from hotrow.models.inputs import Features, check_dense, feature_widths, pick
+from hotrow.nn.mlp import MLP, linear
+from hotrow.nn.sizes import at_least, widths
+
+
+class WideAndDeep(nn.Module):
+    """Logit = sum of the wide weights + linear(dense) + MLP(deep vectors, dense).
+
+    `features` are names, all `dim` wide, or name → width, where a width is 1 (the wide weight) + the deep width.
+
+    >>> tower = WideAndDeep({"user": 17, "item": 17, "user_x_item": 1}, deep=(32,))
+    >>> vectors = {"user": torch.zeros(4, 17), "item": torch.zeros(4, 17), "user_x_item": torch.zeros(4, 1)}
+    >>> tower(vectors, None).shape
+    torch.Size([4])
+    """
+
+    def __init__(
+        self,
+        features: Features,
+        dim: int | None = None,
+        *,
+        dense_features: int = 0,
+        deep: Sequence[int] = (1024, 512, 256),
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.widths = feature_widths(features, dim)
+        self.dense_features = at_least(0, "dense_features", dense_features)
+        deep_width = sum(self.widths.values()) - len(self.widths) + dense_features
+        if deep_width == 0:
+            raise OptionError(
+                "every feature is 1 wide, which is its wide weight, so nothing is left for the deep part; "
+                "give a table dim=1 + its deep width, or pass dense_features="
+            )
+        self.deep = MLP(deep_width, (*widths("deep", deep), 1), dropout=dropout)
+        self.wide_dense = linear(dense_features, 1, bias=False) if dense_features else None
+
+    def forward(self, vectors: dict[str, Tensor], dense: Tensor | None = None) -> Tensor:
+        """Logits, `[batch]`."""
+        rows = pick(vectors, self.widths)
+        dense = check_dense(dense, self.dense_features)
+        wide = torch.cat([row[:, :1] for row in rows], dim=1).sum(dim=1)
+        deep = [row[:, 1:] for row in rows if row.shape[1] > 1]
+        if dense is not None and self.wide_dense is not None:
+            wide = wide + self.wide_dense(dense).squeeze(1)
+            deep.append(dense)
+        logits: Tensor = wide + self.deep(torch.cat(deep, dim=1)).squeeze(1)
+        return logits

@@ -1,0 +1,184 @@
+"""EmbeddingCollection: the sparse part of a model. Keys in, vectors out.
+
+It is an `nn.Module` without parameters: rows live in the store, not in torch, and change by `step()`, not by a torch
+optimizer. In training mode with gradients on, a forward pass creates rows for unseen keys, backward leaves gradients on
+the lookup, and `step()` applies them, once for all forward passes since the last step (gradient accumulation). Otherwise
+(`eval()` or `torch.no_grad()`) a forward pass only reads: it creates no row and touches no count.
+
+Pipelines prepare lookups ahead: `route(batch)`, then `fetch()` on what it returns, then `collection(lookup)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotrow.batch import Jagged, KeyedBatch
+from hotrow.config import Memory
+from hotrow.errors import OptionError, choices
+from hotrow.optim import Optimizer, RowWiseAdagrad
+from hotrow.table import Lookup, Table, TableRows
+from hotrow.table.lookup import Layout, Merged
+from hotrow.tiers.host import Budget, HostPlan
+
+
+class EmbeddingCollection(nn.Module):
+    """Tables of rows behind named features.
+
+    >>> embeddings = EmbeddingCollection([Table("user", dim=4)], seed=1)
+    >>> batch = KeyedBatch({"user": Jagged(torch.tensor([7, 7, 8]))})
+    >>> embeddings(batch)["user"].shape, len(embeddings.table("user"))
+    (torch.Size([3, 4]), 2)
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        optimizer: Optimizer | None = None,
+        memory: Memory | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        _check_tables(tables)
+        self.optimizer = optimizer or RowWiseAdagrad()
+        self.memory = memory or Memory()
+        self.seed = seed
+        self.budget = Budget(self.memory.dram_bytes)
+        self.tables = [TableRows(table, self.optimizer, seed, self.budget) for table in tables]
+        self.steps = 0
+        self._layout = Layout(self.tables)
+        self._waiting: list[Lookup] = []
+        self._plans: list[HostPlan] = []
+        # Something that requires a gradient, so that backward reaches the rows. Not a parameter: nobody optimizes it.
+        self._anchor = torch.zeros(0, requires_grad=True)
+
+    @property
+    def features(self) -> dict[str, int]:
+        """Width of each pooled feature's vector, in order."""
+        return {place.feature: place.end - place.begin for place in self._layout.pooled}
+
+    @property
+    def sequences(self) -> dict[str, int]:
+        """Width of each sequence feature's vectors, in order."""
+        return {f: rows.table.dim for rows in self.tables for f in rows.table.poolings if f in self._layout.sequences}
+
+    def table(self, name: str) -> TableRows:
+        """A table's rows, by name."""
+        for rows in self.tables:
+            if rows.table.name == name:
+                return rows
+        names = [rows.table.name for rows in self.tables]
+        raise OptionError(f"there is no table {name!r}; {choices(name, names)}")
+
+    def route(self, batch: KeyedBatch) -> Lookup:
+        """Begin a batch's lookup: deduplicate its keys. Follow with `fetch()` or `read()`."""
+        return Lookup(self._layout, batch, self._plans.pop() if self._plans else None).route()
+
+    def forward(self, batch: KeyedBatch | Lookup) -> dict[str, Tensor]:
+        """Vectors by feature: [batch, dim] where pooled; [batch, length, dim] and a `<name>_mask` for sequences."""
+        pooled, sequences, of = self._vectors(batch)
+        widths = [place.end - place.begin for place in self._layout.pooled]
+        vectors = dict(zip(self.features, pooled.split(widths, dim=1) if widths else (), strict=True))
+        for name, values in zip(self._layout.sequences, sequences, strict=True):
+            vectors[name], vectors[f"{name}_mask"] = pad(of.ids[name], values)
+        return vectors
+
+    def pooled(self, batch: KeyedBatch | Lookup) -> Tensor:
+        """The pooled features side by side, [batch, sum of dims]: what `forward` cuts into a dict."""
+        return self._vectors(batch)[0]
+
+    def _vectors(self, batch: KeyedBatch | Lookup) -> tuple[Tensor, list[Tensor], KeyedBatch]:
+        training = self.training and torch.is_grad_enabled()
+        if isinstance(batch, Lookup):
+            lookup = batch
+        else:
+            lookup = self.route(batch)
+            lookup = lookup.fetch() if training else lookup.read()
+        if not training:
+            pooled, sequences = lookup.gather()
+            self._release(lookup)
+            return pooled, sequences, lookup.batch
+        outputs: tuple[Tensor, ...] = _Gather.apply(self._anchor, lookup, self._waiting)  # type: ignore[no-untyped-call]
+        return outputs[0], list(outputs[1:]), lookup.batch
+
+    def step(self, grad_scale: float = 1.0) -> None:
+        """Update the rows with the gradients that backward left since the last step, times `grad_scale`.
+
+        A gradient that is NaN or infinite raises GradientError, and no row has changed.
+        """
+        if not self._waiting:
+            return
+        lookups, self._waiting[:] = list(self._waiting), []
+        work = lookups[0] if len(lookups) == 1 else Merged(lookups)
+        work.update(self.steps + 1, grad_scale)
+        self.steps += 1
+        for lookup in lookups:
+            self._release(lookup)
+
+    def discard(self) -> None:
+        """Forget gradients that wait for `step()`."""
+        self._waiting.clear()
+
+    def memory_report(self) -> dict[str, dict[str, Any]]:
+        """Rows and bytes of each table."""
+        return {rows.table.name: rows.memory() for rows in self.tables}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{rows.table.name}[{len(rows):,} x {rows.table.dim}]" for rows in self.tables)
+
+    def _release(self, lookup: Lookup) -> None:
+        if len(self._plans) < 8:
+            self._plans.append(lookup.plan)
+        del lookup.plan
+
+
+class _Gather(torch.autograd.Function):
+    """Rows to outputs; the backward pass leaves the gradients on the lookup and the lookup in the waiting list."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, lookup: Lookup, waiting: list[Lookup]) -> tuple[Tensor, ...]:
+        ctx.lookup, ctx.waiting = lookup, waiting
+        pooled, sequences = lookup.gather()
+        ctx.set_materialize_grads(False)
+        return (pooled, *sequences)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        lookup: Lookup = ctx.lookup
+        lookup.accept(gradients[0], gradients[1:])
+        if not any(lookup is other for other in ctx.waiting):
+            ctx.waiting.append(lookup)
+        return None, None, None
+
+
+def pad(ids: Jagged, values: Tensor) -> tuple[Tensor, Tensor]:
+    """[ids, dim] to [batch, longest, dim], zeros behind each sequence, and the mask of what is real."""
+    lengths = ids.lengths()
+    longest = max(1, int(lengths.max())) if lengths.numel() else 1
+    mask = torch.arange(longest) < lengths.unsqueeze(1)
+    flat = values.new_zeros(ids.size * longest, values.shape[1])
+    padded = flat.index_copy(0, mask.flatten().nonzero().squeeze(1), values)
+    return padded.view(ids.size, longest, values.shape[1]), mask
+
+
+def _check_tables(tables: Sequence[Table]) -> None:
+    if not tables:
+        raise OptionError("an EmbeddingCollection needs at least one table: hr.Table('user', dim=32)")
+    names: set[str] = set()
+    features: dict[str, str] = {}
+    for table in tables:
+        if not isinstance(table, Table):
+            raise OptionError(f"tables must be hr.Table, got {type(table).__name__}")
+        if table.name in names:
+            raise OptionError(f"two tables are named {table.name!r}; give each its own name, or one table two features")
+        names.add(table.name)
+        for feature in table.poolings:
+            if feature in features:
+                raise OptionError(
+                    f"feature {feature!r} is in tables {features[feature]!r} and {table.name!r}; "
+                    "a feature belongs to one table (give the spec a second feature of the same column)"
+                )
+            features[feature] = table.name

@@ -1,0 +1,95 @@
+"""A table's rows, for people and tools: read, set, erase and look at them by key.
+
+Training and serving go through `Lookup`, a whole batch at a time. What is here is for importing weights, inspecting,
+exporting, and tests. Rows are found in tier order; this version has one tier, DRAM.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.optim import Optimizer
+from hotrow.table.definition import Table
+from hotrow.tiers.host import Budget, HostStore, Rows
+
+
+@dataclass(frozen=True)
+class HotKey:
+    """A key that was seen often."""
+
+    key: int
+    count: int
+    last_step: int
+
+
+class TableRows:
+    """The rows of one table.
+
+    >>> from hotrow.optim import SGD
+    >>> rows = TableRows(Table("user", dim=4), SGD(lr=0.1), seed=0, budget=Budget())
+    >>> rows.assign(torch.tensor([7, -1]), torch.ones(2, 4))
+    >>> len(rows), rows.read(torch.tensor([-1])).tolist()
+    (2, [[1.0, 1.0, 1.0, 1.0]])
+    """
+
+    def __init__(self, table: Table, optimizer: Optimizer, seed: int, budget: Budget) -> None:
+        self.table = table
+        self.optimizer = table.optimizer or optimizer
+        self.store = HostStore(table.name, table.dim, self.optimizer, table.initial, seed, budget)
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def __repr__(self) -> str:
+        return f"TableRows({self.table.name!r}, dim={self.table.dim}, rows={len(self):,})"
+
+    def read(self, keys: Tensor) -> Tensor:
+        """Values [n, dim]; a key without a row reads its initial values and stays without one."""
+        return self.store.read(keys)[0]
+
+    def contains(self, keys: Tensor) -> Tensor:
+        """Which keys have a row."""
+        return self.store.find(keys) >= 0
+
+    def create(self, keys: Tensor) -> None:
+        """Make sure that every key has a row."""
+        self.store.find_or_create(keys)
+
+    def assign(
+        self, keys: Tensor, values: Tensor, counts: Tensor | None = None, last_steps: Tensor | None = None
+    ) -> None:
+        """Set rows: `values` is [n, dim], or [n, width] with the optimizer's state behind the values."""
+        self.store.assign(keys, values, counts, last_steps)
+
+    def erase(self, keys: Tensor) -> int:
+        """Remove rows; returns how many there were. A batch that sees the key again starts it anew."""
+        return self.store.erase(keys)
+
+    def scan(self, chunk: int = 65536) -> Iterator[Rows]:
+        """All rows with their optimizer state, counts and last steps, chunk by chunk."""
+        return self.store.scan(chunk)
+
+    def state(self, rows: Rows) -> dict[str, Tensor]:
+        """The optimizer state inside scanned rows, by name."""
+        parts = {part.name: part.width for part in self.optimizer.state(self.table.dim)}
+        pieces = rows.values[:, self.table.dim :].split(list(parts.values()), dim=1) if parts else ()
+        return dict(zip(parts, pieces, strict=True))
+
+    def hottest(self, count: int = 10) -> list[HotKey]:
+        """The keys that training saw most often."""
+        top: list[tuple[int, int, int]] = []
+        for rows in self.scan():
+            best = torch.topk(rows.counts, min(count, rows.counts.numel())).indices
+            found = zip(rows.counts[best].tolist(), rows.keys[best].tolist(), rows.last_steps[best].tolist(), strict=True)
+            top = heapq.nlargest(count, [*top, *found])
+        return [HotKey(key, seen, step) for seen, key, step in top]
+
+    def memory(self) -> dict[str, Any]:
+        """Rows and bytes: `payload_bytes` (values and state), `row_bytes`, `header_bytes`, `index_bytes`, `total_bytes`."""
+        return self.store.memory()

@@ -1,0 +1,1 @@
+"""Training: stages, pipeline, trainer, metrics."""
