@@ -125,36 +125,40 @@ HOTROW_INLINE uint32_t find_slot(const Place& place, const HeaderGroup* headers,
   return kNoSlot;
 }
 
-// Passes 1 and 2 of a group: ask for the index lines; then ask for the header and row of each first candidate.
-HOTROW_INLINE void prefetch_group(const RowView& view, const uint64_t* hashes, size_t count, Place* places,
-                                  size_t row_bytes) {
-  for (size_t i = 0; i < count; ++i) {
-    places[i] = place_of(view.shards[shard_of(hashes[i])], hashes[i]);
-    if (places[i].lines) __builtin_prefetch(line_at(places[i], places[i].line));
-  }
-  for (size_t i = 0; i < count; ++i) {
-    if (!places[i].lines) continue;
-    const uint32_t* entries = line_at(places[i], places[i].line);
-    if (uint32_t bits = candidates(places[i], entries)) {
-      uint32_t slot = slot_in(places[i], __atomic_load_n(&entries[__builtin_ctz(bits)], __ATOMIC_RELAXED));
-      __builtin_prefetch(&view.headers[slot / 4]);
-      if (row_bytes) prefetch_row(view.rows + size_t{slot} * view.row_bytes, row_bytes);
+// A search in three steps, each a cache miss behind the other: index line, then header (and row), then compare. `use(i,
+// place)` gets key i with its memory asked for long before: the first step runs 2 * kGroup keys ahead, the second kGroup.
+template <class Use>
+HOTROW_INLINE void search(const FindArgs& args, size_t row_bytes, Use use) {
+  constexpr size_t kRing = 2 * kGroup;
+  Place ring[kRing];
+  const RowView& view = args.view;
+  for (size_t i = 0; i < args.count + kRing; ++i) {
+    if (i >= kRing) use(i - kRing, ring[i % kRing]);
+    if (i < args.count) {
+      Place& place = ring[i % kRing];
+      place = place_of(view.shards[shard_of(args.hashes[i])], args.hashes[i]);
+      if (place.lines) __builtin_prefetch(line_at(place, place.line));
+    }
+    if (i >= kGroup && i - kGroup < args.count) {
+      const Place& place = ring[(i - kGroup) % kRing];
+      if (!place.lines) continue;
+      const uint32_t* entries = line_at(place, place.line);
+      if (uint32_t bits = candidates(place, entries)) {
+        uint32_t slot = slot_in(place, __atomic_load_n(&entries[__builtin_ctz(bits)], __ATOMIC_RELAXED));
+        __builtin_prefetch(&view.headers[slot / 4].key[slot % 4]);
+        if (row_bytes) prefetch_row(view.rows + size_t{slot} * view.row_bytes, row_bytes);
+      }
     }
   }
 }
 
 size_t find(const FindArgs& args) {
   size_t missing = 0;
-  Place places[kGroup];
-  for (size_t begin = 0; begin < args.count; begin += kGroup) {
-    size_t count = args.count - begin < kGroup ? args.count - begin : kGroup;
-    prefetch_group(args.view, args.hashes + begin, count, places, 0);
-    for (size_t i = 0; i < count; ++i) {
-      uint32_t slot = find_slot(places[i], args.view.headers, args.keys[begin + i]);
-      args.slots[begin + i] = slot;
-      missing += slot == kNoSlot;
-    }
-  }
+  search(args, 0, [&](size_t i, const Place& place) __attribute__((always_inline)) {
+    uint32_t slot = find_slot(place, args.view.headers, args.keys[i]);
+    args.slots[i] = slot;
+    missing += slot == kNoSlot;
+  });
   return missing;
 }
 
@@ -183,16 +187,10 @@ HOTROW_INLINE uint32_t read_row(const RowView& view, Place place, uint64_t hash,
 
 void read(const ReadArgs& args) {
   const FindArgs& find = args.find;
-  Place places[kGroup];
-  for (size_t begin = 0; begin < find.count; begin += kGroup) {
-    size_t count = find.count - begin < kGroup ? find.count - begin : kGroup;
-    prefetch_group(find.view, find.hashes + begin, count, places, static_cast<size_t>(args.dim) * sizeof(float));
-    for (size_t i = 0; i < count; ++i) {
-      const size_t at = begin + i;
-      find.slots[at] =
-          read_row(find.view, places[i], find.hashes[at], find.keys[at], args.dim, args.out + at * args.dim);
-    }
-  }
+  search(find, static_cast<size_t>(args.dim) * sizeof(float),
+         [&](size_t i, const Place& place) __attribute__((always_inline)) {
+           find.slots[i] = read_row(find.view, place, find.hashes[i], find.keys[i], args.dim, args.out + i * args.dim);
+         });
 }
 
 // Calls fn with the dim as a constant where it is a common one, so that its loops unroll.
@@ -410,9 +408,13 @@ void update_rows(const UpdateArgs& args) {
   const int dim = kDim ? kDim : args.dim;
   const RowView& view = args.view;
   const bool plain = args.grad_scale == 1.0f && args.clip_value == 0.0f && args.clip_norm == 0.0f;
-  auto prefetch = [&](size_t unique) {
+  // Always inlined: GCC takes a function of prefetches alone for one without effects and drops the call.
+  auto prefetch = [&](size_t unique) __attribute__((always_inline)) {
     if (unique >= args.end) return;
-    __builtin_prefetch(&view.headers[args.slots[unique] / 4], 1);
+    const HeaderGroup* group = &view.headers[args.slots[unique] / 4];
+    __builtin_prefetch(group, 1);
+    __builtin_prefetch(reinterpret_cast<const char*>(group + 1) - 1, 1);  // groups straddle lines
+    __builtin_prefetch(&view.shards[shard_of(args.hashes[unique])], 1);
     prefetch_row(view.rows + size_t{args.slots[unique]} * view.row_bytes, view.row_bytes);
   };
   for (size_t ahead = args.begin; ahead < args.begin + kGroup; ++ahead) prefetch(ahead);

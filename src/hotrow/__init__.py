@@ -1,1 +1,68 @@
-"""HotRow."""
+"""HotRow: recommendation models whose embedding tables are larger than GPU memory, and larger than RAM.
+
+    import hotrow as hr
+
+    embeddings = hr.EmbeddingCollection(
+        tables=[
+            hr.Table("user", dim=32, features=["user_id"]),
+            hr.Table("item", dim=32, features=["item_id", "recent_items"]),
+        ],
+        optimizer=hr.optim.Adam(lr=1e-3),
+        memory=hr.Memory(dram="4GiB"),
+    )
+    model = hr.Recommender(embeddings, tower=hr.models.DLRM(embeddings.features, dense_features=13))
+    hr.Trainer(model).fit(hr.data.parquet("clicks/*.parquet", features=spec))
+
+Everything public is listed below; the rest may change.
+"""
+
+from hotrow import data, features, models, optim
+from hotrow._core import set_threads, threads
+from hotrow.batch import Jagged, KeyedBatch
+from hotrow.config import Initial, Memory
+from hotrow.errors import (
+    BatchError,
+    CheckpointError,
+    DataError,
+    GradientError,
+    HotRowError,
+    MemoryBudgetError,
+    OptionError,
+)
+from hotrow.features import FeatureSpec
+from hotrow.interop import from_keyed_jagged, from_torch, to_keyed_jagged
+from hotrow.nn import EmbeddingCollection, Recommender
+from hotrow.table import Table
+from hotrow.train.trainer import Report, Trainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchError",
+    "CheckpointError",
+    "DataError",
+    "EmbeddingCollection",
+    "FeatureSpec",
+    "GradientError",
+    "HotRowError",
+    "Initial",
+    "Jagged",
+    "KeyedBatch",
+    "Memory",
+    "MemoryBudgetError",
+    "OptionError",
+    "Recommender",
+    "Report",
+    "Table",
+    "Trainer",
+    "__version__",
+    "data",
+    "features",
+    "from_keyed_jagged",
+    "from_torch",
+    "models",
+    "optim",
+    "set_threads",
+    "threads",
+    "to_keyed_jagged",
+]

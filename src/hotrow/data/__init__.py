@@ -5,7 +5,9 @@
 
 from hotrow.data.layouts import TextLayout
 from hotrow.data.parquet import parquet
+from hotrow.data.shape import Shape
 from hotrow.data.source import Cursor, Source
+from hotrow.data.synthetic import SyntheticClicks as synthetic
 from hotrow.data.text import text
 
-__all__ = ["Cursor", "Source", "TextLayout", "parquet", "text"]
+__all__ = ["Cursor", "Shape", "Source", "TextLayout", "parquet", "synthetic", "text"]

@@ -20,7 +20,7 @@ from hotrow.data.files import Files
 from hotrow.data.rebatch import rebatch
 from hotrow.data.rejects import Rejects, check_policy
 from hotrow.data.source import Cursor, check_batch_size, cursor_number, match_cursor
-from hotrow.errors import DataError, OptionError
+from hotrow.errors import DataError
 from hotrow.features import FeatureSpec, RowError
 
 
@@ -39,8 +39,6 @@ class FileSource:
     def __init__(
         self, paths: tuple[str, ...], reader: Reader, features: FeatureSpec, batch_size: int, on_error: str
     ) -> None:
-        if not isinstance(features, FeatureSpec):
-            raise OptionError(f"features={features!r}; pass a hotrow.features.FeatureSpec")
         self.paths = paths
         self.features = features
         self.batch_size = check_batch_size(batch_size)
@@ -106,13 +104,19 @@ class FileSource:
             "batch_size": self.batch_size,
             "file": files.names[place.index],
             "size": files.sizes[place.index],
-            "files": files.stamp(),
+            "files": files.stamp,
             "index": place.index,
             "offset": place.offset,
             "number": place.number,
         }
 
     def _find_place(self, files: Files, cursor: Cursor) -> Place:
+        mine = self._cursor(files, Place())
+        cures = {
+            "source": "resume with the kind of source that made the cursor",
+            "batch_size": f"pass batch_size={cursor.get('batch_size')}",
+        }
+        match_cursor(cursor, {name: mine[name] for name in cures}, cures)
         place = Place(*(cursor_number(cursor, name) for name in ("index", "offset", "number")))
         if place.index >= len(files.paths):
             raise DataError(
@@ -121,14 +125,12 @@ class FileSource:
             )
         same_files = "name the same files, unchanged, or start without a cursor"
         cures = {
-            "source": "resume with the kind of source that made the cursor",
-            "batch_size": f"pass batch_size={cursor.get('batch_size')}",
             "file": same_files,
             "size": f"the file {files.paths[place.index]} has changed; put the old one back, or start without a cursor",
             "files": f"some of the {len(files.paths)} files are other ones or have changed; {same_files}",
         }
-        expected = self._cursor(files, place)
-        match_cursor(cursor, {name: expected[name] for name in cures}, cures)
+        mine = self._cursor(files, place)
+        match_cursor(cursor, {name: mine[name] for name in cures}, cures)
         return place
 
 

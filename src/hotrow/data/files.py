@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import cached_property
 
 from hotrow.errors import DataError, OptionError
 
@@ -42,6 +43,7 @@ class Files:
         except FileNotFoundError as error:
             raise DataError(f"the file {error.filename} is gone since the source was made; put it back") from error
 
+    @cached_property
     def stamp(self) -> str:
         """A digest of all names and sizes."""
         return hashlib.sha256(json.dumps([self.names, self.sizes]).encode()).hexdigest()[:16]

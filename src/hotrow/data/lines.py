@@ -59,14 +59,14 @@ class Block:
         return Block(self.data[end:], self.offset + end, self.number + lines)
 
 
-def read_blocks(path: str, offset: int = 0, number: int = 0, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+def read_blocks(path: str, offset: int = 0, number: int = 0) -> Iterator[Block]:
     """The lines of a file from byte `offset` on, before which `number` lines stood."""
     try:
         with _open(path) as file:
             file.seek(offset)
             rest = b""
             while True:
-                fresh = file.read(block_bytes)
+                fresh = file.read(BLOCK_BYTES)
                 cut = fresh.rfind(b"\n") + 1
                 data = rest + (fresh[:cut] if fresh else b"")
                 if data and (cut or not fresh):

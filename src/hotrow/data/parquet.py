@@ -22,6 +22,7 @@ from hotrow.data.chunks import Chunk
 from hotrow.data.file_source import FileSource
 from hotrow.data.files import Paths, find_files
 from hotrow.data.rejects import Rejects
+from hotrow.data.source import check_features
 from hotrow.errors import DataError, choices
 from hotrow.features import FeatureSpec
 
@@ -42,8 +43,9 @@ def parquet(paths: Paths, features: FeatureSpec, batch_size: int = 4096, on_erro
     >>> [batch.size for batch, cursor in source.batches()]
     [2, 1]
     """
+    columns = check_features(features).columns()
     files = find_files(paths)
-    return FileSource(files, ParquetReader(files[0], features.columns()), features, batch_size, on_error)
+    return FileSource(files, ParquetReader(files[0], columns), features, batch_size, on_error)
 
 
 @dataclass(frozen=True)

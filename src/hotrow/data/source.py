@@ -16,6 +16,7 @@ from typing import Protocol
 
 from hotrow.batch import KeyedBatch
 from hotrow.errors import DataError, OptionError
+from hotrow.features import FeatureSpec
 
 Cursor = dict[str, int | str]
 
@@ -39,6 +40,13 @@ def check_batch_size(batch_size: object) -> int:
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise OptionError(f"batch_size={batch_size!r}; give an integer of 1 or more")
     return batch_size
+
+
+def check_features(features: object) -> FeatureSpec:
+    """The option features."""
+    if not isinstance(features, FeatureSpec):
+        raise OptionError(f"features={features!r}; pass a hotrow.features.FeatureSpec")
+    return features
 
 
 def match_cursor(cursor: Cursor, expected: Cursor, cures: dict[str, str]) -> None:

@@ -20,6 +20,7 @@ from hotrow.data.layouts import TextLayout, find_layout
 from hotrow.data.lines import Block, read_blocks
 from hotrow.data.parse import explain_line, parse_lines
 from hotrow.data.rejects import Rejects
+from hotrow.data.source import check_features
 from hotrow.errors import DataError, OptionError, choices
 from hotrow.features import FeatureSpec
 
@@ -46,7 +47,7 @@ def text(
     (tensor([1., 0.]), 26, 2)
     """
     found = find_layout(layout)
-    spec = found.default_spec() if features is None else features
+    spec = found.default_spec() if features is None else check_features(features)
     return FileSource(find_files(paths), TextReader(found, _needed(found, spec)), spec, batch_size, on_error)
 
 
@@ -107,8 +108,6 @@ class TextReader:
 
 
 def _needed(layout: TextLayout, features: FeatureSpec) -> tuple[str, ...]:
-    if not isinstance(features, FeatureSpec):
-        raise OptionError(f"features={features!r}; pass a hotrow.features.FeatureSpec")
     for name in features.columns():
         if name not in layout.columns:
             raise OptionError(

@@ -1,0 +1,127 @@
+#include "rows/grouping.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <vector>
+
+#include "hash/hash.h"
+#include "testing/random.h"
+#include "testing/test.h"
+#include "testing/threads.h"
+
+namespace hotrow {
+namespace {
+
+using Keys = std::vector<int64_t>;
+
+// Cuts `keys` into spans of the given lengths; the last span takes the rest.
+std::vector<KeySpan> spans_of(const Keys& keys, const std::vector<size_t>& lengths = {}) {
+  std::vector<KeySpan> spans;
+  size_t at = 0;
+  for (size_t length : lengths) {
+    length = std::min(length, keys.size() - at);
+    spans.push_back({keys.data() + at, length});
+    at += length;
+  }
+  spans.push_back({keys.data() + at, keys.size() - at});
+  return spans;
+}
+
+void check_against_a_map(const Grouping& grouping, const Keys& keys) {
+  std::map<int64_t, std::vector<uint32_t>> positions;
+  for (size_t i = 0; i < keys.size(); ++i) positions[keys[i]].push_back(static_cast<uint32_t>(i));
+  CHECK_EQ(grouping.positions(), keys.size());
+  CHECK_EQ(grouping.size(), positions.size());
+  CHECK_EQ(grouping.run_begin()[0], 0u);
+  for (size_t u = 0; u < grouping.size(); ++u) {
+    CHECK_EQ(grouping.hashes()[u], hash_key(grouping.keys()[u]));
+    const uint32_t *begin = grouping.run() + grouping.run_begin()[u], *end = grouping.run() + grouping.run_begin()[u + 1];
+    CHECK(positions[grouping.keys()[u]] == std::vector<uint32_t>(begin, end));  // in batch order
+  }
+  for (size_t i = 0; i < keys.size(); ++i) CHECK_EQ(grouping.keys()[grouping.inverse()[i]], keys[i]);
+}
+
+void check_partitions(const Grouping& grouping, const Keys& keys) {
+  std::set<uint32_t> before;
+  std::map<int64_t, size_t> first;
+  for (size_t i = 0; i < keys.size(); ++i) first.emplace(keys[i], i);
+  CHECK_EQ(grouping.cuts().front(), 0u);
+  for (size_t part = 0; part + 1 < grouping.cuts().size(); ++part) {
+    std::set<uint32_t> here;
+    for (size_t u = grouping.cuts()[part]; u < grouping.cuts()[part + 1]; ++u) {
+      here.insert(shard_of(grouping.hashes()[u]));
+      if (u > grouping.cuts()[part]) CHECK(first[grouping.keys()[u - 1]] < first[grouping.keys()[u]]);
+    }
+    for (uint32_t shard : here) CHECK(before.insert(shard).second);  // no shard is in two partitions
+  }
+}
+
+TEST(groups_of_any_size_match_a_map) {
+  testing::Random random(1);
+  Grouping grouping;  // one for all, as a plan uses it: what an earlier batch left must not show
+  for (size_t size : {8193, 0, 1, 2, 15, 8191, 8192, 16385, 100000, 7, 0}) {
+    for (uint64_t variety : {uint64_t{3}, size / 4 + 1, uint64_t{1} << 60}) {
+      const Keys keys = random.keys(size, variety);
+      grouping.build(spans_of(keys));
+      check_against_a_map(grouping, keys);
+      check_partitions(grouping, keys);
+    }
+  }
+}
+
+TEST(equal_keys_make_one_run) {
+  Grouping grouping;
+  for (size_t size : {1, 8192, 8193, 100000}) {
+    const Keys keys(size, -5);
+    grouping.build(spans_of(keys));
+    CHECK_EQ(grouping.size(), 1u);
+    check_against_a_map(grouping, keys);
+  }
+}
+
+TEST(several_spans_are_one_sequence) {
+  testing::Random random(2);
+  Grouping grouping;
+  for (size_t size : {0, 1, 100, 20000})
+    for (const auto& lengths : std::vector<std::vector<size_t>>{{0}, {size / 3, 0, size / 2}, {0, 1, size}}) {
+      const Keys keys = random.keys(size, size / 2 + 1);
+      grouping.build(spans_of(keys, lengths));
+      check_against_a_map(grouping, keys);
+    }
+  grouping.build({});
+  CHECK_EQ(grouping.size(), 0u);
+}
+
+TEST(keys_that_fill_one_partition_alone_match_a_map) {
+  Keys keys;
+  for (int64_t key = 0; keys.size() < 20000; ++key)
+    if (shard_of(hash_key(key)) < 64) keys.push_back(key % 3 ? key : keys.empty() ? 0 : keys.back());
+  Grouping grouping;
+  grouping.build(spans_of(keys));
+  check_against_a_map(grouping, keys);
+  check_partitions(grouping, keys);
+}
+
+TEST(grouping_is_the_same_for_any_number_of_threads) {
+  testing::Random random(3);
+  const Keys keys = random.keys(50000, 9000);
+  Grouping one;
+  {
+    testing::WithThreads threads(1);
+    one.build(spans_of(keys, {20000}));
+  }
+  for (int count : {2, 3, 4}) {
+    testing::WithThreads threads(count);
+    Grouping many;
+    many.build(spans_of(keys, {20000}));
+    CHECK(many.cuts() == one.cuts());
+    CHECK(std::equal(one.keys(), one.keys() + one.size(), many.keys()));
+    CHECK(std::equal(one.inverse(), one.inverse() + one.positions(), many.inverse()));
+    CHECK(std::equal(one.run(), one.run() + one.positions(), many.run()));
+    CHECK(std::equal(one.run_begin(), one.run_begin() + one.size() + 1, many.run_begin()));
+  }
+}
+
+}  // namespace
+}  // namespace hotrow

@@ -1,0 +1,154 @@
+"""What all benchmarks share: a result, timing two sides in turns, a table for people, JSON for programs.
+
+These are noisy, shared machines. So ours and the peer's steps alternate inside one process, each side is judged by its
+median, and the spread (half the distance between the quartiles, over the median) is shown beside it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from hotrow.errors import OptionError, choices
+
+BENCHES = {
+    "rows": "W-rows: rows in DRAM against FBGEMM and torch on the CPU; creation speed; bytes a row",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One figure beside its peer's. `ratio` above 1 always means better than the peer."""
+
+    name: str
+    unit: str
+    value: float
+    peer: str
+    peer_value: float
+    ratio: float
+    spread: float = 0.0
+
+    def to_json(self) -> dict[str, float | str]:
+        """The fields that `--json` promises."""
+        values = asdict(self)
+        values.pop("spread")
+        return values
+
+
+def higher(name: str, unit: str, value: float, peer: str, peer_value: float, spread: float = 0.0) -> Result:
+    """A figure of which more is better."""
+    return Result(name, unit, value, peer, peer_value, value / peer_value, spread)
+
+
+def lower(name: str, unit: str, value: float, peer: str, peer_value: float, spread: float = 0.0) -> Result:
+    """A figure of which less is better."""
+    return Result(name, unit, value, peer, peer_value, peer_value / value, spread)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one side's steps."""
+
+    median: float
+    spread: float
+
+
+def alternate(sides: Sequence[Callable[[int], object]], warmup: int, repeats: int) -> list[Timing]:
+    """Time each side's step(i), taking turns, so that noise on the machine falls on both."""
+    seconds: list[list[float]] = [[] for _ in sides]
+    for i in range(warmup + repeats):
+        for side, step in enumerate(sides):
+            start = time.perf_counter()
+            step(i)
+            if i >= warmup:
+                seconds[side].append(time.perf_counter() - start)
+    return [timing(values) for values in seconds]
+
+
+def timing(seconds: list[float]) -> Timing:
+    """Median and spread."""
+    quarter = statistics.quantiles(seconds, n=4)
+    median = statistics.median(seconds)
+    return Timing(median, (quarter[2] - quarter[0]) / 2 / median)
+
+
+def run(name: str, json_file: str | None = None, record: str | None = None) -> list[Result]:
+    """Run a benchmark, print its table, and write what was asked for."""
+    if name not in BENCHES:
+        raise OptionError(f"there is no benchmark {name!r}; {choices(name, BENCHES)}")
+    module = importlib.import_module(f"hotrow.bench.{name}")
+    console = Console()
+    console.print(f"[bold]hotrow bench {name}[/]  {BENCHES[name]}\n{hardware()}", highlight=False)
+    results: list[Result] = []
+    with console.status("setting up") as status:
+        produced: Iterator[Result | str] = module.results()
+        for item in produced:
+            if isinstance(item, str):
+                status.update(item)
+            else:
+                results.append(item)
+    console.print(table(results))
+    if json_file:
+        Path(json_file).write_text(json.dumps([result.to_json() for result in results], indent=1) + "\n")
+    if record:
+        append(Path(record) / f"{name}.jsonl", results)
+    return results
+
+
+def table(results: Sequence[Result]) -> RichTable:
+    """Results for people."""
+    view = RichTable()
+    for column in ("name", "HotRow", "peer", "peer's", "unit", "ratio", "spread"):
+        view.add_column(column, justify="left" if column in ("name", "peer", "unit") else "right")
+    for r in results:
+        color = "green" if r.ratio >= 1 else "red"
+        view.add_row(
+            r.name,
+            f"{r.value:,.2f}",
+            r.peer,
+            f"{r.peer_value:,.2f}",
+            r.unit,
+            f"[{color}]{r.ratio:.2f}x[/]",
+            f"±{r.spread:.0%}" if r.spread else "",
+        )
+    return view
+
+
+def append(path: Path, results: Sequence[Result]) -> None:
+    """Add rows with hardware, commit and date to a results file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for result in results:
+            row = {**asdict(result), "hardware": hardware(), "commit": commit(), "date": time.strftime("%Y-%m-%d")}
+            file.write(json.dumps(row) + "\n")
+
+
+def hardware() -> str:
+    """The processor and how many cores of it we may use."""
+    model = platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return f"{len(os.sched_getaffinity(0))} cores of {model}"
+
+
+def commit() -> str:
+    """The commit under test, with a mark where the tree has changes."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

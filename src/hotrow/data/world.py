@@ -1,0 +1,235 @@
+"""World: the planted truth behind a synthetic click log.
+
+Users meet items in contexts. Whether user u clicks item i is drawn with the logit
+
+    bias + a number for every key + taste(u) · style(i) + dense features + items seen lately
+
+and every number in it is a hash of (seed, feature, rank), so a world of a billion keys takes no memory and nobody but
+this file knows the truth. Effects fade with a key's rank (by 100 / (100 + rank)): hot keys, which a model can learn in
+a short run, carry most of the signal, and the long tail exercises the table instead. Each part's share of the logit's
+variance is fixed, so the best reachable AUC is near 0.80 whatever the shape, the number of keys or the seed.
+
+With drift d the items' numbers change from day to day: a part d of each moves on a smooth path through a new draw at
+every midnight, so that a model that stopped learning gets worse while the best reachable AUC stays.
+"""
+
+from __future__ import annotations
+
+import decimal
+import math
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from hotrow.data.draws import BELL_STD, FloatArray, bells, bits, counters, spread, stream, units
+from hotrow.data.shape import Shape
+from hotrow.data.zipf import Zipf
+from hotrow.errors import OptionError
+from hotrow.features.hashing import BoolArray, IntArray, cross, hash_ints
+from hotrow.features.times import DAY_MS, HOUR_MS
+
+START_MS = 1_704_067_200_000
+"""The event time of example 0: 2024-01-01 00:00 UTC, a Monday."""
+
+BIAS = -1.1
+LOGIT_STD = 1.42
+FADE = 100
+TASTES = 4
+SHARES = {"user": 0.10, "item": 0.25, "taste": 0.15, "contexts": 0.20, "dense": 0.20, "history": 0.10}
+"""Each part's share of the logit's variance; a shape that lacks a part spreads its share over the others."""
+
+_CELLS = 1024
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Some examples of a world, column by column."""
+
+    ids: dict[str, IntArray]
+    dense: FloatArray
+    history: IntArray
+    history_lengths: IntArray
+    time: IntArray
+    logit: FloatArray
+    clicks: BoolArray
+
+
+@dataclass(frozen=True)
+class World:
+    """The truth of one synthetic log: example i is a function of the world and of i."""
+
+    seed: int
+    keys: int
+    drift: float
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
+            raise OptionError(f"seed={self.seed!r}; give an integer from 0 to 2**64 - 1")
+        if not isinstance(self.keys, int) or self.keys >= 1 << 53:
+            raise OptionError(f"keys={self.keys!r}; give an integer below 2**53")
+        if not 0 <= self.drift <= 1:
+            raise OptionError(f"drift={self.drift!r}; give a number from 0 (none) to 1 (new item effects every day)")
+        self.shape.sizes(self.keys)
+
+    @cached_property
+    def zipfs(self) -> dict[str, Zipf]:
+        """The distribution of each sparse feature's ranks."""
+        return {name: Zipf(size, self.shape.zipf) for name, size in self.shape.sizes(self.keys).items()}
+
+    def examples(self, start: int, count: int) -> Examples:
+        """Examples start to start + count."""
+        places = counters(start, count)
+        ranks = {name: zipf.ranks(bits(places, self._stream("draw", name))) for name, zipf in self.zipfs.items()}
+        time = START_MS + np.arange(start, start + count, dtype=np.int64) * DAY_MS // self.shape.per_day
+        dense = [bells(bits(places, self._stream("dense", j))) / BELL_STD for j in range(self.shape.dense)]
+        history, lengths = self._history(ranks[self.shape.roles[0]], time)
+        logit = self._logit(ranks, dense, history, lengths, time)
+        noise = _logistic(units(bits(places, self._stream("click"))))
+        item = self.shape.roles[1]
+        return Examples(
+            ids={name: self._keys(name, values) for name, values in ranks.items()},
+            dense=np.stack(dense, axis=1) if dense else np.zeros((count, 0)),
+            history=self._keys(item, history),
+            history_lengths=lengths,
+            time=time,
+            logit=logit,
+            clicks=logit > noise,
+        )
+
+    def _stream(self, *name: object) -> int:
+        return stream(self.seed, *name)
+
+    def _keys(self, feature: str, ranks: IntArray) -> IntArray:
+        """A rank's key: a bijection, so that hot keys lie anywhere in 64 bits."""
+        return hash_ints(ranks, self._stream("key", feature))
+
+    def _logit(
+        self, ranks: dict[str, IntArray], dense: list[FloatArray], history: IntArray, lengths: IntArray, time: IntArray
+    ) -> FloatArray:
+        """Parts are added one after another, in this order: a sum's last bit depends on it."""
+        user, item = self.shape.roles
+        scale = self._scales
+        contexts = [name for name in ranks if name not in (user, item)]
+        logit = np.full(len(time), BIAS)
+        logit += scale["user"] * self._effect(user, bells(self._hashes(user, ranks[user])), ranks[user])
+        logit += scale["item"] * self._effect(item, self._item_bells(ranks[item], time), ranks[item])
+        logit += scale["taste"] * self._taste(ranks[user], ranks[item])
+        for number, name in enumerate(contexts):
+            weight = scale["contexts"] * math.sqrt(_falling(number, len(contexts)))
+            logit += weight * self._effect(name, bells(self._hashes(name, ranks[name])), ranks[name])
+        if dense:
+            logit += scale["dense"] * self._dense_effect(dense)
+        if self.shape.history_length:
+            logit += scale["history"] * self._history_effect(history, lengths)
+        return logit
+
+    @cached_property
+    def _scales(self) -> dict[str, float]:
+        absent = {
+            "contexts": len(self.shape.sparse) == 2,
+            "dense": self.shape.dense == 0,
+            "history": self.shape.history_length == 0,
+        }
+        shares = {part: share for part, share in SHARES.items() if not absent.get(part, False)}
+        return {part: LOGIT_STD * math.sqrt(share / sum(shares.values())) for part, share in shares.items()}
+
+    def _hashes(self, feature: str, ranks: IntArray, what: object = "effect") -> IntArray:
+        return bits(spread(ranks), self._stream(what, feature))
+
+    def _effect(self, feature: str, numbers: IntArray | FloatArray, ranks: IntArray) -> FloatArray:
+        """Numbers of the spread BELL_STD, faded by rank, as effects of variance 1 over the feature's draws."""
+        norm = BELL_STD * math.sqrt(_mean_square(self.zipfs[feature]))
+        return numbers * (FADE / norm) / (FADE + ranks)
+
+    def _item_bells(self, ranks: IntArray, time: IntArray) -> IntArray | FloatArray:
+        """The items' numbers, drifting from midnight to midnight if the world drifts."""
+        item = self.shape.roles[1]
+        still = bells(self._hashes(item, ranks))
+        if self.drift == 0:
+            return still
+        day, part = time // DAY_MS, (time % DAY_MS) / DAY_MS
+        hashes = self._hashes(item, ranks, "drift")
+        today, tomorrow = (bells(cross(hashes, day + ahead)) for ahead in (0, 1))
+        moving = ((1 - part) * today + part * tomorrow) / np.sqrt((1 - part) * (1 - part) + part * part)
+        return math.sqrt(1 - self.drift * self.drift) * still + self.drift * moving
+
+    def _taste(self, users: IntArray, items: IntArray) -> FloatArray:
+        """Taste times style, a dot product of four numbers each, of variance 1."""
+        user, item = self.shape.roles
+        total = np.zeros(len(users))
+        for k in range(TASTES):
+            taste = bells(self._hashes(user, users, f"taste {k}")) / BELL_STD
+            total += taste * (bells(self._hashes(item, items, f"style {k}")) / BELL_STD)
+        seen = _mean_square(self.zipfs[user]) * _mean_square(self.zipfs[item])
+        return total * (FADE / math.sqrt(TASTES * seen)) / (FADE + users) * FADE / (FADE + items)
+
+    def _dense_effect(self, dense: list[FloatArray]) -> FloatArray:
+        """Mostly linear, with a parabola of the first feature, so that a tower has something to find."""
+        weights = (bells(bits(counters(0, len(dense)), self._stream("weights"))) / BELL_STD).tolist()
+        norm = math.sqrt(math.fsum(weight * weight for weight in weights))
+        total = np.zeros(len(dense[0]))
+        for column, weight in zip(dense, weights, strict=True):
+            total += column * (weight / norm)
+        # 1.7 is the variance of the square of a sum of four uniform numbers, scaled to variance 1.
+        return total * math.sqrt(0.8) + (dense[0] * dense[0] - 1) * math.sqrt(0.2 / 1.7)
+
+    def _history(self, users: IntArray, time: IntArray) -> tuple[IntArray, IntArray]:
+        """The ranks of the items that each user saw last, oldest first, and how many.
+
+        A user sees an item an hour: the one of hour h is a hash of (user, h). So histories need no storage, and that of
+        a user one hour later is the same shifted by one.
+        """
+        if self.shape.history_length == 0:
+            return np.zeros(0, np.int64), np.zeros(len(users), np.int64)
+        hashes = self._hashes("history", users, "user")
+        lengths = (hashes.view(np.uint64) % np.uint64(self.shape.history_length + 1)).view(np.int64)
+        owners = np.repeat(np.arange(len(users)), lengths)
+        back = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(owners))
+        hours = (time + (hashes >> 33 & 0xFFFFF)) // HOUR_MS
+        item = self.shape.roles[1]
+        return self.zipfs[item].ranks(cross(hashes[owners], hours[owners] - back)), lengths
+
+    def _history_effect(self, history: IntArray, lengths: IntArray) -> FloatArray:
+        """The sum of the items' history numbers: whole numbers, so that the order of adding cannot matter."""
+        item = self.shape.roles[1]
+        numbers = bells(self._hashes(item, history, "seen"))
+        faded = np.rint(numbers * FADE / (FADE + history)).astype(np.int64)
+        ends = np.cumsum(lengths)
+        sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(faded)])
+        total = sums[ends] - sums[ends - lengths]
+        norm = BELL_STD * math.sqrt(_mean_square(self.zipfs[item]) * self.shape.history_length / 2)
+        effect: FloatArray = total / norm
+        return effect
+
+
+@lru_cache(maxsize=256)
+def _mean_square(zipf: Zipf) -> float:
+    """The mean square of a rank's fading."""
+    fading = FADE / (FADE + zipf.middles())
+    return zipf.mean(fading * fading)
+
+
+def _falling(number: int, count: int) -> float:
+    """Shares of a whole that fall as 1, 1/2, 1/3 ..."""
+    return 1 / (1 + number) / math.fsum(1 / (1 + k) for k in range(count))
+
+
+def _logistic(uniform: FloatArray) -> FloatArray:
+    """Logistic noise out of uniform numbers: log(u / (1 - u)), straight between 1,024 exact points."""
+    points = _logistic_points()
+    place = uniform * _CELLS
+    cell = place.astype(np.int64)
+    low = points[cell]
+    return low + (points[cell + 1] - low) * (place - cell)
+
+
+@lru_cache(maxsize=1)
+def _logistic_points() -> FloatArray:
+    """log(u / (1 - u)) for u = k / 1024; the two ends, which are infinite, stand at a quarter of a cell."""
+    with decimal.localcontext(decimal.Context(prec=30)):
+        inner = [float((Decimal(k) / (_CELLS - k)).ln()) for k in range(1, _CELLS)]
+        end = float((4 * Decimal(_CELLS) - 1).ln())
+    return np.array([-end, *inner, end])

@@ -1,0 +1,70 @@
+"""What a person sees while training: a live bar on a terminal, a plain line now and then in a log file."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+def human(count: float) -> str:
+    """A count for people.
+
+    >>> human(1234567)
+    '1.2M'
+    """
+    for unit in ("", "k", "M", "G"):
+        if abs(count) < 1000:
+            return f"{count:.0f}{unit}" if unit == "" else f"{count:.1f}{unit}"
+        count /= 1000
+    return f"{count:.1f}T"
+
+
+class ProgressView:
+    """Examples done, their speed, and the metrics so far. `update` is cheap: it redraws at most five times a second."""
+
+    def __init__(self, title: str, total: int | None, enabled: bool = True, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self.title, self.total, self.enabled = title, total, enabled
+        self.live = enabled and self.console.is_terminal
+        self.bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=self.console,
+            refresh_per_second=5,
+        )
+        self.task = self.bar.add_task(title, total=total, status="")
+        self.started = self.last_line = time.perf_counter()
+        self.interval = 0.2 if self.live else 5.0
+
+    def __enter__(self) -> ProgressView:
+        if self.live:
+            self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self.live:
+            self.bar.stop()
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to show something new."""
+        return self.enabled and time.perf_counter() - self.last_line >= self.interval
+
+    def update(self, examples: int, ids: int, metrics: dict[str, float]) -> None:
+        """Show the state after `examples`."""
+        self.last_line = time.perf_counter()
+        seconds = max(1e-9, self.last_line - self.started)
+        figures = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("logloss", "auc") if name in metrics)
+        status = f"{human(examples / seconds)} examples/s  {human(ids / seconds)} ids/s  {figures}"
+        if self.live:
+            self.bar.update(self.task, completed=examples, status=status)
+        else:
+            share = f" of {human(self.total)}" if self.total else ""
+            self.console.print(f"{self.title}: {human(examples)}{share} examples, {status}", highlight=False)

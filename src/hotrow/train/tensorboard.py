@@ -1,0 +1,18 @@
+"""TensorBoard, where it is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hotrow.errors import OptionError
+
+
+def open_writer(log_dir: str | None) -> Any:
+    """A SummaryWriter for `log_dir`, or None without one."""
+    if log_dir is None:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise OptionError(f"log_dir={log_dir!r} needs TensorBoard: pip install hotrow[tensorboard]") from None
+    return SummaryWriter(log_dir)  # type: ignore[no-untyped-call]
