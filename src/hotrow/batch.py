@@ -1,8 +1,8 @@
 """KeyedBatch: the value that flows through everything.
 
-A batch holds, for `size` examples: jagged ids by feature (any number of 64-bit keys per example), dense features, labels
-and event times. It is frozen, checked once when it is made, and then trusted by every stage after it, so that a wrong
-shape is reported where it was written and never deep inside a kernel.
+A batch holds, for `size` examples: jagged ids by feature (any number of 64-bit keys per example), dense features,
+labels and event times. It is frozen, checked once when it is made, and then trusted by every stage after it, so that a
+wrong shape is reported where it was written and never deep inside a kernel.
 
 A `Jagged` with `offsets=None` has exactly one id per example. That is the common case (most click logs), and it spares
 the offsets of 26 features in every batch.
@@ -118,7 +118,7 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, dims: int, cure: str) 
 
 def _check_offsets(offsets: Tensor, count: int) -> None:
     if offsets.numel() == 0 or int(offsets[0]) != 0 or int(offsets[-1]) != count or bool((offsets.diff() < 0).any()):
+        shown = offsets.tolist() if offsets.numel() <= 8 else [*offsets[:4].tolist(), "...", *offsets[-3:].tolist()]
         raise BatchError(
-            f"offsets do not fit: they must start at 0, never fall, and end at the number of ids ({count}); "
-            f"got {offsets.tolist() if offsets.numel() <= 8 else [*offsets[:4].tolist(), '...', *offsets[-3:].tolist()]}"
+            f"offsets do not fit: they must start at 0, never fall, and end at the number of ids ({count}); got {shown}"
         )

@@ -32,13 +32,13 @@ def from_torch(
 
     `source` is one of
 
-    - a module: every `nn.Embedding` and `nn.EmbeddingBag` inside it becomes a table named by its path (`nn.Embedding` as
-      "none" pooling of one-id features would change shapes, so single ids are summed: the vector itself);
+    - a module: every `nn.Embedding` and `nn.EmbeddingBag` inside it becomes a table named by its path (an
+      `nn.Embedding` with pooling "sum", which for one id per example is the vector itself);
     - a mapping of table names to such modules or to weight matrices [rows, dim];
     - a state dict: every 2-d `<name>.weight` named in `features`.
 
-    `features` maps table names to their features as in `hr.Table(features=...)`; without it a table feeds the feature of
-    its own name. An `nn.EmbeddingBag`'s mode gives the pooling.
+    `features` maps table names to their features as in `hr.Table(features=...)`; without it a table feeds the feature
+    of its own name. An `nn.EmbeddingBag`'s mode gives the pooling.
 
     >>> bag = nn.EmbeddingBag(10, 4, mode="mean")
     >>> embeddings = from_torch({"user": bag})
@@ -64,7 +64,7 @@ def from_torch(
 def from_keyed_jagged(kjt: Any, **parts: Tensor) -> KeyedBatch:
     """A KeyedBatch of a TorchRec KeyedJaggedTensor; `dense=`, `labels=` and `time=` are passed on."""
     ids = {}
-    for name in kjt.keys():
+    for name in list(kjt.keys()):
         jagged = kjt[name]
         ids[name] = Jagged(jagged.values().to(torch.int64), jagged.offsets().to(torch.int64), jagged.weights_or_none())
     return KeyedBatch(ids, **parts)

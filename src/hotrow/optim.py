@@ -10,8 +10,8 @@ An optimizer is a small frozen value with three parts:
 Rules are *lazy*: a row is touched only by batches that contain its key. So Adam's moments and AdamW's decay of a row do
 not move on steps that did not see it, and bias correction follows the table's step, as in torch's SparseAdam.
 
-Duplicates of a key within a batch are summed first, in batch order; `clip_value` (each element) and `clip_norm` (the norm
-of a row's summed gradient) are applied after that. `lr` may be a number or a schedule.
+Duplicates of a key within a batch are summed first, in batch order; `clip_value` (each element) and `clip_norm` (the
+norm of a row's summed gradient) are applied after that. `lr` may be a number or a schedule.
 """
 
 from __future__ import annotations

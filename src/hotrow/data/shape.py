@@ -1,7 +1,8 @@
 """Shape: what a synthetic example looks like: its features, their sizes, and how fast time goes.
 
 The first two features without a size of their own are the user and the item; they and the others without a size share
-the world's keys, so one number makes a log of thousands or of billions of keys. Features with a size are contexts.
+the world's keys, so one number makes a log of thousands or of billions of keys. All other
+features are contexts.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Shape:
     per_day: int = 1_000_000
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sparse, Mapping):
+            raise OptionError(f"sparse={self.sparse!r}; give a dict of feature name to number of keys or None")
         shared = [name for name, size in self.sparse.items() if size is None]
         if len(shared) < 2:
             raise OptionError(f"sparse={dict(self.sparse)!r}; give at least two features, user and item, the size None")
@@ -44,7 +47,7 @@ class Shape:
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise OptionError(f"{name}={value!r}; give an integer of {least} or more")
-        if not 0.5 <= self.zipf <= 3:
+        if not isinstance(self.zipf, (int, float)) or not 0.5 <= self.zipf <= 3:
             raise OptionError(f"zipf={self.zipf!r}; give an exponent from 0.5 (flat) to 3 (steep)")
         object.__setattr__(self, "sparse", dict(self.sparse))
 

@@ -112,16 +112,15 @@ class SyntheticClicks:
         return auc(np.concatenate([part.logit for part in parts]), np.concatenate([part.clicks for part in parts]))
 
     def distinct_keys(self, examples: int | None = None) -> int:
-        """How many distinct keys so many examples (this source's, unless given) are expected to show, over all
-        features.
+        """How many distinct keys so many examples (this source's, unless given) are expected to show.
+
+        Items that appear in histories alone are not counted, so with histories there are more.
 
         >>> SyntheticClicks.criteo_like(keys=100_000_000).distinct_keys(1_500_000) > 1_000_000
         True
         """
         count = self.examples if examples is None else examples
-        item = self.shape.roles[1]
-        seen = {item: count * self.shape.history_length // 2}
-        return round(sum(zipf.distinct(count + seen.get(name, 0)) for name, zipf in self.world.zipfs.items()))
+        return round(sum(zipf.distinct(count) for zipf in self.world.zipfs.values()))
 
     def _stream(self, start: int) -> Iterator[tuple[KeyedBatch, Cursor]]:
         end = self.offset + self.examples
@@ -140,7 +139,7 @@ class SyntheticClicks:
 
     @cached_property
     def _stamp(self) -> str:
-        text = json.dumps([self.seed, self.keys, self.drift, dataclasses.asdict(self.shape)])
+        text = json.dumps([self.seed, self.keys, float(self.drift), dataclasses.asdict(self.shape)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _find_start(self, cursor: Cursor) -> int:

@@ -7,7 +7,7 @@ spec and the JSON format need no change.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from hotrow.features.buckets import Bucketize, LogBucket
 from hotrow.features.dense import Dense
@@ -15,7 +15,7 @@ from hotrow.features.keys import Cross, Key
 from hotrow.features.sequences import Sequence
 from hotrow.features.times import TimePart
 
-Feature = Key | Bucketize | LogBucket | TimePart | Cross | Sequence | Dense
+Feature: TypeAlias = Key | Bucketize | LogBucket | TimePart | Cross | Sequence | Dense
 
 KINDS: dict[str, type[Any]] = {
     "key": Key,

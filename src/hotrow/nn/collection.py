@@ -1,9 +1,9 @@
 """EmbeddingCollection: the sparse part of a model. Keys in, vectors out.
 
 It is an `nn.Module` without parameters: rows live in the store, not in torch, and change by `step()`, not by a torch
-optimizer. In training mode with gradients on, a forward pass creates rows for unseen keys, backward leaves gradients on
-the lookup, and `step()` applies them, once for all forward passes since the last step (gradient accumulation). Otherwise
-(`eval()` or `torch.no_grad()`) a forward pass only reads: it creates no row and touches no count.
+optimizer. In training mode with gradients on, a forward pass creates rows for unseen keys, backward leaves gradients
+on the lookup, and `step()` applies them, once for all forward passes since the last step (gradient accumulation).
+Otherwise (`eval()` or `torch.no_grad()`) a forward pass only reads: it creates no row and touches no count.
 
 Pipelines prepare lookups ahead: `route(batch)`, then `fetch()` on what it returns, then `collection(lookup)`.
 """

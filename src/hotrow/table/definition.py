@@ -18,8 +18,8 @@ POOLINGS = ("sum", "mean", "none")
 class Table:
     """A named space of rows. Several features may share it.
 
-    `features` is a list of names (their ids are summed), or a mapping of names to pooling: "sum", "mean", or "none" for a
-    sequence, which arrives at the tower as [batch, length, dim] with a mask. Without `features` the table feeds the
+    `features` is a list of names (their ids are summed), or a mapping of names to pooling: "sum", "mean", or "none" for
+    a sequence, which arrives at the tower as [batch, length, dim] with a mask. Without `features` the table feeds the
     feature of its own name. `optimizer` overrides the collection's.
 
     >>> Table("item", dim=32, features={"item_id": "sum", "history": "none"}).poolings["history"]
@@ -38,7 +38,9 @@ class Table:
         if not isinstance(self.dim, int) or not 1 <= self.dim <= 65536:
             raise OptionError(f"table {self.name!r} has dim={self.dim!r}; give a whole number from 1 to 65536")
         if isinstance(self.features, str):
-            raise OptionError(f"table {self.name!r}: features={self.features!r} is one string; write [{self.features!r}]")
+            raise OptionError(
+                f"table {self.name!r}: features={self.features!r} is one string; write [{self.features!r}]"
+            )
         for feature, pooling in self.poolings.items():
             if pooling not in POOLINGS:
                 raise OptionError(f"feature {feature!r} has pooling {pooling!r}; {choices(pooling, POOLINGS)}")

@@ -1,7 +1,7 @@
 """One batch through the tables: route → fetch → gather → update, in verbs, top to bottom.
 
-A `Lookup` is made for a batch and lives until its update has landed. `route` needs only the keys; `fetch` needs the rows
-that earlier batches left; `gather` and `update` run in the training step. For evaluation `read` takes the place of
+A `Lookup` is made for a batch and lives until its update has landed. `route` needs only the keys; `fetch` needs the
+rows that earlier batches left; `gather` and `update` run in the training step. For evaluation `read` takes the place of
 `fetch`: it creates no row and touches no count, and there is no `update`.
 
 Pooled features share one output matrix [batch, sum of dims], in the collection's order of features, because towers

@@ -86,10 +86,12 @@ class TableRows:
         top: list[tuple[int, int, int]] = []
         for rows in self.scan():
             best = torch.topk(rows.counts, min(count, rows.counts.numel())).indices
-            found = zip(rows.counts[best].tolist(), rows.keys[best].tolist(), rows.last_steps[best].tolist(), strict=True)
+            found = zip(
+                rows.counts[best].tolist(), rows.keys[best].tolist(), rows.last_steps[best].tolist(), strict=True
+            )
             top = heapq.nlargest(count, [*top, *found])
         return [HotKey(key, seen, step) for seen, key, step in top]
 
     def memory(self) -> dict[str, Any]:
-        """Rows and bytes: `payload_bytes` (values and state), `row_bytes`, `header_bytes`, `index_bytes`, `total_bytes`."""
+        """Rows and bytes: payload_bytes (values and state), row_bytes, header_bytes, index_bytes, total_bytes."""
         return self.store.memory()

@@ -139,7 +139,7 @@ class Update:
 
 
 class HostPlan:
-    """One batch's way through several tables: route, then fetch or read, then gather, then update (core/rows/plan.h)."""
+    """One batch's way through several tables: route, fetch or read, gather, update (core/rows/plan.h)."""
 
     def __init__(self) -> None:
         self.core = _core.Plan()

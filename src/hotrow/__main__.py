@@ -1,0 +1,5 @@
+"""`python -m hotrow`, the same as `hotrow`."""
+
+from hotrow.cli import main
+
+main()

@@ -1,0 +1,133 @@
+"""The command line: `hotrow demo | train | bench | inspect`, one word each."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from hotrow.errors import HotRowError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Train recommendation models whose embedding tables outgrow memory.",
+)
+
+TRAIN_HELP = """Train a model from a job file, evaluate it, and save it.
+
+A job file to start from:
+
+    [data]
+    source = "synthetic"             # or parquet, criteo, criteo-tsv, avazu with path = "train/*.csv"
+    examples = 500_000
+    [embeddings]
+    dim = 16
+    optimizer = { kind = "RowWiseAdagrad", lr = 0.05 }
+    [tower]
+    kind = "dlrm"                    # or wide_and_deep, deepfm, dcn_v2, din
+    bottom = [64]
+    top = [128, 64]
+    [memory]
+    dram = "4GiB"
+    [output]
+    path = "runs/first"
+
+Examples:
+
+    hotrow train job.toml
+
+    hotrow train job.toml --steps 100
+"""
+
+
+@app.command()
+def demo(
+    output: Annotated[str, typer.Option(help="where the trained model goes")] = "runs/demo",
+    examples: Annotated[int, typer.Option(min=4096, help="how many examples to train on")] = 1_500_000,
+) -> None:
+    """Train DLRM on a synthetic click log with over a million keys, in about a minute.
+
+    Example: hotrow demo --examples 300000
+    """
+    from hotrow.demo import demo as run
+
+    run(output, examples)
+
+
+@app.command(help=TRAIN_HELP)
+def train(
+    job: Annotated[str, typer.Argument(help="the job file")],
+    steps: Annotated[int | None, typer.Option(min=1, help="stop after so many steps")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
+) -> None:
+    """Train a model from a job file."""
+    from dataclasses import replace
+
+    from hotrow.job import load_job
+
+    console = Console()
+    loaded = load_job(job)
+    if steps is not None:
+        loaded = replace(loaded, steps=steps)
+    console.print(f"{loaded.source.describe()}", highlight=False)
+    report, tested = loaded.run(progress=not quiet)
+    console.print(
+        f"[bold]trained[/] {report.steps:,} steps, {report.examples:,} examples in {report.seconds:.1f} s "
+        f"({report.examples_per_second:,.0f} examples/s, {report.ids_per_second:,.0f} ids/s)",
+        highlight=False,
+    )
+    for split, figures in (("train", report.metrics), ("test", tested)):
+        if figures:
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items() if name != "examples")
+            console.print(f"{split:>6}: {shown}", highlight=False)
+    if loaded.output:
+        console.print(f"saved to [bold]{loaded.output}[/]; look inside with `hotrow inspect {loaded.output}`")
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="a saved model's folder")],
+    table: Annotated[str | None, typer.Option(help="show one table's rows and hottest keys")] = None,
+    top: Annotated[int, typer.Option(min=1, help="how many of the hottest keys")] = 10,
+) -> None:
+    """Show a saved model's tables, memory and hottest keys, checking every file on the way.
+
+    Examples: hotrow inspect runs/demo · hotrow inspect runs/demo --table C3 --top 20
+    """
+    from hotrow.inspect import inspect as run
+
+    run(path, table, top, Console())
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="which benchmark: rows")],
+    json: Annotated[str | None, typer.Option(help="write the results to this file as JSON")] = None,
+    record: Annotated[str | None, typer.Option(help="append them, with hardware and commit, to this folder")] = None,
+) -> None:
+    """Measure HotRow beside its peers, in one run on this machine.
+
+    Examples: hotrow bench rows · hotrow bench rows --json rows.json
+    """
+    from hotrow.bench import run
+
+    run(name, json, record)
+
+
+def main() -> None:
+    """Run the command line; HotRow's own errors become one line and exit code 2."""
+    try:
+        app(prog_name="hotrow")
+    except HotRowError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

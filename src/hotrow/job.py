@@ -1,0 +1,219 @@
+"""A job file: a whole training run in TOML, for `hotrow train job.toml`. docs/jobs.md has every option.
+
+    [data]
+    source = "criteo"                # synthetic, parquet, criteo, criteo-tsv or avazu
+    path = "train/*.csv"
+    test = "test/*.csv"              # evaluated at the end (and every evaluate_every steps)
+    [embeddings]
+    dim = 16
+    optimizer = { kind = "RowWiseAdagrad", lr = 0.02 }
+    [tower]
+    kind = "dlrm"
+    [output]
+    path = "runs/ctr"
+
+Every section is checked against what its part really takes, so a wrong option is an error before anything is read.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotrow import data, optim
+from hotrow.config import Initial, Memory, check_options
+from hotrow.data import Source
+from hotrow.data.synthetic import SyntheticClicks
+from hotrow.errors import OptionError, choices
+from hotrow.features import FeatureSpec
+from hotrow.models import build_tower
+from hotrow.nn import EmbeddingCollection, Recommender
+from hotrow.table import Table
+from hotrow.train.trainer import Report, Trainer
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TEXT_LAYOUTS = ("criteo", "criteo-tsv", "avazu")
+SOURCES = ("synthetic", "parquet", *TEXT_LAYOUTS)
+SECTIONS = {
+    "data": [
+        "source",
+        "path",
+        "test",
+        "features",
+        "batch_size",
+        "on_error",
+        "examples",
+        "test_examples",
+        "keys",
+        "drift",
+    ],
+    "embeddings": ["dim", "optimizer", "initial", "seed", "pooling"],
+    "tower": None,
+    "tables": None,
+    "train": [
+        "dense_optimizer",
+        "steps",
+        "epochs",
+        "accumulate",
+        "precision",
+        "evaluate_every",
+        "clip_dense_norm",
+        "log_dir",
+    ],
+    "memory": ["dram", "hbm", "ssd"],
+    "output": ["path"],
+}
+DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a run needs, built and checked."""
+
+    trainer: Trainer
+    source: Source
+    test: Source | None
+    spec: FeatureSpec | None
+    steps: int | None
+    epochs: int
+    evaluate_every: int | None
+    output: str | None
+
+    def run(self, progress: bool = True) -> tuple[Report, dict[str, float] | None]:
+        """Train, evaluate, save. Returns the last epoch's report and the test metrics."""
+        for _ in range(self.epochs):
+            report = self.trainer.fit(
+                self.source,
+                steps=self.steps,
+                evaluate=self.test,
+                evaluate_every=self.evaluate_every,
+                progress=progress,
+            )
+        tested = self.trainer.evaluate(self.test, progress=progress) if self.test is not None else None
+        if self.output is not None:
+            self.trainer.save(self.output, features=self.spec, metrics={"train": report.metrics, "test": tested})
+        return report, tested
+
+
+def load_job(path: str | os.PathLike[str]) -> Job:
+    """Read a job file and build what it describes."""
+    file = Path(path)
+    try:
+        values = tomllib.loads(file.read_text())
+    except FileNotFoundError:
+        raise OptionError(
+            f"there is no job file {str(file)!r}; `hotrow train --help` shows one to start from"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise OptionError(f"{file} is not valid TOML: {error}") from None
+    return build_job(values)
+
+
+def build_job(values: Mapping[str, Any]) -> Job:
+    """Build a job from a job file's values."""
+    check_options("the job", values, list(SECTIONS))
+    for section, known in SECTIONS.items():
+        if known is not None and section in values:
+            check_options(f"[{section}]", values[section], known)
+    source, test, spec = _sources(dict(values.get("data", {})))
+    sample = next(iter(source.batches()), None)
+    if sample is None:
+        raise OptionError(f"[data] has no examples: {source.describe()}")
+    embeddings = _embeddings(values, list(sample[0].ids))
+    dense = sample[0].dense
+    tower = _tower(dict(values.get("tower", {})), embeddings, 0 if dense is None else dense.shape[1])
+    train = dict(values.get("train", {}))
+    trainer = Trainer(
+        Recommender(embeddings, tower),
+        _dense_optimizer(train.get("dense_optimizer", {}), tower),
+        precision=train.get("precision", "fp32"),
+        accumulate=train.get("accumulate", 1),
+        clip_dense_norm=train.get("clip_dense_norm"),
+        log_dir=train.get("log_dir"),
+    )
+    return Job(
+        trainer,
+        source,
+        test,
+        spec,
+        train.get("steps"),
+        train.get("epochs", 1),
+        train.get("evaluate_every"),
+        values.get("output", {}).get("path"),
+    )
+
+
+def _sources(options: dict[str, Any]) -> tuple[Source, Source | None, FeatureSpec | None]:
+    kind = options.get("source", "synthetic")
+    if kind not in SOURCES:
+        raise OptionError(f"[data] source={kind!r}: {choices(kind, SOURCES)}")
+    batch_size = options.get("batch_size", 4096)
+    if kind == "synthetic":
+        shared = {name: options[name] for name in ("keys", "drift") if name in options}
+        count, tests = options.get("examples", 1_000_000), options.get("test_examples", 100_000)
+        train = SyntheticClicks.criteo_like(examples=count, batch_size=batch_size, **shared)
+        test = SyntheticClicks.criteo_like(examples=tests, offset=count, batch_size=batch_size, **shared)
+        return train, test if tests else None, None
+    if "path" not in options:
+        raise OptionError(f'[data] source={kind!r} needs path=, such as path = "train/*.{kind}"')
+    spec = FeatureSpec.load(options["features"]) if "features" in options else None
+    common: dict[str, Any] = {"batch_size": batch_size, "on_error": options.get("on_error", "raise")}
+    if kind == "parquet":
+        if spec is None:
+            raise OptionError("[data] source='parquet' needs features=, the path of a feature spec in JSON")
+        chosen = spec
+        opened = [data.parquet(options[p], features=chosen, **common) for p in ("path", "test") if p in options]
+    else:
+        opened = [data.text(options[p], layout=kind, features=spec, **common) for p in ("path", "test") if p in options]
+        spec = opened[0].features
+    return opened[0], opened[1] if len(opened) > 1 else None, spec
+
+
+def _embeddings(values: Mapping[str, Any], features: list[str]) -> EmbeddingCollection:
+    options = dict(values.get("embeddings", {}))
+    dim = options.get("dim", 16)
+    initial = Initial.from_dict(options["initial"]) if "initial" in options else Initial()
+    tables = [Table.from_dict({"dim": dim, **table}) for table in values.get("tables", [])]
+    placed = {feature for table in tables for feature in table.poolings}
+    pooling = options.get("pooling", "sum")
+    tables += [Table(name, dim, {name: pooling}, initial) for name in features if name not in placed]
+    return EmbeddingCollection(
+        tables,
+        optimizer=optim.from_dict(options["optimizer"]) if "optimizer" in options else None,
+        memory=Memory(**values.get("memory", {})),
+        seed=options.get("seed", 0),
+    )
+
+
+def _tower(options: dict[str, Any], embeddings: EmbeddingCollection, dense: int) -> torch.nn.Module:
+    kind = options.pop("kind", "dlrm")
+    torch.manual_seed(options.pop("seed", 0))
+    return build_tower(
+        kind, features=embeddings.features, sequences=embeddings.sequences, dense_features=dense, **options
+    )
+
+
+def _dense_optimizer(options: Mapping[str, Any], tower: torch.nn.Module) -> torch.optim.Optimizer:
+    given = dict(options)
+    kind = str(given.pop("kind", "adam")).lower()
+    if kind not in DENSE_OPTIMIZERS:
+        raise OptionError(f"dense_optimizer kind={kind!r}: {choices(kind, DENSE_OPTIMIZERS)}")
+    try:
+        return DENSE_OPTIMIZERS[kind](tower.parameters(), **given)
+    except TypeError as error:
+        raise OptionError(f"dense_optimizer {kind!r}: {error}; see torch.optim's options") from None
