@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hotrow.batch import Jagged, KeyedBatch
+from hotrow.config import Initial
 from hotrow.errors import OptionError
 from hotrow.nn import EmbeddingCollection
 from hotrow.optim import (
@@ -54,10 +56,11 @@ optimizers = st.one_of(
 )
 
 
-def trained(optimizer: Optimizer, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
+def trained(optimizer: Optimizer, gradients: list[Tensor], initial: Initial | None = None) -> tuple[Tensor, Tensor]:
     """First and last rows (values and state) of keys 0, 1, ... after a step with each of the gradients [keys, dim]."""
     keys = torch.arange(gradients[0].shape[0])
-    collection = EmbeddingCollection([Table("t", dim=gradients[0].shape[1])], optimizer, seed=3)
+    table = Table("t", dim=gradients[0].shape[1], initial=initial or Initial())
+    collection = EmbeddingCollection([table], optimizer, seed=3)
     collection.table("t").create(keys)
     before = next(collection.table("t").scan()).values
     for gradient in gradients:
@@ -102,10 +105,8 @@ def test_the_rule_takes_correctly_rounded_roots() -> None:
     """torch's own float32 sqrt is up to one bit off on CPU (MKL); a rule that used it would be no oracle."""
     sums = torch.rand(1000, 1, generator=torch.Generator().manual_seed(0))
     w = torch.zeros(1000, 1)
-    Adagrad().rule(w, torch.zeros(1000, 1), {"sum": sums}, (1.0, 0.0))  # a zero step, for the shapes
-    Adagrad().rule(w, torch.ones(1000, 1), {"sum": sums - 1}, (1.0, 0.0))
-    want = -1 / np.sqrt((sums - 1 + 1).numpy())
-    assert np.array_equal(w.numpy(), want)
+    Adagrad().rule(w, torch.ones(1000, 1), {"sum": sums.clone()}, (1.0, 0.0))
+    assert np.array_equal(w.numpy(), -1 / np.sqrt((sums + 1).numpy()))
 
 
 def test_a_row_of_another_order_of_magnitude_is_clipped_alone() -> None:
@@ -125,7 +126,7 @@ def test_sum_of_squares_is_the_sum_of_squares(dim: int, seed: int) -> None:
 def by_torch(optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter, gradients: list[Tensor]) -> Tensor:
     for gradient in gradients:
         keys = torch.arange(gradient.shape[0]).unsqueeze(0)
-        weight.grad = torch.sparse_coo_tensor(keys, gradient, weight.shape, is_coalesced=True)
+        weight.grad = torch.sparse_coo_tensor(keys, gradient, weight.shape, is_coalesced=True, check_invariants=False)
         optimizer.step()
     return weight.detach()
 
@@ -173,10 +174,9 @@ def test_rowwise_adagrad_is_adagrad_on_rows_of_one_element() -> None:
 
 def test_ftrl_without_penalties_is_adagrad_with_beta_for_epsilon() -> None:
     gradients = some_gradients(4, steps=4, dim=5)
-    _, ftrl = trained(FTRL(lr=0.1, beta=1.0), gradients)
-    before, adagrad = trained(Adagrad(lr=0.1, eps=1.0), gradients)
-    # FTRL's first weights are what its state says, 0; from there both walk the same way.
-    torch.testing.assert_close(ftrl[:, :5], adagrad[:, :5] - before[:, :5], rtol=1e-4, atol=1e-4)
+    _, ftrl = trained(FTRL(lr=0.1, beta=1.0), gradients, Initial.zeros())
+    _, adagrad = trained(Adagrad(lr=0.1, eps=1.0), gradients, Initial.zeros())
+    torch.testing.assert_close(ftrl[:, :5], adagrad[:, :5])
 
 
 def test_ftrl_under_l1_gives_exact_zeros() -> None:
@@ -201,7 +201,7 @@ def test_a_kind_is_found_in_any_case(kind: str) -> None:
 @pytest.mark.parametrize("kind", [SGD, Adagrad, RowWiseAdagrad, Adam, AdamW, FTRL])
 @pytest.mark.parametrize("option", ["lr", "clip_value", "clip_norm"])
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "0.1"])
-def test_rates_and_clips_must_be_above_zero(kind: type[Optimizer], option: str, value: object) -> None:
+def test_rates_and_clips_must_be_above_zero(kind: type[Optimizer], option: str, value: Any) -> None:
     with pytest.raises(OptionError, match=rf"{option}=.*: give a number above 0"):
         kind(**{option: value})
 
@@ -223,7 +223,7 @@ def test_rates_and_clips_must_be_above_zero(kind: type[Optimizer], option: str, 
         (FTRL, "l1", math.nan),
     ],
 )
-def test_an_option_that_would_make_rows_nan_is_refused(kind: type[Optimizer], option: str, value: float) -> None:
+def test_an_option_out_of_its_range_is_refused_by_name(kind: type[Optimizer], option: str, value: float) -> None:
     with pytest.raises(OptionError, match=option):
         kind(**{option: value})
 
@@ -240,8 +240,8 @@ def test_betas_that_are_no_pair_at_all_are_refused_by_name() -> None:
 
 
 def test_an_unknown_kind_or_option_is_refused_with_the_nearest() -> None:
-    with pytest.raises(OptionError, match=r"kind='adm': did you mean 'Adam'"):
-        from_dict({"kind": "adm"})
+    with pytest.raises(OptionError, match=r"kind='Adm': did you mean 'Adam'"):
+        from_dict({"kind": "Adm"})
     with pytest.raises(OptionError, match=r"kind=''"):
         from_dict({})
     with pytest.raises(OptionError, match=r"Adam has no option 'beta'; did you mean 'betas'"):

@@ -36,7 +36,8 @@ void check_against_a_map(const Grouping& grouping, const Keys& keys) {
   CHECK_EQ(grouping.run_begin()[0], 0u);
   for (size_t u = 0; u < grouping.size(); ++u) {
     CHECK_EQ(grouping.hashes()[u], hash_key(grouping.keys()[u]));
-    const uint32_t *begin = grouping.run() + grouping.run_begin()[u], *end = grouping.run() + grouping.run_begin()[u + 1];
+    const uint32_t *begin = grouping.run() + grouping.run_begin()[u],
+                   *end = grouping.run() + grouping.run_begin()[u + 1];
     CHECK(positions[grouping.keys()[u]] == std::vector<uint32_t>(begin, end));  // in batch order
   }
   for (size_t i = 0; i < keys.size(); ++i) CHECK_EQ(grouping.keys()[grouping.inverse()[i]], keys[i]);

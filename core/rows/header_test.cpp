@@ -59,7 +59,8 @@ TEST(rounded_counts_are_right_on_average) {
   double sum = 0;
   for (int row = 0; row < kRows; ++row) {
     uint16_t code = 0;
-    for (int i = 0; i < kSightings; ++i) code = add_count(code, 1, [&] { return static_cast<uint32_t>(random.bits()); });
+    for (int i = 0; i < kSightings; ++i)
+      code = add_count(code, 1, [&] { return static_cast<uint32_t>(random.bits()); });
     const double count = static_cast<double>(decode_count(code));
     CHECK(std::fabs(count / kSightings - 1) < 0.04);
     sum += count;

@@ -106,8 +106,8 @@ testing::Rows updated(const Kernels& kernels, RuleKind rule, int dim, bool clipp
   }
   const auto gradients = random.reals(run.size() * dim), scales = random.reals(run.size());
   const auto coefficients = testing::some_coefficients(rule);
-  const GradSource source{gradients.data(), static_cast<size_t>(dim), 0, static_cast<uint32_t>(run.size()), nullptr,
-                          clipped ? scales.data() : nullptr};
+  const GradSource source{gradients.data(), static_cast<size_t>(dim),         0, static_cast<uint32_t>(run.size()),
+                          nullptr,          clipped ? scales.data() : nullptr};
   std::vector<float> scratch(2 * filled.table->width());
   UpdateArgs args{};
   args.view = filled.table->view();

@@ -156,7 +156,8 @@ TEST(tables_of_one_plan_do_not_disturb_each_other) {
   Rows rows_a, rows_b;
   Plan plan;
   for (uint32_t step = 1; step <= 3; ++step) {
-    const Batch of_a = some_batch(random, 60, 50, Pooling::kSum, 8), of_b = some_batch(random, 90, 50, Pooling::kMean, 5);
+    const Batch of_a = some_batch(random, 60, 50, Pooling::kSum, 8),
+                of_b = some_batch(random, 90, 50, Pooling::kMean, 5);
     UpdateOptions options = options_for(*a, step);
     options.jobs.push_back(options_for(*b, step).jobs[0]);
     auto gradients = of_a.gradients();
@@ -193,7 +194,8 @@ TEST(a_gradient_that_is_not_finite_changes_nothing) {
 TEST(rows_erased_since_fetch_start_anew) {
   testing::Random random(9);
   auto table = make_table(3, RuleKind::kAdagrad);
-  const Batch batch = some_batch(random, 50, 60, Pooling::kSum, 3), other = some_batch(random, 50, 1000, Pooling::kSum, 3);
+  const Batch batch = some_batch(random, 50, 60, Pooling::kSum, 3),
+              other = some_batch(random, 50, 1000, Pooling::kSum, 3);
   Plan plan, meanwhile;
   Rows oracle;
   train(plan, table, batch, options_for(*table, 1));
@@ -215,8 +217,8 @@ TEST(offsets_that_do_not_fit_are_refused_and_leave_the_plan_empty) {
   Plan plan;
   for (const std::vector<int64_t>& offsets : std::vector<std::vector<int64_t>>{
            {1, 3}, {0, 2}, {0, 4}, {0, 2, 1, 3}, {0, -1, 3}, {0, 5, 3}, {0, int64_t{1} << 32, 3}})
-    CHECK_THROWS(std::invalid_argument, plan.route({{table, {{keys.data(), 3, offsets.data(), offsets.size() - 1,
-                                                              nullptr, Pooling::kSum}}}}));
+    CHECK_THROWS(std::invalid_argument,
+                 plan.route({{table, {{keys.data(), 3, offsets.data(), offsets.size() - 1, nullptr, Pooling::kSum}}}}));
   CHECK_THROWS(std::invalid_argument, plan.route({{table, {{keys.data(), 3, nullptr, 2, nullptr, Pooling::kSum}}}}));
   CHECK_THROWS(std::invalid_argument, plan.fetch());
   CHECK_EQ(table->size(), 0u);

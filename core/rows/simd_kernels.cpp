@@ -28,8 +28,10 @@ constexpr size_t kMaxPrefetch = 512;
 
 HOTROW_INLINE void prefetch_row(const char* row, size_t bytes) {
   if (bytes > kMaxPrefetch) bytes = kMaxPrefetch;
-  for (size_t at = 0; at < bytes; at += kCacheLine) __builtin_prefetch(row + at);
-  __builtin_prefetch(row + bytes - 1);
+  const auto first = reinterpret_cast<uintptr_t>(row) / kCacheLine;
+  const auto last = (reinterpret_cast<uintptr_t>(row) + bytes - 1) / kCacheLine;
+  for (uintptr_t line = first; line <= last; ++line)
+    __builtin_prefetch(reinterpret_cast<const char*>(line * kCacheLine));
 }
 
 // Bit i: entries[i] & mask == want.
@@ -125,8 +127,8 @@ HOTROW_INLINE uint32_t find_slot(const Place& place, const HeaderGroup* headers,
   return kNoSlot;
 }
 
-// A search in three steps, each a cache miss behind the other: index line, then header (and row), then compare. `use(i,
-// place)` gets key i with its memory asked for long before: the first step runs 2 * kGroup keys ahead, the second kGroup.
+// A search in steps, each a cache miss behind the other: shard, index line, header (and row), compare. `use(i, place)`
+// gets key i with its memory asked for long before: the steps run 3, 2 and 1 times kGroup keys ahead of it.
 template <class Use>
 HOTROW_INLINE void search(const FindArgs& args, size_t row_bytes, Use use) {
   constexpr size_t kRing = 2 * kGroup;
@@ -134,6 +136,7 @@ HOTROW_INLINE void search(const FindArgs& args, size_t row_bytes, Use use) {
   const RowView& view = args.view;
   for (size_t i = 0; i < args.count + kRing; ++i) {
     if (i >= kRing) use(i - kRing, ring[i % kRing]);
+    if (i + kGroup < args.count) __builtin_prefetch(&view.shards[shard_of(args.hashes[i + kGroup])]);
     if (i < args.count) {
       Place& place = ring[i % kRing];
       place = place_of(view.shards[shard_of(args.hashes[i])], args.hashes[i]);

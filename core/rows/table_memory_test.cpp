@@ -17,8 +17,8 @@ namespace {
 using testing::rows_of;
 
 std::shared_ptr<Table> table_on(std::shared_ptr<Budget> budget, const std::string& name, int dim) {
-  return std::make_shared<Table>(
-      TableOptions{name, dim, RuleKind::kSgd, {}, {InitialKind::kUniform, -1, 1}, 42}, std::move(budget));
+  return std::make_shared<Table>(TableOptions{name, dim, RuleKind::kSgd, {}, {InitialKind::kUniform, -1, 1}, 42},
+                                 std::move(budget));
 }
 
 void create(Table& table, const std::vector<int64_t>& keys) {

@@ -34,7 +34,8 @@ void race(Write write, Read read) {
       while (!stop) read(random);
     });
   Random random(3);
-  for (const auto end = std::chrono::steady_clock::now() + kTime; std::chrono::steady_clock::now() < end;) write(random);
+  for (const auto end = std::chrono::steady_clock::now() + kTime; std::chrono::steady_clock::now() < end;)
+    write(random);
   stop = true;
   for (auto& reader : readers) reader.join();
 }

@@ -39,8 +39,14 @@ struct Batch {
     for (size_t bag = 0; bag < size; ++bag)
       offsets.push_back(offsets.back() + static_cast<int64_t>(random.below(random.below(50) ? 6 : 60)));
     const auto ids = static_cast<size_t>(offsets.back());
-    features.push_back({random.keys(ids, variety), std::move(offsets), weighted ? random.reals(ids) : std::vector<float>{},
-                        pooling, size, true, {}, 0});
+    features.push_back({random.keys(ids, variety),
+                        std::move(offsets),
+                        weighted ? random.reals(ids) : std::vector<float>{},
+                        pooling,
+                        size,
+                        true,
+                        {},
+                        0});
   }
   // Rows of every second feature are apart, as slices of a wider matrix are.
   void fill_gradients(Random& random, int dim) {
@@ -137,7 +143,8 @@ struct Batch {
     const JobUpdate& job = options.jobs[0];
     for (float& value : g) {
       if (options.grad_scale != 1) value *= options.grad_scale;
-      if (job.clip_value > 0) value = value < -job.clip_value ? -job.clip_value : value > job.clip_value ? job.clip_value : value;
+      if (job.clip_value > 0)
+        value = value < -job.clip_value ? -job.clip_value : value > job.clip_value ? job.clip_value : value;
     }
     const float norm = std::sqrt(naive_sum_of_squares(g));
     if (job.clip_norm > 0 && norm > job.clip_norm)

@@ -64,13 +64,13 @@ void check_throws(Fn fn, const char* text, const char* file, int line) {
 
 }  // namespace hotrow::testing
 
-#define TEST(name)                                                                           \
-  static void name();                                                                        \
-  static const ::hotrow::testing::Registered name##_registered(__FILE__, #name, name);       \
+#define TEST(name)                                                                     \
+  static void name();                                                                  \
+  static const ::hotrow::testing::Registered name##_registered(__FILE__, #name, name); \
   static void name()
-#define CHECK(condition)                                                                     \
-  do {                                                                                       \
-    if (!(condition)) ::hotrow::testing::fail(__FILE__, __LINE__, #condition);               \
+#define CHECK(condition)                                                       \
+  do {                                                                         \
+    if (!(condition)) ::hotrow::testing::fail(__FILE__, __LINE__, #condition); \
   } while (false)
 #define CHECK_EQ(a, b) ::hotrow::testing::check_equal((a), (b), #a " == " #b, __FILE__, __LINE__)
 #define CHECK_THROWS(Error, expression) \

@@ -104,7 +104,7 @@ def _collect(
             if isinstance(item, nn.EmbeddingBag):
                 pooling = item.mode
             item = item.weight
-        elif name.endswith(".weight"):
+        elif "." in name:  # an entry of a state dict
             name = name.removesuffix(".weight")
             if features is None or name not in features:
                 continue

@@ -146,7 +146,7 @@ def test_files_that_are_not_there_are_named(tmp_path: Path, spec: FeatureSpec) -
 
 
 def test_a_file_named_twice_is_refused(log: Path, spec: FeatureSpec) -> None:
-    with pytest.raises(OptionError, match=r"part-0\.parquet is named twice"):
+    with pytest.raises(OptionError, match=r"part-0\.parquet is named 2 times"):
         data.parquet([log / "part-0.parquet", str(log / "*.parquet")], features=spec)
 
 

@@ -182,7 +182,7 @@ def test_a_cursor_of_a_changed_file_is_refused(tmp_path: Path) -> None:
         ("1,a,5.5", "x, line 3, column 'count'", "'5.5' is not an integer"),
         ("1,a,99999999999999999999", "x, line 3, column 'count'", "'99999999999999999999' is not an integer"),
         ("1,a\r,5", "x, line 3", "there is a carriage return inside the line"),
-        (b"1,\xff,5", "x, line 3", "byte 0xff at position 2 is not UTF-8 text"),
+        (b"1,\xff,5", "x, line 3, column 'user'", "b'\\xff' is not UTF-8 text"),
     ],
 )
 def test_a_malformed_line_names_file_line_column_and_value(
@@ -193,6 +193,12 @@ def test_a_malformed_line_names_file_line_column_and_value(
     with pytest.raises(DataError) as caught:
         list(simple(tmp_path / "x", content).batches())
     assert f"{place}: {fact}" in str(caught.value) and 'on_error="skip"' in str(caught.value)
+
+
+@pytest.mark.parametrize(("bad", "number"), [(["1,a", "yes,a,1", "3,a,1"], 2), (["yes,a,1", "1,a", "3,a,1"], 2)])
+def test_the_first_bad_line_is_the_one_that_is_named(tmp_path: Path, bad: list[str], number: int) -> None:
+    with pytest.raises(DataError, match=f"x, line {number}"):
+        list(simple(tmp_path / "x", "\n".join(["1,a,1", *bad])).batches())
 
 
 def test_batches_before_a_malformed_line_are_delivered(tmp_path: Path) -> None:

@@ -83,9 +83,11 @@ def test_a_float_key_is_refused_with_the_cure() -> None:
         ids(Key("x"), [0.5])
 
 
-def test_a_list_key_is_refused_with_the_cure() -> None:
+def test_a_list_or_time_key_is_refused_with_the_cure() -> None:
     with pytest.raises(DataError, match="use Sequence for lists"):
         ids(Key("x"), [[1]])
+    with pytest.raises(DataError, match="use TimePart for its hour or weekday"):
+        ids(Key("x"), [dt.datetime(2024, 1, 1)])
 
 
 @pytest.mark.parametrize(

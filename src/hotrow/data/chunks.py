@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
+import pyarrow as pa
 
 from hotrow.data.rejects import Rejects
-
-IntArray = npt.NDArray[np.int64]
+from hotrow.features.hashing import IntArray
 
 
 @dataclass(frozen=True)
@@ -28,6 +26,11 @@ class Chunk:
     table: pa.Table
     numbers: IntArray
     ends: IntArray
+
+    def slice(self, start: int, stop: int) -> Chunk:
+        """Rows start to stop."""
+        rows = slice(start, stop)
+        return Chunk(self.path, self.table.slice(start, stop - start), self.numbers[rows], self.ends[rows])
 
     def without(self, rows: IntArray) -> Chunk:
         """The chunk with these rows left out."""

@@ -40,7 +40,8 @@ def counters(start: int, count: int) -> IntArray:
 
 def spread(places: IntArray) -> IntArray:
     """Places times the golden ratio, modulo 2**64."""
-    return (places.view(np.uint64) * GOLDEN).view(np.int64)
+    product: IntArray = (places.view(np.uint64) * GOLDEN).view(np.int64)
+    return product
 
 
 def bits(places: IntArray, stream_seed: int) -> IntArray:
@@ -54,7 +55,8 @@ def units(random: IntArray) -> FloatArray:
     >>> units(np.array([0, -1]))
     array([0., 1.])
     """
-    return (random.view(np.uint64) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    fractions: FloatArray = (random.view(np.uint64) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return fractions
 
 
 def bells(random: IntArray) -> IntArray:
@@ -65,4 +67,5 @@ def bells(random: IntArray) -> IntArray:
     """
     wide = random.view(np.uint64)
     pairs = (wide & _PAIR) + ((wide >> np.uint64(16)) & _PAIR)
-    return ((pairs & _LOW) + (pairs >> np.uint64(32))).view(np.int64) - 131_070
+    sums: IntArray = ((pairs & _LOW) + (pairs >> np.uint64(32))).view(np.int64) - 131_070
+    return sums

@@ -1,6 +1,6 @@
 """FileSource: files → chunks → features → batches, each with a cursor.
 
-The one path of all file formats, top to bottom in `batches`; a format is a Reader (parquet.py, text.py) that gives
+The one path of all file formats, top to bottom in `_stream`; a format is a Reader (parquet.py, text.py) that gives
 chunks from an offset on. Files follow each other without a seam: a batch may hold the end of one file and the start of
 the next, so how the rows are spread over files does not change a single batch.
 
@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hotrow.batch import KeyedBatch
-from hotrow.data.chunks import Chunk, IntArray, Reader
+from hotrow.data.chunks import Chunk, Reader
 from hotrow.data.files import Files
 from hotrow.data.rebatch import rebatch
 from hotrow.data.rejects import Rejects, check_policy
 from hotrow.data.source import Cursor, check_batch_size, cursor_number, match_cursor
 from hotrow.errors import DataError
 from hotrow.features import FeatureSpec, RowError
+from hotrow.features.hashing import IntArray
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,15 @@ import glob
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 from hotrow.errors import DataError, OptionError
 
-Paths = str | os.PathLike[str] | Many[str | os.PathLike[str]]
+Paths: TypeAlias = str | os.PathLike[str] | Many[str | os.PathLike[str]]
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,9 @@ def find_files(paths: Paths) -> tuple[str, ...]:
     if not given:
         raise OptionError("no files: the list of paths is empty; give a pattern such as 'clicks/*.parquet'")
     found = [path for entry in given for path in _expand(os.fspath(entry))]
-    for path in found:
-        if found.count(path) > 1:
-            raise OptionError(f"the file {path} is named twice; name every file once")
+    for path, times in Counter(found).items():
+        if times > 1:
+            raise OptionError(f"the file {path} is named {times} times; name every file once")
     return tuple(found)
 
 

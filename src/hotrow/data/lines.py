@@ -53,6 +53,14 @@ class Block:
         blank: npt.NDArray[np.bool_] = (first == ord("\n")) | ((lengths <= 2) & (first == ord("\r")))
         return blank
 
+    def take(self, lines: npt.NDArray[np.int64]) -> bytes:
+        """The bytes of some lines. Requires: lines are rising."""
+        if len(lines) == len(self.ends):
+            return self.data
+        keep = np.zeros(len(self.ends), np.bool_)
+        keep[lines] = True
+        return np.frombuffer(self.data, np.uint8)[np.repeat(keep, self.ends - self.starts)].tobytes()
+
     def after(self, lines: int) -> Block:
         """The block without its first lines. Requires: it has as many."""
         end = int(self.ends[lines - 1])

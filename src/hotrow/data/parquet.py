@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
-import pyarrow.parquet as pq  # type: ignore[import-untyped, unused-ignore]
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from hotrow.data.chunks import Chunk
 from hotrow.data.file_source import FileSource
@@ -60,18 +60,22 @@ class ParquetReader:
 
     def chunks(self, path: str, offset: int, number: int, rejects: Rejects) -> Iterator[Chunk]:
         """The rows of a file from row `offset` on."""
-        file = _open(path)
-        self._check_schema(path, file.schema_arrow)
-        begin = 0
-        for group in range(file.num_row_groups):
-            end = begin + file.metadata.row_group(group).num_rows
-            if end > offset:
-                yield from self._group(path, file, group, begin, offset)
-            begin = end
+        with _open(path) as file:
+            self._check_schema(path, file.schema_arrow)
+            begin = 0
+            for group in range(file.num_row_groups):
+                end = begin + file.metadata.row_group(group).num_rows
+                if end > offset:
+                    yield from self._group(path, file, group, begin, offset)
+                begin = end
 
     def count(self, paths: tuple[str, ...]) -> int:
         """The rows of all files, out of their footers."""
-        return sum(_open(path).metadata.num_rows for path in paths)
+        total = 0
+        for path in paths:
+            with _open(path) as file:
+                total += file.metadata.num_rows
+        return total
 
     def _group(self, path: str, file: pq.ParquetFile, group: int, begin: int, offset: int) -> Iterator[Chunk]:
         decoded = file.iter_batches(CHUNK_ROWS, row_groups=[group], columns=list(self.columns))
@@ -103,7 +107,8 @@ class ParquetReader:
 
     @cached_property
     def _families(self) -> dict[str, str]:
-        return {field.name: _family(field.type) for field in _open(self.first).schema_arrow}
+        with _open(self.first) as file:
+            return {field.name: _family(field.type) for field in file.schema_arrow}
 
 
 def _open(path: str) -> pq.ParquetFile:

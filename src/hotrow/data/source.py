@@ -12,13 +12,13 @@ several threads; each call is its own pass.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from hotrow.batch import KeyedBatch
 from hotrow.errors import DataError, OptionError
 from hotrow.features import FeatureSpec
 
-Cursor = dict[str, int | str]
+Cursor: TypeAlias = dict[str, int | str]
 
 
 class Source(Protocol):

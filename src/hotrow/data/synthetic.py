@@ -56,7 +56,7 @@ class SyntheticClicks:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise OptionError(f"{name}={value!r}; give a whole number, 0 or more")
         if not isinstance(self.shape, Shape):
-            raise OptionError(f"shape={self.shape!r}; give a hotrow.data.synthetic Shape")
+            raise OptionError(f"shape={self.shape!r}; give a hotrow.data.Shape")
         World(self.seed, self.keys, self.drift, self.shape)
 
     @staticmethod
@@ -105,10 +105,8 @@ class SyntheticClicks:
         others.
         """
         begin = self.offset + self.examples if start is None else start
-        parts = [
-            self.world.examples(at, min(self.batch_size, begin + n - at))
-            for at in range(begin, begin + n, self.batch_size)
-        ]
+        step = 16_384
+        parts = [self.world.examples(at, min(step, begin + n - at)) for at in range(begin, begin + n, step)]
         return auc(np.concatenate([part.logit for part in parts]), np.concatenate([part.clicks for part in parts]))
 
     def distinct_keys(self, examples: int | None = None) -> int:

@@ -1,9 +1,8 @@
 """Text: delimited files in Criteo's, Avazu's or your own layout, with the exact line of every error.
 
-A block of lines is parsed at once. Only if that fails is it halved, again and again, until the bad lines stand alone: a
-file without bad lines pays nothing for the exact messages, and one bad line in a block of n costs about log2(n) more
-parses of ever smaller parts. The good lines around a bad one are kept in their order either way. Blank lines are passed
-over, and counted in line numbers.
+A block of lines is split and typed at once; parse.py finds the bad lines when that fails. Rows before a bad line are
+delivered before its error is raised, and with on_error="skip" the good lines around bad ones keep their order. Blank
+lines are passed over, and counted in line numbers. Columns that no feature needs are split off but not looked at.
 """
 
 from __future__ import annotations
@@ -11,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
+import numpy as np
+import pyarrow as pa
 
 from hotrow.data.chunks import Chunk
 from hotrow.data.file_source import FileSource
 from hotrow.data.files import Paths, find_files
 from hotrow.data.layouts import TextLayout, find_layout
 from hotrow.data.lines import Block, read_blocks
-from hotrow.data.parse import explain_line, parse_lines
+from hotrow.data.parse import Fault, misshapen_lines, split_lines, type_columns
 from hotrow.data.rejects import Rejects
 from hotrow.data.source import check_features
 from hotrow.errors import DataError, OptionError, choices
 from hotrow.features import FeatureSpec
+from hotrow.features.hashing import IntArray
 
 
 def text(
@@ -75,23 +76,33 @@ class TextReader:
         return
 
     def _lines(self, path: str, block: Block, rejects: Rejects) -> Iterator[Chunk]:
-        data = pa.py_buffer(block.data)
-        runs = [(0, len(block.ends))]
-        while runs:
-            first, last = runs.pop()
-            full = (~block.blank[first:last]).nonzero()[0] + first
-            if not len(full):
-                continue
-            begin, end = int(block.starts[first]), int(block.ends[last - 1])
-            table = parse_lines(self.layout, data.slice(begin, end - begin), self.columns)
-            if table is not None and table.num_rows == len(full):
-                yield Chunk(path, table, full + (block.number + 1), block.ends[full] + block.offset)
-            elif last - first == 1:
-                column, fact = explain_line(self.layout, block.data[begin:end], self.columns)
-                rejects.add(path, block.number + last, column, fact)
-            else:
-                middle = (first + last) // 2
-                runs += [(middle, last), (first, middle)]
+        lines, table, faults = self._split(path, block)
+        typed, wrong = type_columns(self.layout, table)
+        faults.update((int(lines[row]), fault) for row, fault in wrong.items())
+        lines = np.delete(lines, list(wrong))
+        chunk = Chunk(path, typed, lines + (block.number + 1), block.ends[lines] + block.offset)
+        # The rows before the first bad line come out before its error does.
+        before = int(np.searchsorted(lines, min(faults))) if faults else len(lines)
+        yield chunk.slice(0, before)
+        for line, (column, fact) in sorted(faults.items()):
+            rejects.add(path, block.number + 1 + line, column, fact)
+        if faults:
+            yield chunk.slice(before, len(lines))
+
+    def _split(self, path: str, block: Block) -> tuple[IntArray, pa.Table, dict[int, Fault]]:
+        """The lines of the block that have the layout's shape, their cells, and what is wrong with the other lines."""
+        lines, faults = np.flatnonzero(~block.blank), dict[int, Fault]()
+        table = split_lines(self.layout, block.take(lines), self.columns)
+        if table is None or table.num_rows != len(lines):
+            faults = misshapen_lines(self.layout, block)
+            lines = np.setdiff1d(lines, list(faults))
+            table = split_lines(self.layout, block.take(lines), self.columns)
+        if table is None or table.num_rows != len(lines):
+            first, last = block.number + 1, block.number + len(block.ends)
+            raise DataError(
+                f"{path}, lines {first} to {last} cannot be split at {self.layout.delimiter!r}; is this text?"
+            )
+        return lines, table, faults
 
     def _skip_header(self, path: str, block: Block) -> Block:
         first = block.data[: int(block.ends[0])].decode(errors="replace").rstrip("\r\n")

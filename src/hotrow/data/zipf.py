@@ -49,7 +49,8 @@ class Zipf:
         coin = ((wide >> np.uint64(22)) & np.uint64(0xFFFFFFFF)).view(np.int64)
         segment = np.where(coin < table.threshold[column], column, table.alias[column])
         inside = units(bits(random, 1)) * table.width[segment]
-        return table.first[segment] + inside.astype(np.int64)
+        ranks: IntArray = table.first[segment] + inside.astype(np.int64)
+        return ranks
 
     def mean(self, values: FloatArray) -> float:
         """The mean over all draws of a quantity that has these values in the segments (see `middles`)."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
+import pyarrow as pa
 import torch
 
 from hotrow.errors import DataError, choices
@@ -42,7 +42,7 @@ class Column:
         mask: BoolArray = self.array.is_null().to_numpy(zero_copy_only=False)
         return mask
 
-    def refuse_type(self, wants: str, cure: str) -> DataError:
+    def wrong_type(self, wants: str, cure: str) -> DataError:
         """The error of a feature that cannot use this column's type."""
         return DataError(f"column {self.name!r} holds {self.array.type} values but {wants}; {cure}")
 

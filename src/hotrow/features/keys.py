@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
+import pyarrow as pa
 import torch
 
 from hotrow.batch import Jagged
@@ -112,14 +112,12 @@ def column_keys(column: Column, how: str, seed: int) -> tuple[IntArray, BoolArra
         return np.zeros(len(array), np.int64), missing
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
         if how in ("string", "hex"):
-            raise column.refuse_type(f"hash={how!r} needs strings", 'pass strings, or use hash="auto" or hash="none"')
+            raise column.wrong_type(f"hash={how!r} needs strings", 'pass strings, or use hash="auto" or hash="none"')
         keys = _integers(array)
         return (hashing.hash_ints(keys, seed) if how == "int" else keys), missing
     if is_string(kind):
         if how in ("none", "int"):
-            raise column.refuse_type(
-                f"hash={how!r} needs integers", 'pass integers, or use hash="string" or hash="hex"'
-            )
+            raise column.wrong_type(f"hash={how!r} needs integers", 'pass integers, or use hash="string" or hash="hex"')
         if how != "hex":
             return hashing.hash_strings(array, seed), missing
         keys, bad = hashing.parse_hex(array)
@@ -159,11 +157,13 @@ def _integers(array: pa.Array) -> IntArray:
 
 def _no_key(column: Column) -> DataError:
     if pa.types.is_floating(column.array.type):
-        return column.refuse_type(
+        return column.wrong_type(
             "a key is an integer or a string (two nearly equal floats would be two keys)",
             "use Bucketize or LogBucket, or cast the column to int64 if its values are whole (pandas makes floats of "
             'integers with gaps; its "Int64" does not)',
         )
     if pa.types.is_list(column.array.type) or pa.types.is_large_list(column.array.type):
-        return column.refuse_type("a Key has one value per example", "use Sequence for lists")
-    return column.refuse_type("a key is an integer or a string", "cast the column to int64 or string")
+        return column.wrong_type("a Key has one value per example", "use Sequence for lists")
+    if pa.types.is_temporal(column.array.type):
+        return column.wrong_type("a key is an integer or a string", "use TimePart for its hour or weekday")
+    return column.wrong_type("a key is an integer or a string", "cast the column to int64 or string")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
+import pyarrow as pa
 
 from hotrow.features.columns import Column
 from hotrow.features.hashing import BoolArray
@@ -32,7 +32,7 @@ def numbers(column: Column, user: str) -> tuple[FloatArray, BoolArray]:
         plain = array.cast(pa.int64()) if t.is_boolean(kind) else array
         values = np.array(plain.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), np.float64)
     else:
-        raise column.refuse_type(f"{user} needs numbers", "cast it, for example column.cast(pyarrow.float64())")
+        raise column.wrong_type(f"{user} needs numbers", "cast it, for example column.cast(pyarrow.float64())")
     return values, np.isnan(values)
 
 

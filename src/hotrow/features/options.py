@@ -7,23 +7,24 @@ which exists is a spec which can run. Each message names the feature, the option
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from typing import Any
 
 from hotrow.errors import OptionError, choices
 
 HASHES = ("auto", "none", "string", "hex", "int")
 
 
-def check_name(feature: object) -> None:
+def check_name(feature: Any) -> None:
     """A feature's name is a text that is not empty."""
-    name = getattr(feature, "name", None)
+    name = feature.name
     if not isinstance(name, str) or not name:
         raise OptionError(f"{type(feature).__name__}: name={name!r}; give the feature a name that is not empty")
 
 
-def name_column(feature: object) -> None:
+def name_column(feature: Any) -> None:
     """The column of a feature is the one of its own name unless it says otherwise."""
     check_name(feature)
-    name, column = getattr(feature, "name"), getattr(feature, "column")  # noqa: B009
+    name, column = feature.name, feature.column
     if column is not None and (not isinstance(column, str) or not column):
         raise OptionError(f"feature {name!r}: column={column!r}; give the name of a raw column, or leave it out")
     object.__setattr__(feature, "column", column or name)

@@ -10,6 +10,8 @@ skipping rows cannot cure it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -28,17 +30,17 @@ class RowError(DataError):
         super().__init__(f"row {int(rows[0])}, column {column!r}: {fact}{more}")
 
 
-def refuse_rows(column: str, bad: npt.NDArray[np.bool_], values: object, fact: str) -> None:
+def refuse_rows(column: str, bad: npt.NDArray[np.bool_], values: Any, fact: str) -> None:
     """Raise a RowError when any of `bad` is set; `{}` in the fact stands for the first bad value.
 
     Requires: `values` can be indexed by row.
     """
     rows = np.flatnonzero(bad)
     if rows.size:
-        raise RowError(column, rows, fact.replace("{}", repr(_plain(values[int(rows[0])]))))  # type: ignore[index]
+        raise RowError(column, rows, fact.replace("{}", repr(_plain(values[int(rows[0])]))))
 
 
-def _plain(value: object) -> object:
+def _plain(value: Any) -> object:
     """A Python value out of an Arrow or numpy scalar, for a message."""
     for method in ("as_py", "item"):
         if hasattr(value, method):

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
-import pyarrow.compute as pc  # type: ignore[import-untyped, unused-ignore]
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from hotrow.batch import Jagged
@@ -81,11 +81,11 @@ class Sequence:
         listed = t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
         if self.separator is None and not listed:
             cure = "pass separator= to split text" if is_string(kind) else "use Key for one value per example"
-            raise column.refuse_type(f"feature {self.name!r} needs lists", cure)
+            raise column.wrong_type(f"feature {self.name!r} needs lists", cure)
         if self.separator is not None:
             if not is_string(kind):
                 cure = "leave separator= out for lists" if listed else "pass text, or lists without separator="
-                raise column.refuse_type(f"feature {self.name!r} splits text at {self.separator!r}", cure)
+                raise column.wrong_type(f"feature {self.name!r} splits text at {self.separator!r}", cure)
             array = pc.split_pattern(array, self.separator)
         lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
         return plain(array.flatten()), lengths

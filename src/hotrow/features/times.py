@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
+import pyarrow as pa
 import torch
 
 from hotrow.batch import Jagged
@@ -81,7 +81,7 @@ def milliseconds(column: Column) -> tuple[IntArray, BoolArray | None]:
     elif t.is_date64(kind) or (t.is_integer(kind) and not t.is_uint64(kind)):
         times, per = array.cast(pa.int64()), (1, 1)
     else:
-        raise column.refuse_type(
+        raise column.wrong_type(
             "a time is integer milliseconds or a timestamp", "cast it, for example column.cast(pyarrow.timestamp('ms'))"
         )
     raw = np.array(times.fill_null(0).to_numpy(zero_copy_only=False), np.int64)
