@@ -47,20 +47,24 @@ void cos_sin_turn(float u, float* cosine, float* sine) {
   }
 }
 
-void write_uniform(const Initial& initial, const Draws& bits, float* out, int count) {
-  float span = initial.b - initial.a;
-  for (int i = 0; i < count; ++i) out[i] = initial.a + span * unit(bits[i]);
+constexpr int kBlocks = 4;  // of four values each: as many as are worth computing side by side
+constexpr int kValues = 4 * kBlocks;
+
+void to_uniform(const Initial& initial, const uint32_t (&bits)[4][kBlocks], float* out) {
+  const float low = initial.a, span = initial.b - initial.a;
+  for (int b = 0; b < kBlocks; ++b)
+    for (int w = 0; w < 4; ++w) out[4 * b + w] = low + span * unit(bits[w][b]);
 }
 
-void write_normal(const Initial& initial, const Draws& bits, float* out, int count) {
-  float values[4];
-  for (int pair = 0; pair < 4; pair += 2) {
-    float radius = std::sqrt(-2.0f * log_poly(1.0f - unit(bits[pair])));
-    cos_sin_turn(unit(bits[pair + 1]), &values[pair], &values[pair + 1]);
-    values[pair] = initial.a + initial.b * (radius * values[pair]);
-    values[pair + 1] = initial.a + initial.b * (radius * values[pair + 1]);
-  }
-  std::copy_n(values, count, out);
+void to_normal(const Initial& initial, const uint32_t (&bits)[4][kBlocks], float* out) {
+  for (int b = 0; b < kBlocks; ++b)
+    for (int w = 0; w < 4; w += 2) {
+      float cosine, sine;
+      float radius = std::sqrt(-2.0f * log_poly(1.0f - unit(bits[w][b])));
+      cos_sin_turn(unit(bits[w + 1][b]), &cosine, &sine);
+      out[4 * b + w] = initial.a + initial.b * (radius * cosine);
+      out[4 * b + w + 1] = initial.a + initial.b * (radius * sine);
+    }
 }
 
 }  // namespace
@@ -77,10 +81,14 @@ void write_initial(const Initial& initial, uint64_t stream, int64_t key, float* 
     case InitialKind::kNormal:
       break;
   }
-  for (int i = 0; i < dim; i += 4) {
-    Draws bits = draw(stream, key, 0, static_cast<uint32_t>(i / 4));
-    (initial.kind == InitialKind::kUniform ? write_uniform : write_normal)(initial, bits, out + i,
-                                                                           std::min(4, dim - i));
+  const auto id = static_cast<uint64_t>(key);
+  const std::array<uint32_t, 3> counter = {static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32), 0};
+  for (int i = 0; i < dim; i += kValues) {
+    uint32_t bits[4][kBlocks];
+    float values[kValues];
+    philox_blocks(counter, static_cast<uint32_t>(i / 4), stream, bits);
+    (initial.kind == InitialKind::kUniform ? to_uniform : to_normal)(initial, bits, values);
+    std::copy_n(values, std::min(kValues, dim - i), out + i);
   }
 }
 

@@ -69,17 +69,29 @@ TEST(uniform_values_stay_below_the_upper_bound_at_the_largest_draw) {
   CHECK(values_of({InitialKind::kUniform, -0.05f, 0.05f}, kLargest, 1)[0] < 0.05f);
 }
 
+// Element i of a row comes from word i % 4 of block i / 4, however many blocks are computed side by side.
+double fraction(int64_t key, int i) {
+  return (draw(kStream, key, 0, static_cast<uint32_t>(i / 4))[i % 4] >> 8) * 0x1p-24;
+}
+
+TEST(uniform_values_are_the_fractions_that_their_words_draw) {
+  for (int64_t key : {int64_t{0}, int64_t{-1}, int64_t{1} << 40})
+    for (int dim : {1, 4, 15, 16, 17, 50}) {
+      const auto got = values_of({InitialKind::kUniform, -0.5f, 1.5f}, key, dim);
+      for (int i = 0; i < dim; ++i) CHECK_EQ(got[i], -0.5f + 2.0f * static_cast<float>(fraction(key, i)));
+    }
+}
+
 TEST(normal_values_agree_with_libm) {
+  constexpr int kDim = 38;
   double worst = 0;
-  for (int64_t key = 0; key < 100000; ++key) {
-    const Draws bits = draw(kStream, key, 0, 0);
-    const auto got = values_of({InitialKind::kNormal, 0, 1}, key, 4);
-    for (int pair = 0; pair < 4; pair += 2) {
-      const double radius = std::sqrt(-2 * std::log(1 - (bits[pair] >> 8) * 0x1p-24));
-      const double angle = 2 * M_PI * ((bits[pair + 1] >> 8) * 0x1p-24);
+  for (int64_t key = -5000; key < 5000; ++key) {
+    const auto got = values_of({InitialKind::kNormal, 0, 1}, key, kDim);
+    for (int i = 0; i < kDim; i += 2) {
+      const double radius = std::sqrt(-2 * std::log(1 - fraction(key, i))), angle = 2 * M_PI * fraction(key, i + 1);
       const double want[] = {radius * std::cos(angle), radius * std::sin(angle)};
-      for (int i : {0, 1})
-        worst = std::max(worst, std::fabs(got[pair + i] - want[i]) / std::max(std::fabs(want[i]), 1e-6));
+      for (int j : {0, 1})
+        worst = std::max(worst, std::fabs(got[i + j] - want[j]) / std::max(std::fabs(want[j]), 1e-6));
     }
   }
   CHECK(worst < 8 * 0x1p-24);  // four roundings of the last bit: log, root, cosine, product

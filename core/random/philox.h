@@ -28,6 +28,30 @@ inline Draws philox(std::array<uint32_t, 4> counter, uint64_t key) {
   return counter;
 }
 
+// philox at kBlocks counters that differ in their last word alone (first_block, first_block + 1, ...), word by word:
+// out[w][b] is word w of block b. One loop over blocks inside each round, so that the compiler computes them side by
+// side.
+template <int kBlocks>
+inline void philox_blocks(std::array<uint32_t, 3> counter, uint32_t first_block, uint64_t key,
+                          uint32_t (&out)[4][kBlocks]) {
+  auto k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+  for (int b = 0; b < kBlocks; ++b) {
+    for (int w = 0; w < 3; ++w) out[w][b] = counter[w];
+    out[3][b] = first_block + static_cast<uint32_t>(b);
+  }
+  for (int round = 0; round < 10; ++round) {
+    for (int b = 0; b < kBlocks; ++b) {
+      uint64_t x = uint64_t{0xD2511F53} * out[0][b], y = uint64_t{0xCD9E8D57} * out[2][b];
+      out[0][b] = static_cast<uint32_t>(y >> 32) ^ out[1][b] ^ k0;
+      out[2][b] = static_cast<uint32_t>(x >> 32) ^ out[3][b] ^ k1;
+      out[1][b] = static_cast<uint32_t>(y);
+      out[3][b] = static_cast<uint32_t>(x);
+    }
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+}
+
 enum class Stream : uint64_t { kInitial = 1, kCount = 2, kRounding = 3, kAdmission = 4 };
 
 inline uint64_t stream_key(uint64_t seed, uint64_t table_id, Stream stream) {

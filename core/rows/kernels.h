@@ -50,6 +50,7 @@ struct PoolArgs {
   size_t bag_begin, bag_end;
   float* out;         // row of bag b at out + b * out_stride; for Pooling::kNone, bags are positions
   size_t out_stride;  // in floats
+  bool large;         // the batch's whole output is larger than a cache: write past it
 };
 
 // One feature's gradients, for the positions [begin, end) of a job.

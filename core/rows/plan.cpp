@@ -10,6 +10,7 @@ namespace {
 
 constexpr size_t kBagsPerTask = 1024;
 constexpr size_t kCheckFloats = 64 << 10;
+constexpr size_t kLargeOutput = size_t{16} << 20;  // bytes; half of a common last-level cache
 
 }  // namespace
 
@@ -127,6 +128,8 @@ void Plan::gather(const std::vector<Matrix>& outputs) {
   require(state_ == State::kFetched || state_ == State::kRead, "gather: fetch or read first");
   require(outputs.size() == feature_count_, "gather: give one output per feature");
   if (state_ == State::kFetched && stale()) fetch();
+  size_t bytes = 0;
+  for (const Matrix& out : outputs) bytes += out.rows * out.columns * sizeof(float);
   std::vector<PoolArgs> tasks;
   size_t output = 0;
   for (size_t j = 0; j < job_count_; ++j) {
@@ -150,6 +153,7 @@ void Plan::gather(const std::vector<Matrix>& outputs) {
       args.weights = feature.has_weights ? feature.weights.data() : nullptr;
       args.out = out.data;
       args.out_stride = out.stride;
+      args.large = bytes > kLargeOutput;
       for (size_t bag = 0; bag < bags; bag += kBagsPerTask) {
         args.bag_begin = bag;
         args.bag_end = std::min(bags, bag + kBagsPerTask);

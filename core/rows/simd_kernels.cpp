@@ -241,8 +241,32 @@ HOTROW_INLINE void add_row(float* __restrict out, const char* row, float weight,
     for (int i = 0; i < dim; ++i) out[i] += weight * values[i];
 }
 
+// One row per bag into memory that nobody reads soon: stores that go past the cache spare reading the lines first (dim
+// 64, 26 features, batch 4,096: 27 MB).
+template <int kDim>
+bool copy_past_cache(const PoolArgs& args) {
+#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
+  constexpr size_t kAlign = sizeof(__m128);
+  if (!kDim || !args.large || args.offsets || args.weights || args.out_stride % 4 ||
+      reinterpret_cast<uintptr_t>(args.out) % kAlign)
+    return false;
+  const RowAt row_at{args.rows, args.row_bytes, args.index, args.inverse};
+  for (size_t bag = args.bag_begin; bag < args.bag_end; ++bag) {
+    if (bag + kGroup < args.bag_end) prefetch_row(row_at(bag + kGroup), kDim * sizeof(float));
+    auto row = reinterpret_cast<const float*>(row_at(bag));
+    float* out = args.out + bag * args.out_stride;
+    for (int i = 0; i < kDim; i += 4) _mm_stream_ps(out + i, _mm_loadu_ps(row + i));
+  }
+  _mm_sfence();
+  return true;
+#else
+  return false;
+#endif
+}
+
 template <int kDim>
 void pool_rows(const PoolArgs& args) {
+  if (copy_past_cache<kDim>(args)) return;
   const int dim = kDim ? kDim : args.dim;
   const RowAt row_at{args.rows, args.row_bytes, args.index, args.inverse};
   const size_t value_bytes = static_cast<size_t>(dim) * sizeof(float);

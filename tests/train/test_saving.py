@@ -64,7 +64,7 @@ def test_saving_again_replaces_the_folder_and_leaves_nothing_beside_it(tmp_path:
 
 
 def test_a_failed_save_leaves_the_old_model(tmp_path: Path) -> None:
-    folder, model, batch = saved(tmp_path)
+    folder, model, _ = saved(tmp_path)
     with pytest.raises(TypeError):
         save_model(model, folder, {"note": object()})
     load_model(make_model(), folder)
