@@ -6,6 +6,7 @@ namespace hotrow {
 namespace {
 
 constexpr size_t kLinesPerPage = kPage / kLine;
+constexpr size_t kDeadBlocks = 4096;  // remembered for reuse; the addresses of more are given up
 
 // Calls fn(page, lines of the block on that page) for every page that the block touches.
 template <class Fn>
@@ -18,34 +19,56 @@ void for_each_page(size_t first_line, size_t lines, Fn fn) {
   }
 }
 
+// A reader of a dead block may be looking, so these are stores that it may race with.
+void clear(char* block, size_t lines) {
+  auto words = reinterpret_cast<uint32_t*>(block);
+  for (size_t i = 0; i < lines * kLine / sizeof(uint32_t); ++i) __atomic_store_n(&words[i], 0u, __ATOMIC_RELAXED);
+}
+
 }  // namespace
+
+void LineArena::reserve(size_t lines, size_t blocks) {
+  std::lock_guard lock(mutex_);
+  region_.commit((end_ + lines) * kLine);
+  lines_on_page_.reserve((end_ + lines + kLinesPerPage - 1) / kLinesPerPage);
+  dead_.reserve(std::min(kDeadBlocks, dead_.size() + blocks));
+}
 
 char* LineArena::allocate(size_t lines) {
   std::lock_guard lock(mutex_);
-  size_t first = end_;
-  region_.commit((first + lines) * kLine);
-  end_ += lines;
-  lines_on_page_.resize((end_ + kLinesPerPage - 1) / kLinesPerPage);
-  for_each_page(first, lines, [&](size_t page, size_t here) {
+  auto dead = std::find_if(dead_.rbegin(), dead_.rend(), [&](const Dead& d) { return d.lines == lines; });
+  char* block;
+  if (dead != dead_.rend()) {
+    block = dead->block;
+    dead_.erase(std::next(dead).base());
+    clear(block, lines);
+  } else {
+    region_.commit((end_ + lines) * kLine);
+    lines_on_page_.resize((end_ + lines + kLinesPerPage - 1) / kLinesPerPage);
+    block = region_.data() + end_ * kLine;
+    end_ += lines;
+  }
+  for_each_page((block - region_.data()) / kLine, lines, [&](size_t page, size_t here) {
     live_pages_ += lines_on_page_[page] == 0;
     lines_on_page_[page] += here;
   });
-  return region_.data() + first * kLine;
+  return block;
 }
 
 void LineArena::release(char* block, size_t lines) {
   std::lock_guard lock(mutex_);
-  size_t first = (block - region_.data()) / kLine;
-  size_t dead_from = 0, dead = 0;  // a run of dead pages, given back in one call
-  for_each_page(first, lines, [&](size_t page, size_t here) {
+  size_t dead_from = 0, dead_pages = 0;
+  for_each_page((block - region_.data()) / kLine, lines, [&](size_t page, size_t here) {
     lines_on_page_[page] -= here;
     if (lines_on_page_[page] != 0) return;
-    if (dead == 0) dead_from = page;
-    ++dead;
+    if (dead_pages == 0) dead_from = page;
+    ++dead_pages;
   });
   // Only the first and last page of a block can be shared, so the dead ones are one run.
-  if (dead) region_.discard(dead_from * kPage, dead * kPage);
-  live_pages_ -= dead;
+  if (dead_pages) region_.discard(dead_from * kPage, dead_pages * kPage);
+  live_pages_ -= dead_pages;
+  if (dead_.size() == kDeadBlocks) dead_.erase(dead_.begin());
+  dead_.push_back({lines, block});
 }
 
 }  // namespace hotrow

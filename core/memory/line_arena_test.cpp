@@ -45,7 +45,7 @@ TEST(memory_follows_the_live_blocks_page_by_page) {
       block.data = arena.allocate(block.lines);
       std::fill_n(block.data, block.lines * kLine, 7);
       if (!base) base = block.data;
-      end = block.data + block.lines * kLine;
+      end = std::max(end, block.data + block.lines * kLine);
       live.push_back(block);
     } else {
       std::swap(live[random.below(live.size())], live.back());

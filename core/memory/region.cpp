@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <new>
 
@@ -12,6 +13,9 @@ namespace {
 
 constexpr size_t kSmallStep = size_t{64} << 10;
 constexpr size_t kHugeFrom = size_t{4} << 20;
+
+constexpr size_t kAddressSpace = size_t{96} << 40;  // of 128 TiB; the rest is for the rest of the program
+std::atomic<size_t> taken_addresses{0};
 
 size_t round_up(size_t bytes, size_t step) { return (bytes + step - 1) / step * step; }
 
@@ -22,13 +26,15 @@ void* reserve_range(size_t bytes) {
 
 }  // namespace
 
-size_t default_reserve() {
-  size_t ram = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
-  return std::min(2 * ram, size_t{2} << 40);
+size_t machine_memory() {
+  return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
 }
 
 Region::Region(size_t reserve, bool huge_pages) : huge_pages_(huge_pages) {
-  for (size_t want = round_up(reserve, kHugePage) + kHugePage; want >= 2 * kHugePage; want /= 2) {
+  // Every region takes at most a thirty-second of the address space that is left, so there is always room for more.
+  const size_t taken = taken_addresses.load(std::memory_order_relaxed);
+  const size_t share = (kAddressSpace - std::min(kAddressSpace, taken)) / 32;
+  for (size_t want = round_up(std::min(reserve, share), kHugePage) + kHugePage; want >= 2 * kHugePage; want /= 2) {
     void* p = reserve_range(want);
     if (!p) continue;
     // Align to a huge page and give the ends back.
@@ -39,13 +45,15 @@ Region::Region(size_t reserve, bool huge_pages) : huge_pages_(huge_pages) {
     if (size_t tail = start + want - (aligned + usable)) munmap(reinterpret_cast<void*>(aligned + usable), tail);
     base_ = reinterpret_cast<char*>(aligned);
     reserved_ = usable;
+    taken_addresses += usable;
     return;
   }
   throw std::bad_alloc();
 }
 
 Region::~Region() {
-  if (base_) munmap(base_, reserved_);
+  munmap(base_, reserved_);
+  taken_addresses -= reserved_;
 }
 
 size_t Region::rounded(size_t bytes) const {

@@ -39,7 +39,7 @@ class Region {
   bool huge_pages_;
 };
 
-// Enough for any table on this machine: twice its memory, at most 2 TiB.
-size_t default_reserve();
+// The machine's memory in bytes: no region needs more.
+size_t machine_memory();
 
 }  // namespace hotrow

@@ -53,7 +53,10 @@ constexpr int kValues = 4 * kBlocks;
 void to_uniform(const Initial& initial, const uint32_t (&bits)[4][kBlocks], float* out) {
   const float low = initial.a, span = initial.b - initial.a;
   for (int b = 0; b < kBlocks; ++b)
-    for (int w = 0; w < 4; ++w) out[4 * b + w] = low + span * unit(bits[w][b]);
+    for (int w = 0; w < 4; ++w) {
+      float value = low + span * unit(bits[w][b]);
+      out[4 * b + w] = value < initial.b ? value : low;  // rounding may reach the upper bound
+    }
 }
 
 void to_normal(const Initial& initial, const uint32_t (&bits)[4][kBlocks], float* out) {

@@ -1,6 +1,6 @@
 // The first values of a row, as a pure function of (seed, table, key).
 //
-// uniform:  low + (high - low) * u, where u is 24 random bits over 2^24.
+// uniform:  low + (high - low) * u, where u is 24 random bits over 2^24; low where that rounds up to high.
 // normal:   Box-Muller over two such draws. log and cosine are our own polynomials in plain float operations, because
 //           libm's last bit differs between versions and machines; they are within 2 ulp.
 #pragma once

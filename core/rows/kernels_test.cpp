@@ -86,12 +86,39 @@ TEST(all_variants_pool_to_the_same_bits) {
         std::vector<std::vector<float>> outs;
         for (const Kernels* kernels : variants()) {
           outs.emplace_back(bags * dim, 5.0f);
-          kernels->pool({reinterpret_cast<const char*>(rows.data()), dim * sizeof(float), nullptr, inverse.data(), dim,
-                         pooling, offsets.data(), weighted ? weights.data() : nullptr, 0, bags, outs.back().data(),
-                         static_cast<size_t>(dim)});
+          PoolArgs args{};
+          args.rows = reinterpret_cast<const char*>(rows.data());
+          args.row_bytes = dim * sizeof(float);
+          args.inverse = inverse.data();
+          args.dim = dim;
+          args.pooling = pooling;
+          args.offsets = offsets.data();
+          args.weights = weighted ? weights.data() : nullptr;
+          args.bag_end = bags;
+          args.out = outs.back().data();
+          args.out_stride = static_cast<size_t>(dim);
+          kernels->pool(args);
         }
         for (const auto& out : outs) CHECK(!std::memcmp(out.data(), outs[0].data(), out.size() * sizeof(float)));
       }
+}
+
+TEST(writing_past_the_cache_gives_the_same_bits) {
+  Random random(5);
+  for (int dim : {1, 3, 8, 16, 64, 100, 128})
+    for (size_t shift : {0, 1, 4}) {  // outputs at every alignment
+      const std::vector<float> rows = random.reals(50 * dim);
+      std::vector<uint32_t> inverse;
+      for (int i = 0; i < 70; ++i) inverse.push_back(static_cast<uint32_t>(random.below(50)));
+      for (const Kernels* kernels : variants()) {
+        std::vector<float> plain(70 * dim + 8, 5.0f), large = plain;
+        for (auto* out : {&plain, &large})
+          kernels->pool({reinterpret_cast<const char*>(rows.data()), dim * sizeof(float), nullptr, inverse.data(), dim,
+                         Pooling::kSum, nullptr, nullptr, 0, 70, out->data() + shift, static_cast<size_t>(dim),
+                         out == &large});
+        CHECK(plain == large);
+      }
+    }
 }
 
 // One update of every row with runs of one to three gradients, through one variant.

@@ -97,9 +97,15 @@ void Plan::find_and_create() {
     missing[j] = job.table->find_unique(job.grouping, job.slots.resize(job.grouping.size())) > 0;
   });
   std::vector<Table::Fresh> fresh(job_count_);
-  for (size_t j = 0; j < job_count_; ++j)
-    if (missing[j])
-      fresh[j] = jobs_[j].table->prepare(jobs_[j].grouping.hashes(), jobs_[j].slots.data(), jobs_[j].grouping.cuts());
+  try {
+    for (size_t j = 0; j < job_count_; ++j)
+      if (missing[j])
+        fresh[j] = jobs_[j].table->prepare(jobs_[j].grouping.hashes(), jobs_[j].slots.data(), jobs_[j].grouping.cuts());
+    for (size_t j = 0; j < job_count_; ++j) jobs_[j].table->commit(fresh[j]);
+  } catch (...) {
+    for (size_t j = 0; j < job_count_; ++j) jobs_[j].table->settle();
+    throw;
+  }
   Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
     Job& job = jobs_[j];
     if (missing[j])

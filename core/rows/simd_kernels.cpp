@@ -158,7 +158,13 @@ HOTROW_INLINE void search(const FindArgs& args, size_t row_bytes, Use use) {
 size_t find(const FindArgs& args) {
   size_t missing = 0;
   search(args, 0, [&](size_t i, const Place& place) __attribute__((always_inline)) {
+    const ShardIndex& index = args.view.shards[shard_of(args.hashes[i])];
     uint32_t slot = find_slot(place, args.view.headers, args.keys[i]);
+    for (uint32_t version = place.version; !unchanged(index, version);) {
+      Place again = place_of(index, args.hashes[i]);
+      slot = find_slot(again, args.view.headers, args.keys[i]);
+      version = again.version;
+    }
     args.slots[i] = slot;
     missing += slot == kNoSlot;
   });

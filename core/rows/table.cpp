@@ -12,12 +12,18 @@ namespace hotrow {
 namespace {
 
 constexpr size_t kChunk = 4096;  // keys of one task of a bulk read
-constexpr size_t kIndexReserve = size_t{256} << 30;
+constexpr size_t kHeaderBytes = sizeof(HeaderGroup) / 4;
+constexpr size_t kIndexBytes = 5, kIndexGrowth = 8;  // bytes a row, and how much more address space its growth spends
 
 int row_width(const TableOptions& options) {
   int width = options.dim;
   for (const StatePart& part : options.state) width += part.width;
   return width;
+}
+
+// Rows of one table that could ever fit into this machine's memory.
+size_t most_rows(const TableOptions& options) {
+  return machine_memory() / (row_width(options) * sizeof(float) + kHeaderBytes) + (size_t{1} << 20);
 }
 
 uint64_t table_id(const std::string& name) { return hash_bytes(name.data(), name.size(), 0); }
@@ -60,9 +66,9 @@ Table::Table(TableOptions options, std::shared_ptr<Budget> budget)
       initial_stream_(stream_key(options_.seed, table_id(options_.name), Stream::kInitial)),
       count_stream_(stream_key(options_.seed, table_id(options_.name), Stream::kCount)),
       budget_(std::move(budget)),
-      rows_(default_reserve()),
-      headers_(default_reserve()),
-      index_memory_(std::min(default_reserve(), kIndexReserve)),
+      rows_(most_rows(options_) * width_ * sizeof(float)),
+      headers_(most_rows(options_) * kHeaderBytes),
+      index_memory_(most_rows(options_) * kIndexBytes * kIndexGrowth),
       shards_(kShards),
       view_{shards_.data(), reinterpret_cast<HeaderGroup*>(headers_.data()), rows_.data(),
             static_cast<size_t>(width_) * sizeof(float)} {}
@@ -114,6 +120,17 @@ void Table::write_initial_row(int64_t key, float* row) const {
   for (const StatePart& part : options_.state) state = std::fill_n(state, part.width, part.initial);
 }
 
+// Straight into the slot, except that the thread sanitizer is to see atomic stores.
+void Table::store_initial(int64_t key, char* row) const {
+#if defined(__SANITIZE_THREAD__)
+  std::vector<float> values(width_);
+  write_initial_row(key, values.data());
+  store_values(row, values.data(), values.size());
+#else
+  write_initial_row(key, reinterpret_cast<float*>(row));
+#endif
+}
+
 void Table::refuse(uint64_t rows, size_t bytes) const {
   throw BudgetExceeded("table '" + options_.name + "' needs " + readable(bytes) + " for " + std::to_string(rows) +
                        " new rows, but dram=" + readable(budget_->limit()) + " has " +
@@ -138,20 +155,33 @@ Table::Fresh Table::prepare(const uint64_t* hashes, const uint32_t* slots, const
   const uint64_t slots_after = slots_ + (fresh.at.size() - std::min<size_t>(fresh.at.size(), free_.size()));
   if (slots_after >= kNoSlot - kFirstSlotCode)
     throw BudgetExceeded("table '" + options_.name + "' would pass 4 billion rows in one process; use more ranks");
-  size_t growth = 0;  // of the index; an old array lives beside its successor for a moment
+  size_t growth = 0;  // lines of the index; an old array lives beside its successor for a moment
   for (uint32_t shard = 0; shard < kShards; ++shard)
-    if (uint32_t more = fresh.more[shard]; more && ShardWriter::full(shards_[shard], more, slots_after))
-      growth += lines_for(shard, uint64_t{shards_[shard].rows} + more) * kLine + kPage;
-  const size_t groups = (slots_after + 3) / 4;
-  const size_t need = rows_.rounded(slots_after * view_.row_bytes) + headers_.rounded(groups * sizeof(HeaderGroup)) +
-                      index_memory_.resident() + growth;
+    if (uint32_t more = fresh.more[shard]; more && ShardWriter::full(shards_[shard], more, slots_after)) {
+      growth += lines_for(shard, uint64_t{shards_[shard].rows} + more);
+      ++fresh.rebuilds;
+    }
+  fresh.slots_after = slots_after;
+  fresh.index_lines = growth;
+  const size_t row_bytes = slots_after * view_.row_bytes, header_bytes = (slots_after + 3) / 4 * sizeof(HeaderGroup);
+  if (row_bytes > rows_.reserved() || header_bytes > headers_.reserved() ||
+      index_memory_.spent() + growth * kLine > index_memory_.reserved())
+    throw BudgetExceeded("table '" + options_.name + "' outgrows the address space it was given; use fewer tables in " +
+                         "one process, or more ranks");
+  const size_t need = rows_.rounded(row_bytes) + headers_.rounded(header_bytes) + index_memory_.resident() +
+                      growth * kLine + fresh.rebuilds * kPage;
   if (need > charged_) {
     if (!budget_->try_take(need - charged_)) refuse(fresh.at.size(), need - charged_);
     charged_ = need;
   }
-  rows_.commit(slots_after * view_.row_bytes);
-  headers_.commit(groups * sizeof(HeaderGroup));
   return fresh;
+}
+
+void Table::commit(const Fresh& fresh) {
+  if (fresh.at.empty()) return;
+  rows_.commit(fresh.slots_after * view_.row_bytes);
+  headers_.commit((fresh.slots_after + 3) / 4 * sizeof(HeaderGroup));
+  index_memory_.reserve(fresh.index_lines, fresh.rebuilds);
 }
 
 void Table::insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uint32_t* slots) {
@@ -166,12 +196,10 @@ void Table::insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uin
     }
   }
   Pool::shared().run(static_cast<int>(fresh.cuts.size()) - 1, [&](int range) {
-    std::vector<float> row(width_);
     for (size_t n = fresh.cuts[range]; n < fresh.cuts[range + 1]; ++n) {
       const uint32_t i = fresh.at[n], slot = slots[i], lane = slot % 4;
       const uint32_t shard = shard_of(hashes[i]);
-      write_initial_row(keys[i], row.data());
-      store_values(view_.rows + size_t{slot} * view_.row_bytes, row.data(), row.size());
+      store_initial(keys[i], view_.rows + size_t{slot} * view_.row_bytes);
       HeaderGroup& group = view_.headers[slot / 4];
       __atomic_store_n(&group.key[lane], keys[i], __ATOMIC_RELAXED);
       group.last_step[lane] = 0;
@@ -197,13 +225,25 @@ void Table::settle() {
   charged_ = holds;
 }
 
+// Requires: the writer lock. A failure leaves the table as it was.
+void Table::create(const Grouping& grouping, uint32_t* slots) {
+  find_unique(grouping, slots);
+  try {
+    Fresh fresh = prepare(grouping.hashes(), slots, grouping.cuts());
+    commit(fresh);
+    insert(std::move(fresh), grouping.keys(), grouping.hashes(), slots);
+  } catch (...) {
+    settle();
+    throw;
+  }
+}
+
 void Table::find_or_create(const int64_t* keys, size_t count, uint32_t* slots) {
   Grouping grouping;
   grouping.build({{keys, count}});
   std::vector<uint32_t> unique(grouping.size());
   std::lock_guard lock(writer_);
-  find_unique(grouping, unique.data());
-  insert(prepare(grouping.hashes(), unique.data(), grouping.cuts()), grouping.keys(), grouping.hashes(), unique.data());
+  create(grouping, unique.data());
   for (size_t i = 0; i < count; ++i) slots[i] = unique[grouping.inverse()[i]];
 }
 
@@ -226,8 +266,7 @@ void Table::assign(const int64_t* keys, size_t count, const float* rows, int row
                                 " duplicate keys; give each key once");
   std::vector<uint32_t> slots(count);
   std::lock_guard lock(writer_);
-  find_unique(grouping, slots.data());
-  insert(prepare(grouping.hashes(), slots.data(), grouping.cuts()), grouping.keys(), grouping.hashes(), slots.data());
+  create(grouping, slots.data());
   const auto& cuts = grouping.cuts();
   Pool::shared().run(static_cast<int>(cuts.size()) - 1, [&](int range) {
     for (size_t u = cuts[range]; u < cuts[range + 1]; ++u) {
@@ -246,6 +285,7 @@ void Table::assign(const int64_t* keys, size_t count, const float* rows, int row
 
 uint64_t Table::erase(const int64_t* keys, size_t count) {
   std::lock_guard lock(writer_);
+  free_.reserve(free_.size() + std::min<uint64_t>(count, live_));
   uint64_t erased = 0;
   for (size_t i = 0; i < count; ++i) {
     const uint64_t hash = hash_key(keys[i]);

@@ -73,16 +73,21 @@ class Table {
   // Slots of a grouping's keys; returns how many have none.
   size_t find_unique(const Grouping& grouping, uint32_t* slots) const;
 
-  // Creation in two steps, so that a batch over several tables takes all memory before it changes anything. Both
-  // require the writer lock, unique keys, and cuts that split them into ranges of which no two share a shard
-  // (Grouping's cuts).
+  // Creation in three steps, so that a batch over several tables has all its memory before it changes anything: prepare
+  // takes it from the budget, commit from the system, insert cannot fail. If one throws, call settle on every table.
+  // All require the writer lock, unique keys, and cuts that split them into ranges of which no two share a shard
+  // (Grouping's).
   struct Fresh {
     std::vector<uint32_t> at;    // places of the keys that have no slot
     std::vector<size_t> cuts;    // of `at`, by the ranges given
     std::vector<uint32_t> more;  // new rows by shard, so that a full shard grows once for all of them
+    uint64_t slots_after = 0;
+    size_t index_lines = 0, rebuilds = 0;  // of the index, for the shards that grow
   };
   Fresh prepare(const uint64_t* hashes, const uint32_t* slots, const std::vector<size_t>& cuts);
+  void commit(const Fresh& fresh);
   void insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uint32_t* slots);
+  void settle();  // bring what is charged to the budget to what is really held
 
   // Any keys, duplicates too; unseen ones get their initial row. Takes the writer lock.
   void find_or_create(const int64_t* keys, size_t count, uint32_t* slots);
@@ -99,7 +104,8 @@ class Table {
 
  private:
   [[noreturn]] void refuse(uint64_t rows, size_t bytes) const;
-  void settle();  // bring what is charged to the budget to what is really held
+  void create(const Grouping& grouping, uint32_t* slots);
+  void store_initial(int64_t key, char* row) const;
 
   const TableOptions options_;
   const int width_;

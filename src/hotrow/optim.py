@@ -60,7 +60,7 @@ class Schedule:
         if self.decay == "cosine":
             return self.floor + (self.lr - self.floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
         if self.decay == "exponential":
-            return max(self.floor, self.lr * self.rate**done)
+            return max(self.floor, self.lr * math.pow(self.rate, done))
         return self.lr
 
 

@@ -231,7 +231,8 @@ def _keys(keys: Any) -> Tensor:
         keys = keys.to(torch.int64) if keys.numel() == 0 else keys
     if keys.dtype != torch.int64 or keys.dim() != 1:
         raise BatchError(f"keys are {keys.dtype} of shape {list(keys.shape)}; pass a 1-d tensor of torch.int64")
-    return keys.cpu().contiguous()
+    contiguous: Tensor = keys.cpu().contiguous()
+    return contiguous
 
 
 def _int64(tensor: Tensor | None) -> Tensor | None:
