@@ -30,8 +30,10 @@ void bind_hashing(nb::module_& m) {
       "hash_bytes",
       [](nb::bytes data, uint64_t seed) { return static_cast<int64_t>(hash_bytes(data.c_str(), data.size(), seed)); },
       nb::arg("data"), nb::arg("seed") = 0, "XXH64 of the bytes, as a signed 64-bit key.");
-  m.def("hash_strings", &hash_strings<int32_t>, nb::arg("data"), nb::arg("offsets"), nb::arg("seed"), nb::arg("out"));
-  m.def("hash_strings", &hash_strings<int64_t>, nb::arg("data"), nb::arg("offsets"), nb::arg("seed"), nb::arg("out"),
+  m.def("hash_strings", &hash_strings<int32_t>, nb::arg("data").noconvert(), nb::arg("offsets").noconvert(),
+        nb::arg("seed"), nb::arg("out").noconvert());
+  m.def("hash_strings", &hash_strings<int64_t>, nb::arg("data").noconvert(), nb::arg("offsets").noconvert(),
+        nb::arg("seed"), nb::arg("out").noconvert(),
         "XXH64 of every string of an Arrow column (bytes and offsets) into out.");
   m.def(
       "hash_ints",
@@ -41,7 +43,8 @@ void bind_hashing(nb::module_& m) {
         for (size_t i = 0; i < out.size(); ++i)
           out.data()[i] = static_cast<int64_t>(hash_int(static_cast<uint64_t>(values.data()[i]), seed));
       },
-      nb::arg("values"), nb::arg("seed"), nb::arg("out"), "A seeded bijection of the 64-bit integers.");
+      nb::arg("values").noconvert(), nb::arg("seed"), nb::arg("out").noconvert(),
+      "A seeded bijection of the 64-bit integers.");
   m.def(
       "cross",
       [](Vector<const int64_t> a, Vector<const int64_t> b, Vector<int64_t> out) {
@@ -52,7 +55,8 @@ void bind_hashing(nb::module_& m) {
           out.data()[i] =
               static_cast<int64_t>(cross(static_cast<uint64_t>(a.data()[i]), static_cast<uint64_t>(b.data()[i])));
       },
-      nb::arg("a"), nb::arg("b"), nb::arg("out"), "Combine two keys into one; cross(a, b) is not cross(b, a).");
+      nb::arg("a").noconvert(), nb::arg("b").noconvert(), nb::arg("out").noconvert(),
+      "Combine two keys into one; cross(a, b) is not cross(b, a).");
   m.def(
       "shards",
       [](Vector<const int64_t> keys, Vector<int32_t> out) {
@@ -61,7 +65,7 @@ void bind_hashing(nb::module_& m) {
         for (size_t i = 0; i < out.size(); ++i)
           out.data()[i] = static_cast<int32_t>(shard_of(hash_key(keys.data()[i])));
       },
-      nb::arg("keys"), nb::arg("out"), "The shard, 0 to 1,023, of every key.");
+      nb::arg("keys").noconvert(), nb::arg("out").noconvert(), "The shard, 0 to 1,023, of every key.");
 }
 
 }  // namespace hotrow::bindings

@@ -116,7 +116,8 @@ void bind_store(nb::module_& m) {
             table.find(keys.data(), keys.size(), found.data());
             for (size_t i = 0; i < found.size(); ++i) slots.data()[i] = found[i] == kNoSlot ? -1 : int64_t{found[i]};
           },
-          nb::arg("keys"), nb::arg("slots"), "Slots of the keys into `slots`, -1 where there is no row.")
+          nb::arg("keys").noconvert(), nb::arg("slots").noconvert(),
+          "Slots of the keys into `slots`, -1 where there is no row.")
       .def(
           "find_or_create",
           [](Table& table, Vector<const int64_t> keys, Vector<int64_t> slots) {
@@ -126,7 +127,7 @@ void bind_store(nb::module_& m) {
             table.find_or_create(keys.data(), keys.size(), found.data());
             std::copy(found.begin(), found.end(), slots.data());
           },
-          nb::arg("keys"), nb::arg("slots"))
+          nb::arg("keys").noconvert(), nb::arg("slots").noconvert())
       .def(
           "read",
           [](const Table& table, Vector<const int64_t> keys, Rows<float> out, Vector<bool> found) {
@@ -136,15 +137,17 @@ void bind_store(nb::module_& m) {
             nb::gil_scoped_release release;
             table.read(keys.data(), nullptr, keys.size(), out.data(), found.data());
           },
-          nb::arg("keys"), nb::arg("out"), nb::arg("found"), "Values of the keys; unseen ones read their initial row.")
-      .def("assign", &assign, nb::arg("keys"), nb::arg("rows"), nb::arg("counts").none(), nb::arg("last_steps").none())
+          nb::arg("keys").noconvert(), nb::arg("out").noconvert(), nb::arg("found").noconvert(),
+          "Values of the keys; unseen ones read their initial row.")
+      .def("assign", &assign, nb::arg("keys").noconvert(), nb::arg("rows").noconvert(),
+           nb::arg("counts").noconvert().none(), nb::arg("last_steps").noconvert().none())
       .def(
           "erase",
           [](Table& table, Vector<const int64_t> keys) {
             nb::gil_scoped_release release;
             return table.erase(keys.data(), keys.size());
           },
-          nb::arg("keys"))
+          nb::arg("keys").noconvert())
       .def(
           "scan",
           [](const Table& table, uint64_t start, Rows<float> rows, Vector<int64_t> keys, Vector<int64_t> counts,
@@ -163,7 +166,8 @@ void bind_store(nb::module_& m) {
             std::copy_n(steps.begin(), live.size(), last_steps.data());
             return std::make_tuple(next, live.size());
           },
-          nb::arg("start"), nb::arg("rows"), nb::arg("keys"), nb::arg("counts"), nb::arg("last_steps"),
+          nb::arg("start"), nb::arg("rows").noconvert(), nb::arg("keys").noconvert(), nb::arg("counts").noconvert(),
+          nb::arg("last_steps").noconvert(),
           "Rows in slot order from `start`; returns (where to go on, how many were written).")
       .def("memory", [](const Table& table) {
         MemoryReport report = [&] {

@@ -42,6 +42,8 @@ class Jagged:
                 raise BatchError(
                     f"{self.weights.numel()} weights for {self.values.numel()} ids; give one weight for each id"
                 )
+            if not bool(torch.isfinite(self.weights).all()):
+                raise BatchError("weights have NaN or infinite elements; clean them with nan_to_num()")
 
     @property
     def size(self) -> int:
@@ -80,11 +82,16 @@ class KeyedBatch:
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
+        for name, jagged in self.ids.items():
+            if not isinstance(jagged, Jagged):
+                raise BatchError(f"feature {name!r} is {type(jagged).__name__}; pass hr.Jagged(ids)")
         sizes = {f"feature {name!r}": jagged.size for name, jagged in self.ids.items()}
         if self.dense is not None:
             _check("dense", self.dense, torch.float32, 2, "dense.float() of shape [batch, features]")
             sizes["dense"] = self.dense.shape[0]
         if self.labels is not None:
+            if not isinstance(self.labels, Tensor):
+                raise BatchError(f"labels is {type(self.labels).__name__}, not a torch tensor; pass labels.float()")
             if not self.labels.is_floating_point() or self.labels.dim() not in (1, 2):
                 raise BatchError(
                     f"labels are {self.labels.dtype} of shape {list(self.labels.shape)}; "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -30,7 +29,7 @@ def parse_size(text: str | int, option: str = "size") -> int:
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return text
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
-    if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
+    if match is None or match[2].lower() not in _UNITS or float(match[1]) * _UNITS[match[2].lower()] < 1:
         raise OptionError(f"{option}={text!r} is not a size; write a number and a unit, such as '8GiB' or '500MB'")
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
@@ -93,8 +92,11 @@ class Initial:
     def __post_init__(self) -> None:
         if self.kind not in _INITIAL_KINDS:
             raise OptionError(f"initial kind={self.kind!r}: {choices(self.kind, _INITIAL_KINDS)}")
-        if not (math.isfinite(self.a) and math.isfinite(self.b)):
-            raise OptionError(f"initial values must be finite, got {self.a} and {self.b}")
+        for value in (self.a, self.b):
+            if not isinstance(value, (int, float)) or not abs(value) <= _FLOAT_MAX:
+                raise OptionError(f"initial values must be finite float32 numbers, got {self.a!r} and {self.b!r}")
+        if self.kind == "uniform" and self.b - self.a > _FLOAT_MAX:
+            raise OptionError(f"uniform from {self.a} to {self.b}: the width is beyond float32")
         if self.kind == "uniform" and self.a > self.b:
             raise OptionError(f"uniform from {self.a} to {self.b}: give the lower bound first")
         if self.kind == "normal" and self.b < 0:
@@ -135,6 +137,7 @@ class Initial:
         return Initial(**values)
 
 
+_FLOAT_MAX = 3.4028234663852886e38
 _INITIAL_KINDS = ["zeros", "constant", "uniform", "normal"]
 
 

@@ -49,6 +49,9 @@ class Schedule:
         _positive("lr", self.lr)
         if self.decay not in ("constant", "cosine", "exponential"):
             raise OptionError(f"decay={self.decay!r}: {choices(self.decay, ['constant', 'cosine', 'exponential'])}")
+        _positive("rate", self.rate)
+        for name in ("warmup", "steps", "floor"):
+            _not_negative(name, getattr(self, name))
         if self.decay != "constant" and self.steps < 1:
             raise OptionError(f"decay={self.decay!r} needs steps= (over how many steps), got {self.steps}")
 
@@ -89,6 +92,11 @@ class Optimizer(ABC):
         for name in ("clip_value", "clip_norm"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        for option in (field.name for field in fields(self)):
+            if option == "eps":
+                _positive(option, getattr(self, option))
+            elif option in ("initial_accumulator", "weight_decay", "beta", "l1", "l2"):
+                _not_negative(option, getattr(self, option))
 
     def lr_at(self, step: int) -> float:
         """The learning rate of update number `step`, counted from 1."""
@@ -158,7 +166,7 @@ class Adagrad(Optimizer):
     def rule(self, w: Tensor, g: Tensor, state: Mapping[str, Tensor], c: tuple[float, ...]) -> None:
         lr, eps = c
         state["sum"] += g * g
-        w -= lr * g / (state["sum"].sqrt() + eps)
+        w -= lr * g / (square_root(state["sum"]) + eps)
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,7 @@ class RowWiseAdagrad(Optimizer):
     def rule(self, w: Tensor, g: Tensor, state: Mapping[str, Tensor], c: tuple[float, ...]) -> None:
         lr, eps = c
         state["sum"] += sum_of_squares(g).unsqueeze(1) / w.shape[1]
-        w -= torch.tensor(lr) / (state["sum"].sqrt() + eps) * g
+        w -= torch.tensor(lr) / (square_root(state["sum"]) + eps) * g
 
 
 @dataclass(frozen=True)
@@ -202,8 +210,9 @@ class Adam(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "betas", tuple(self.betas))
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if isinstance(self.betas, (list, tuple)):
+            object.__setattr__(self, "betas", tuple(self.betas))
+        if not isinstance(self.betas, tuple) or len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise OptionError(f"betas={self.betas}: give two numbers from 0 up to, not including, 1")
 
     def state(self, dim: int) -> tuple[StatePart, ...]:
@@ -230,7 +239,7 @@ class Adam(Optimizer):
         m, v = state["m"], state["v"]
         m.copy_(b1 * m + a1 * g)
         v.copy_(b2 * v + a2 * g * g)
-        w.copy_(kept * w - step_size * m / (v.sqrt() * unbias + eps))
+        w.copy_(kept * w - step_size * m / (square_root(v) * unbias + eps))
 
 
 @dataclass(frozen=True)
@@ -264,6 +273,11 @@ class FTRL(Optimizer):
 
     code: ClassVar[int] = 5
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.lr, Schedule) and self.lr.decay != "constant" and self.lr.floor == 0:
+            raise OptionError("FTRL divides by its learning rate, which this schedule takes to 0; give it floor=")
+
     def state(self, dim: int) -> tuple[StatePart, ...]:
         return (StatePart("z", dim), StatePart("n", dim))
 
@@ -273,9 +287,9 @@ class FTRL(Optimizer):
     def rule(self, w: Tensor, g: Tensor, state: Mapping[str, Tensor], c: tuple[float, ...]) -> None:
         rate, beta, l1, l2 = c
         z, n = state["z"], state["n"]
-        old_root = n.sqrt()
+        old_root = square_root(n)
         n += g * g
-        root = n.sqrt()
+        root = square_root(n)
         z += g - (root - old_root) * rate * w
         shrunk = torch.where(z > 0, z - l1, z + l1)
         value = -shrunk / ((beta + root) * rate + l2)
@@ -296,11 +310,9 @@ def from_dict(values: Mapping[str, Any]) -> Optimizer:
     found = {known.lower(): kind for known, kind in KINDS.items()}.get(name.lower().replace("_", ""))
     if found is None:
         raise OptionError(f"optimizer kind={name!r}: {choices(name, KINDS)}")
-    known = [field.name for field in fields(found)]
-    for option in options:
-        if option not in known:
-            raise OptionError(f"optimizer {found.__name__} has no option {option!r}; {choices(option, known)}")
+    _check_names(f"optimizer {found.__name__}", options, found)
     if isinstance(options.get("lr"), Mapping):
+        _check_names("schedule", options["lr"], Schedule)
         options["lr"] = Schedule(**options["lr"])
     return found(**options)
 
@@ -315,14 +327,31 @@ def sum_of_squares(g: Tensor) -> Tensor:
     return (a + c) + (b + d)
 
 
+def square_root(x: Tensor) -> Tensor:
+    """The correctly rounded square root: torch's own is up to one bit off on CPU (MKL), by way of float64 it is not."""
+    return x.double().sqrt().to(x.dtype)
+
+
 def clip(g: Tensor, clip_value: float | None, clip_norm: float | None) -> Tensor:
     """The reference of clipping: elements first, then each row's norm."""
     if clip_value is not None:
         g = g.clamp(-clip_value, clip_value)
     if clip_norm is not None:
-        norm = sum_of_squares(g).sqrt().unsqueeze(1)
+        norm = square_root(sum_of_squares(g)).unsqueeze(1)
         g = torch.where(norm > clip_norm, g * (torch.tensor(clip_norm) / norm), g)
     return g
+
+
+def _check_names(where: str, options: Mapping[str, Any], kind: type[Optimizer] | type[Schedule]) -> None:
+    known = [field.name for field in fields(kind)]
+    for option in options:
+        if option not in known:
+            raise OptionError(f"{where} has no option {option!r}; {choices(option, known)}")
+
+
+def _not_negative(name: str, value: float) -> None:
+    if not (isinstance(value, (int, float)) and value >= 0 and math.isfinite(value)):
+        raise OptionError(f"{name}={value!r}: give a number that is 0 or above")
 
 
 def _positive(name: str, value: float) -> None:

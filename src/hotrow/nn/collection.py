@@ -10,6 +10,7 @@ Pipelines prepare lookups ahead: `route(batch)`, then `fetch()` on what it retur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,12 +59,12 @@ class EmbeddingCollection(nn.Module):
     @property
     def features(self) -> dict[str, int]:
         """Width of each pooled feature's vector, in order."""
-        return {place.feature: place.end - place.begin for place in self._layout.pooled}
+        return {place.feature: place.end - place.begin for place in self._layout.places if place.pooled}
 
     @property
     def sequences(self) -> dict[str, int]:
         """Width of each sequence feature's vectors, in order."""
-        return {f: rows.table.dim for rows in self.tables for f in rows.table.poolings if f in self._layout.sequences}
+        return {place.feature: place.table.table.dim for place in self._layout.places if not place.pooled}
 
     def table(self, name: str) -> TableRows:
         """A table's rows, by name."""
@@ -79,36 +80,42 @@ class EmbeddingCollection(nn.Module):
 
     def forward(self, batch: KeyedBatch | Lookup) -> dict[str, Tensor]:
         """Vectors by feature: [batch, dim] where pooled; [batch, length, dim] and a `<name>_mask` for sequences."""
-        pooled, sequences, of = self._vectors(batch)
-        widths = [place.end - place.begin for place in self._layout.pooled]
-        vectors = dict(zip(self.features, pooled.split(widths, dim=1) if widths else (), strict=True))
-        for name, values in zip(self._layout.sequences, sequences, strict=True):
-            vectors[name], vectors[f"{name}_mask"] = pad(of.ids[name], values)
+        outputs, examples = self._vectors(batch, whole=False)
+        vectors: dict[str, Tensor] = {}
+        for place, output in zip(self._layout.places, outputs, strict=True):
+            if place.pooled:
+                vectors[place.feature] = output
+            else:
+                padded, mask = pad(examples.ids[place.feature], output)
+                vectors[place.feature], vectors[f"{place.feature}_mask"] = padded, mask
         return vectors
 
     def pooled(self, batch: KeyedBatch | Lookup) -> Tensor:
-        """The pooled features side by side, [batch, sum of dims]: what `forward` cuts into a dict."""
-        return self._vectors(batch)[0]
+        """The pooled features side by side, [batch, sum of dims], as one matrix."""
+        return self._vectors(batch, whole=True)[0][0]
 
-    def _vectors(self, batch: KeyedBatch | Lookup) -> tuple[Tensor, list[Tensor], KeyedBatch]:
+    def _vectors(self, batch: KeyedBatch | Lookup, whole: bool) -> tuple[Sequence[Tensor], KeyedBatch]:
+        """Each feature's output, or with `whole` the pooled matrix."""
         training = self.training and torch.is_grad_enabled()
         if isinstance(batch, Lookup):
             lookup = batch
         else:
             lookup = self.route(batch)
             lookup = lookup.fetch() if training else lookup.read()
-        if not training:
-            pooled, sequences = lookup.gather()
-            self._release(lookup)
-            return pooled, sequences, lookup.batch
-        outputs: tuple[Tensor, ...] = _Gather.apply(self._anchor, lookup, self._waiting)  # type: ignore[no-untyped-call]
-        return outputs[0], list(outputs[1:]), lookup.batch
+        if training:
+            outputs = _Gather.apply(self._anchor, lookup, self._waiting, whole)  # type: ignore[no-untyped-call]
+            return outputs, lookup.batch
+        pooled, parts = lookup.gather()
+        self._release(lookup)
+        return [pooled] if whole else parts, lookup.batch
 
     def step(self, grad_scale: float = 1.0) -> None:
         """Update the rows with the gradients that backward left since the last step, times `grad_scale`.
 
         A gradient that is NaN or infinite raises GradientError, and no row has changed.
         """
+        if not math.isfinite(grad_scale):
+            raise OptionError(f"grad_scale={grad_scale!r}: give a finite number")
         if not self._waiting:
             return
         lookups, self._waiting[:] = list(self._waiting), []
@@ -133,25 +140,33 @@ class EmbeddingCollection(nn.Module):
         if len(self._plans) < 8:
             self._plans.append(lookup.plan)
         del lookup.plan
+        lookup.done, lookup.gradients = True, None
 
 
 class _Gather(torch.autograd.Function):
-    """Rows to outputs; the backward pass leaves the gradients on the lookup and the lookup in the waiting list."""
+    """Rows to outputs; the backward pass leaves the gradients on the lookup and the lookup in the waiting list.
+
+    Outputs are the features' (views of one matrix), or that matrix whole.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, lookup: Lookup, waiting: list[Lookup]) -> tuple[Tensor, ...]:
-        ctx.lookup, ctx.waiting = lookup, waiting
-        pooled, sequences = lookup.gather()
+    def forward(ctx: Any, anchor: Tensor, lookup: Lookup, waiting: list[Lookup], whole: bool) -> tuple[Tensor, ...]:
+        ctx.lookup, ctx.waiting, ctx.whole = lookup, waiting, whole
         ctx.set_materialize_grads(False)
-        return (pooled, *sequences)
+        pooled, parts = lookup.gather()
+        return (pooled,) if whole else tuple(parts)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         lookup: Lookup = ctx.lookup
-        lookup.accept(gradients[0], gradients[1:])
+        if ctx.whole:
+            matrix = gradients[0]
+            places = lookup.layout.places
+            gradients = tuple(None if matrix is None or not p.pooled else matrix[:, p.begin : p.end] for p in places)
+        lookup.accept(list(gradients))
         if not any(lookup is other for other in ctx.waiting):
             ctx.waiting.append(lookup)
-        return None, None, None
+        return None, None, None, None
 
 
 def pad(ids: Jagged, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,3 +197,9 @@ def _check_tables(tables: Sequence[Table]) -> None:
                     "a feature belongs to one table (give the spec a second feature of the same column)"
                 )
             features[feature] = table.name
+    for table in tables:
+        for feature, pooling in table.poolings.items():
+            if pooling == "none" and f"{feature}_mask" in features:
+                raise OptionError(
+                    f"feature '{feature}_mask' has the name of the mask of sequence {feature!r}; rename it"
+                )

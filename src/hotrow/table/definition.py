@@ -41,6 +41,8 @@ class Table:
             raise OptionError(
                 f"table {self.name!r}: features={self.features!r} is one string; write [{self.features!r}]"
             )
+        if self.features is not None and len(self.poolings) != len(self.features):
+            raise OptionError(f"table {self.name!r}: features={list(self.features)} names one twice; name each once")
         for feature, pooling in self.poolings.items():
             if pooling not in POOLINGS:
                 raise OptionError(f"feature {feature!r} has pooling {pooling!r}; {choices(pooling, POOLINGS)}")

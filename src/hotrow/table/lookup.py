@@ -4,11 +4,12 @@ A `Lookup` is made for a batch and lives until its update has landed. `route` ne
 rows that earlier batches left; `gather` and `update` run in the training step. For evaluation `read` takes the place of
 `fetch`: it creates no row and touches no count, and there is no `update`.
 
-Pooled features share one output matrix [batch, sum of dims], in the collection's order of features, because towers
-concatenate them and because their gradient then is one matrix too. Each sequence feature has its own [ids, dim].
+Pooled features share one output matrix [batch, sum of dims], in the collection's order of features, because towers put
+them side by side; each feature's output is its slice of it. Each sequence feature has its own [ids, dim]. Gradients
+come back feature by feature; one that no loss used stays None: its rows are counted and not changed.
 
-Several lookups may wait for one update (gradient accumulation): `merge` makes one lookup of them, so that a key seen by
-two of them gets the sum of its gradients and one step of the optimizer.
+Several lookups may wait for one update (gradient accumulation): `Merged` makes one update of them, so that a key seen
+by two of them gets the sum of its gradients and one step of the optimizer.
 """
 
 from __future__ import annotations
@@ -26,31 +27,33 @@ from hotrow.tiers.host import HostPlan, HostStore, Update
 
 
 @dataclass(frozen=True)
-class Slice:
-    """Where a pooled feature's vector is in the output matrix."""
+class Place:
+    """Where a feature's vectors come out: columns of the pooled matrix, or a matrix of its own for a sequence."""
 
     feature: str
-    begin: int
-    end: int
+    table: TableRows
+    pooling: str
+    begin: int = 0
+    end: int = 0
+
+    @property
+    def pooled(self) -> bool:
+        """Whether its ids are pooled into one vector per example."""
+        return self.pooling != "none"
 
 
 class Layout:
-    """Which feature goes to which table and where its vector comes out. Made once for a collection."""
+    """Which feature goes to which table and where its vectors come out. Made once for a collection."""
 
     def __init__(self, tables: Sequence[TableRows]) -> None:
         self.tables = list(tables)
-        self.pooled: list[Slice] = []
-        self.sequences: list[str] = []
+        self.places: list[Place] = []
         self.width = 0
         for rows in tables:
             for feature, pooling in rows.table.poolings.items():
-                if pooling == "none":
-                    self.sequences.append(feature)
-                else:
-                    self.pooled.append(Slice(feature, self.width, self.width + rows.table.dim))
-                    self.width += rows.table.dim
-        self._slices = {s.feature: s for s in self.pooled}
-        self._sequence_index = {name: i for i, name in enumerate(self.sequences)}
+                width = rows.table.dim if pooling != "none" else 0
+                self.places.append(Place(feature, rows, pooling, self.width, self.width + width))
+                self.width += width
 
     def jagged(self, batch: KeyedBatch, feature: str) -> Jagged:
         """A feature's ids, or an error that names it."""
@@ -58,17 +61,19 @@ class Layout:
             raise BatchError(f"the batch has no feature {feature!r}; {choices(feature, batch.ids)}")
         return batch.ids[feature]
 
-    def matrices(self, pooled: Tensor | None, sequences: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Each feature's part of the outputs or gradients, in the order of tables and their features."""
-        parts: list[Tensor | None] = []
-        for rows in self.tables:
-            for feature, pooling in rows.table.poolings.items():
-                if pooling == "none":
-                    parts.append(sequences[self._sequence_index[feature]])
-                else:
-                    place = self._slices[feature]
-                    parts.append(None if pooled is None else pooled[:, place.begin : place.end])
-        return parts
+    def jobs(self, batch: KeyedBatch) -> list[tuple[HostStore, list[tuple[Jagged, str]]]]:
+        """Each table with the ids and the pooling of its features."""
+        return [
+            (rows.store, [(self.jagged(batch, f), pooling) for f, pooling in rows.table.poolings.items()])
+            for rows in self.tables
+        ]
+
+    def updates(self, step: int) -> list[Update]:
+        """What each table's optimizer does at update number `step`."""
+        return [Update.of(rows.optimizer, step) for rows in self.tables]
+
+
+Gradients = list[Tensor | None]
 
 
 class Lookup:
@@ -78,11 +83,12 @@ class Lookup:
         self.layout = layout
         self.batch = batch
         self.plan = plan or HostPlan()
-        self.gradients: tuple[Tensor | None, list[Tensor | None]] | None = None
+        self.gradients: Gradients | None = None  # by feature, in the layout's order
+        self.done = False
 
     def route(self) -> Lookup:
         """Deduplicate the batch's keys, table by table."""
-        self.plan.route(self._jobs())
+        self.plan.route(self.layout.jobs(self.batch))
         return self
 
     def fetch(self) -> Lookup:
@@ -96,39 +102,31 @@ class Lookup:
         return self
 
     def gather(self) -> tuple[Tensor, list[Tensor]]:
-        """The pooled matrix [batch, width] and each sequence's vectors [ids, dim]."""
-        pooled = torch.empty(self.batch.size, self.layout.width)
-        dims = {f: rows.table.dim for rows in self.layout.tables for f in rows.table.poolings}
-        sequences = [torch.empty(self.batch.ids[f].values.numel(), dims[f]) for f in self.layout.sequences]
-        self.plan.gather([m for m in self.layout.matrices(pooled, sequences) if m is not None])
-        return pooled, sequences
+        """The pooled matrix [batch, width], and each feature's output: a slice of it, or [ids, dim] for a sequence."""
+        pooled = _empty(self.batch.size, self.layout.width)
+        outputs = [
+            pooled[:, place.begin : place.end]
+            if place.pooled
+            else _empty(self.batch.ids[place.feature].values.numel(), place.table.table.dim)
+            for place in self.layout.places
+        ]
+        self.plan.gather(outputs)
+        return pooled, outputs
 
-    def accept(self, pooled: Tensor | None, sequences: Sequence[Tensor | None]) -> None:
-        """Keep the gradients that backward brought; a second call adds to them."""
-        arrived = [_plain(pooled), *map(_plain, sequences)]
+    def accept(self, gradients: Gradients) -> None:
+        """Keep the gradients that backward brought, one or None per feature; a second call adds to them."""
+        if self.done:
+            raise BatchError("backward through rows that step() has changed since; run the forward pass again")
+        arrived = [_plain(gradient) for gradient in gradients]
         if self.gradients is not None:
-            before = [self.gradients[0], *self.gradients[1]]
-            arrived = [_add(a, b) for a, b in zip(before, arrived, strict=True)]
-        self.gradients = arrived[0], arrived[1:]
+            arrived = [_add(a, b) for a, b in zip(self.gradients, arrived, strict=True)]
+        self.gradients = arrived
 
     def update(self, step: int, grad_scale: float = 1.0) -> None:
         """Sum each row's gradients, apply its table's rule in place, and count the sightings."""
         if self.gradients is None:
             raise BatchError("update before backward: this lookup has no gradients yet")
-        pooled, sequences = self.gradients
-        self.plan.update(
-            self.layout.matrices(pooled, sequences),
-            [matrix for matrix in (pooled, *sequences) if matrix is not None],
-            [Update.of(rows.optimizer, step) for rows in self.layout.tables],
-            step,
-            grad_scale,
-        )
-
-    def _jobs(self) -> list[tuple[HostStore, list[tuple[Jagged, str]]]]:
-        return [
-            (rows.store, [(self.layout.jagged(self.batch, f), pooling) for f, pooling in rows.table.poolings.items()])
-            for rows in self.layout.tables
-        ]
+        self.plan.update(self.gradients, joined(self.gradients), self.layout.updates(step), step, grad_scale)
 
 
 class Merged:
@@ -141,27 +139,48 @@ class Merged:
     def update(self, step: int, grad_scale: float = 1.0) -> None:
         """As `Lookup.update`, with the gradients of all of them."""
         plan = HostPlan()
-        parts = [lookup._jobs() for lookup in self.lookups]
+        parts = [self.layout.jobs(lookup.batch) for lookup in self.lookups]
         plan.route([(jobs[0][0], [f for _, features in jobs for f in features]) for jobs in zip(*parts, strict=True)])
         plan.fetch()
-        gradients, checked = self._gradients()
-        updates = [Update.of(rows.optimizer, step) for rows in self.layout.tables]
-        plan.update(gradients, checked, updates, step, grad_scale)
-
-    def _gradients(self) -> tuple[list[Tensor | None], list[Tensor]]:
-        by_lookup: list[list[Tensor | None]] = []
-        checked: list[Tensor] = []
-        for lookup in self.lookups:
-            pooled, sequences = lookup.gradients or (None, [None] * len(self.layout.sequences))
-            by_lookup.append(self.layout.matrices(pooled, sequences))
-            checked += [matrix for matrix in (pooled, *sequences) if matrix is not None]
-        gradients: list[Tensor | None] = []
+        gradients: Gradients = []
         at = 0
-        for rows in self.layout.tables:
+        for rows in self.layout.tables:  # the order of route: table by table, there lookup by lookup
             count = len(rows.table.poolings)
-            gradients += [part for parts in by_lookup for part in parts[at : at + count]]
+            for lookup in self.lookups:
+                gradients += (lookup.gradients or [None] * len(self.layout.places))[at : at + count]
             at += count
-        return gradients, checked
+        plan.update(gradients, joined(gradients), self.layout.updates(step), step, grad_scale)
+
+
+def joined(matrices: Sequence[Tensor | None]) -> list[Tensor]:
+    """The matrices with neighbours made one: slices of a common matrix, as a tower's backward leaves them, are checked
+    for NaN in one sweep over whole rows instead of 26 over pieces of them."""
+    result: list[Tensor] = []
+    for matrix in matrices:
+        if matrix is None:
+            continue
+        if result and _adjacent(result[-1], matrix):
+            last = result[-1]
+            size = (last.shape[0], last.shape[1] + matrix.shape[1])
+            result[-1] = last.as_strided(size, (last.stride(0), 1))
+        else:
+            result.append(matrix)
+    return result
+
+
+def _adjacent(left: Tensor, right: Tensor) -> bool:
+    return (
+        left.shape[0] == right.shape[0]
+        and left.stride(0) == right.stride(0) >= left.shape[1] + right.shape[1]
+        and left.data_ptr() + 4 * left.shape[1] == right.data_ptr()
+        and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+        and (left.shape[1] == 1 or left.stride(1) == 1)
+        and (right.shape[1] == 1 or right.stride(1) == 1)
+    )
+
+
+def _empty(rows: int, columns: int) -> Tensor:
+    return torch.empty(rows, columns, dtype=torch.float32, device="cpu")
 
 
 def _plain(gradient: Tensor | None) -> Tensor | None:

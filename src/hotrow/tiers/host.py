@@ -83,8 +83,8 @@ class HostStore:
     def read(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Values [n, dim] of the keys and whether each has a row; those without one read their initial values."""
         keys = _keys(keys)
-        values = torch.empty(keys.numel(), self.dim)
-        found = torch.empty(keys.numel(), dtype=torch.bool)
+        values = torch.empty(keys.numel(), self.dim, dtype=torch.float32, device="cpu")
+        found = torch.empty(keys.numel(), dtype=torch.bool, device="cpu")
         self.core.read(keys, values, found)
         return values, found
 
@@ -101,6 +101,10 @@ class HostStore:
         values = values.detach().to(torch.float32).contiguous()
         if not bool(torch.isfinite(values).all()):
             raise BatchError("values have NaN or infinite elements; no row was changed. Clean them with nan_to_num()")
+        if counts is not None and bool((counts < 0).any()):
+            raise BatchError("a count is negative; no row was changed. Give counts of 0 or above")
+        if last_steps is not None and bool(((last_steps < 0) | (last_steps >= 0xFFFFFFFF)).any()):
+            raise BatchError("a last step is out of range; no row was changed. Give steps from 0 to 4294967294")
         with core_errors():
             self.core.assign(keys, values, _int64(counts), _int64(last_steps))
 
@@ -112,8 +116,8 @@ class HostStore:
         """All rows in slot order, in chunks; rows created meanwhile may or may not be seen."""
         start = 0
         while True:
-            keys, counts, steps = (torch.empty(chunk, dtype=torch.int64) for _ in range(3))
-            values = torch.empty(chunk, self.width)
+            keys, counts, steps = (torch.empty(chunk, dtype=torch.int64, device="cpu") for _ in range(3))
+            values = torch.empty(chunk, self.width, dtype=torch.float32, device="cpu")
             start, count = self.core.scan(start, values, keys, counts, steps)
             if count == 0:
                 return
