@@ -114,16 +114,28 @@ def some(rows: int, columns: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
+def gathered(lookup: Lookup) -> tuple[Tensor, Tensor]:
+    """The pooled matrix and the vectors of "path"."""
+    pooled, outputs = lookup.gather()
+    return pooled, outputs[2]
+
+
+def accept(lookup: Lookup, pooled: Tensor | None, path: Tensor | None) -> None:
+    """Gradients of the pooled matrix and of "path", cut into the features'."""
+    cut = [None if pooled is None or not p.pooled else pooled[:, p.begin : p.end] for p in lookup.layout.places]
+    lookup.accept([path if p.feature == "path" else c for p, c in zip(lookup.layout.places, cut, strict=True)])
+
+
 @settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_stages_match_loops_over_the_ids(case: Case) -> None:
     for step in (1, 2):
         lookup = case.lookup().fetch()
-        pooled, (path,) = lookup.gather()
+        pooled, path = gathered(lookup)
         assert_same_bits(pooled, case.pooled_by_loops())
         assert_same_bits(path, case.path_by_loops())
         gradients = some(len(pooled), WIDTH, step), some(len(path), 3, -step)
-        lookup.accept(gradients[0], [gradients[1]])
+        accept(lookup, gradients[0], gradients[1])
         lookup.update(step)
         case.train_by_loops(*gradients, step)
         for rows, plain in zip(case.tables, case.plain, strict=True):
@@ -133,11 +145,11 @@ def test_stages_match_loops_over_the_ids(case: Case) -> None:
 @settings(max_examples=30, deadline=None)
 @given(case=cases())
 def test_reading_gives_what_fetching_would_and_creates_nothing(case: Case) -> None:
-    read = case.lookup().read().gather()
+    read = gathered(case.lookup().read())
     assert [len(rows) for rows in case.tables] == [0, 0]
-    fetched = case.lookup().fetch().gather()
+    fetched = gathered(case.lookup().fetch())
     assert_same_bits(read[0], fetched[0])
-    assert_same_bits(read[1][0], fetched[1][0])
+    assert_same_bits(read[1], fetched[1])
 
 
 def whole_case() -> Case:
@@ -158,8 +170,8 @@ def test_a_second_arrival_of_gradients_is_added_to_the_first() -> None:
     lookup = case.lookup().fetch()
     lookup.gather()
     first, second, path = some(3, WIDTH, 1), some(3, WIDTH, 2), some(3, 3, 3)
-    lookup.accept(first, [None])
-    lookup.accept(second, [path])
+    accept(lookup, first, None)
+    accept(lookup, second, path)
     lookup.update(1)
     case.train_by_loops(first + second, path, 1)
     assert_same_rows(case.tables[0], case.plain[0])
@@ -171,7 +183,7 @@ def test_features_without_gradient_are_counted_and_not_changed() -> None:
     lookup = case.lookup().fetch()
     lookup.gather()
     before = case.tables[1].read(torch.tensor([7]))
-    lookup.accept(None, [some(3, 3)])
+    accept(lookup, None, some(3, 3))
     lookup.update(4)
     (user,) = case.tables[1].scan()
     assert (user.counts.tolist(), user.last_steps.tolist()) == ([3], [4])
@@ -185,7 +197,7 @@ def test_lookups_that_are_merged_give_each_row_one_step_with_the_sum() -> None:
     for pooled, path in gradients:
         lookup = case.lookup().fetch()
         lookup.gather()
-        lookup.accept(pooled, [path])
+        accept(lookup, pooled, path)
         lookups.append(lookup)
     Merged(lookups).update(1)
     user = sum(pooled[:, 6:].sum(0) for pooled, _ in gradients)
@@ -199,7 +211,7 @@ def test_scaling_of_gradients_comes_before_the_rule() -> None:
     for case, factor, scale in ((a, 1.0, 0.5), (b, 0.5, 1.0)):
         lookup = case.lookup().fetch()
         lookup.gather()
-        lookup.accept(factor * some(3, WIDTH), [factor * some(3, 3)])
+        accept(lookup, factor * some(3, WIDTH), factor * some(3, 3))
         lookup.update(1, grad_scale=scale)
     for ours, theirs in zip(a.tables, b.tables, strict=True):
         assert_same_bits(next(ours.scan()).values, next(theirs.scan()).values)
@@ -212,7 +224,7 @@ def test_gradients_of_any_layout_and_precision_are_understood() -> None:
     for case, given_gradient in ((want, gradient.float()), (got, transposed)):
         lookup = case.lookup().fetch()
         lookup.gather()
-        lookup.accept(given_gradient, [torch.ones(1, 1).expand(3, 3)])
+        accept(lookup, given_gradient, torch.ones(1, 1).expand(3, 3))
         lookup.update(1)
     for ours, theirs in zip(got.tables, want.tables, strict=True):
         assert_same_bits(next(ours.scan()).values, next(theirs.scan()).values)
@@ -227,7 +239,7 @@ def test_a_gradient_that_is_not_finite_changes_no_row(bad: float, where: str) ->
     before = [next(rows.scan()) for rows in case.tables]
     pooled, path = some(3, WIDTH), some(3, 3)
     (pooled if where == "pooled" else path)[1, 2] = bad
-    lookup.accept(pooled, [path])
+    accept(lookup, pooled, path)
     with pytest.raises(GradientError, match="no row was changed"):
         lookup.update(1)
     for rows, was in zip(case.tables, before, strict=True):
@@ -240,7 +252,7 @@ def test_rows_erased_between_fetch_and_update_start_anew() -> None:
     case = whole_case()
     lookup = case.lookup().fetch()
     lookup.gather()
-    lookup.accept(torch.zeros(3, WIDTH), [None])
+    accept(lookup, torch.zeros(3, WIDTH), None)
     case.tables[1].erase(torch.tensor([7]))
     case.tables[1].create(torch.tensor([8]))  # takes the free slot
     lookup.update(1)
