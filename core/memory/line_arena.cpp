@@ -1,12 +1,12 @@
 #include "memory/line_arena.h"
 
 #include <algorithm>
+#include <new>
 
 namespace hotrow {
 namespace {
 
 constexpr size_t kLinesPerPage = kPage / kLine;
-constexpr size_t kDeadBlocks = 4096;  // remembered for reuse; the addresses of more are given up
 
 // Calls fn(page, lines of the block on that page) for every page that the block touches.
 template <class Fn>
@@ -27,20 +27,19 @@ void clear(char* block, size_t lines) {
 
 }  // namespace
 
-void LineArena::reserve(size_t lines, size_t blocks) {
+void LineArena::reserve(size_t lines) {
   std::lock_guard lock(mutex_);
   region_.commit((end_ + lines) * kLine);
   lines_on_page_.reserve((end_ + lines + kLinesPerPage - 1) / kLinesPerPage);
-  dead_.reserve(std::min(kDeadBlocks, dead_.size() + blocks));
 }
 
 char* LineArena::allocate(size_t lines) {
   std::lock_guard lock(mutex_);
-  auto dead = std::find_if(dead_.rbegin(), dead_.rend(), [&](const Dead& d) { return d.lines == lines; });
+  auto dead = dead_.find(lines);
   char* block;
-  if (dead != dead_.rend()) {
-    block = dead->block;
-    dead_.erase(std::next(dead).base());
+  if (dead != dead_.end() && !dead->second.empty()) {
+    block = dead->second.back();
+    dead->second.pop_back();
     clear(block, lines);
   } else {
     region_.commit((end_ + lines) * kLine);
@@ -67,8 +66,11 @@ void LineArena::release(char* block, size_t lines) {
   // Only the first and last page of a block can be shared, so the dead ones are one run.
   if (dead_pages) region_.discard(dead_from * kPage, dead_pages * kPage);
   live_pages_ -= dead_pages;
-  if (dead_.size() == kDeadBlocks) dead_.erase(dead_.begin());
-  dead_.push_back({lines, block});
+  try {
+    dead_[lines].push_back(block);
+  } catch (const std::bad_alloc&) {
+    // Its addresses are lost to us, its memory is not; a release must not fail.
+  }
 }
 
 }  // namespace hotrow

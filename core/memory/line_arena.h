@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <vector>
 
@@ -22,9 +23,8 @@ class LineArena {
  public:
   explicit LineArena(size_t reserve) : region_(reserve, /*huge_pages=*/false) {}
 
-  // Makes sure that `lines` more lines in `blocks` blocks can be allocated, and those blocks be released, without
-  // failing.
-  void reserve(size_t lines, size_t blocks);
+  // Makes sure that `lines` more lines can be allocated without failing.
+  void reserve(size_t lines);
   // Zeroed lines. Thread-safe.
   char* allocate(size_t lines);
   void release(char* block, size_t lines);
@@ -39,12 +39,8 @@ class LineArena {
   std::mutex mutex_;
   size_t end_ = 0;
   size_t live_pages_ = 0;
-  std::vector<uint8_t> lines_on_page_;  // live lines per page, at most 64
-  struct Dead {
-    size_t lines;
-    char* block;
-  };
-  std::vector<Dead> dead_;  // for reuse, the latest last
+  std::vector<uint8_t> lines_on_page_;         // live lines per page, at most 64
+  std::map<size_t, std::vector<char*>> dead_;  // blocks for reuse, by their number of lines
 };
 
 }  // namespace hotrow

@@ -9,7 +9,9 @@
 namespace hotrow {
 namespace {
 
-float unit(uint32_t bits) { return static_cast<float>(bits >> 8) * 0x1p-24f; }  // in [0, 1), exact
+float unit(uint32_t bits) {
+  return static_cast<float>(static_cast<int32_t>(bits >> 8)) * 0x1p-24f;
+}  // in [0, 1), exact
 
 // Natural logarithm of x in (0, 1]: x = m * 2^e with m in [sqrt(1/2), sqrt(2)), then the series of atanh.
 float log_poly(float x) {
@@ -51,12 +53,15 @@ constexpr int kBlocks = 4;  // of four values each: as many as are worth computi
 constexpr int kValues = 4 * kBlocks;
 
 void to_uniform(const Initial& initial, const uint32_t (&bits)[4][kBlocks], float* out) {
-  const float low = initial.a, span = initial.b - initial.a;
-  for (int b = 0; b < kBlocks; ++b)
-    for (int w = 0; w < 4; ++w) {
-      float value = low + span * unit(bits[w][b]);
-      out[4 * b + w] = value < initial.b ? value : low;  // rounding may reach the upper bound
+  const float low = initial.a, high = initial.b, span = high - low;
+  float values[4][kBlocks];
+  for (int w = 0; w < 4; ++w)
+    for (int b = 0; b < kBlocks; ++b) {
+      const float value = low + span * unit(bits[w][b]);
+      values[w][b] = value < high ? value : low;  // rounding may reach the upper bound
     }
+  for (int b = 0; b < kBlocks; ++b)
+    for (int w = 0; w < 4; ++w) out[4 * b + w] = values[w][b];
 }
 
 void to_normal(const Initial& initial, const uint32_t (&bits)[4][kBlocks], float* out) {

@@ -117,7 +117,8 @@ HOTROW_INLINE uint32_t find_slot(const Place& place, const HeaderGroup* headers,
     const uint32_t* entries = line_at(place, line);
     for (uint32_t bits = candidates(place, entries); bits; bits &= bits - 1) {
       uint32_t entry = __atomic_load_n(&entries[__builtin_ctz(bits)], __ATOMIC_RELAXED);
-      if (entry <= kDeletedEntry) continue;  // erased since the match, by a writer that we race with
+      // A writer that we race with may have erased it, or given the line to another shard; then it is no slot of ours.
+      if ((entry & ~place.mask) < kFirstSlotCode) continue;
       uint32_t slot = slot_in(place, entry);
       if (key_at(headers, slot) == key) return slot;
     }
@@ -250,7 +251,7 @@ HOTROW_INLINE void add_row(float* __restrict out, const char* row, float weight,
 // One row per bag into memory that nobody reads soon: stores that go past the cache spare reading the lines first (dim
 // 64, 26 features, batch 4,096: 27 MB).
 template <int kDim>
-bool copy_past_cache(const PoolArgs& args) {
+bool copy_past_cache([[maybe_unused]] const PoolArgs& args) {
 #if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
   constexpr size_t kAlign = sizeof(__m128);
   if (!kDim || !args.large || args.offsets || args.weights || args.out_stride % 4 ||

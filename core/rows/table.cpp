@@ -51,6 +51,29 @@ void store_values(char* to, const float* from, size_t count) {
 #endif
 }
 
+constexpr size_t kAhead = 16;
+
+// Asks for the index line that a key's entry will go to. Inlined, because GCC drops calls of functions that only
+// prefetch.
+inline __attribute__((always_inline)) void prefetch_line(const std::vector<ShardIndex>& shards, uint64_t hash) {
+  const ShardIndex& index = shards[shard_of(hash)];
+  if (index.lines)
+    __builtin_prefetch(index.entries + size_t{ShardIndex::line_of(hash, index.lines)} * kEntriesPerLine, 1);
+}
+
+// Scratch of a bulk call. Kept by the thread: fresh memory for every call would cost as much as the rows it creates.
+struct Scratch {
+  Grouping grouping;
+  std::vector<uint32_t> slots;
+
+  static Scratch& of_keys(const int64_t* keys, size_t count) {
+    static thread_local Scratch scratch;
+    scratch.grouping.build({{keys, count}});
+    scratch.slots.resize(scratch.grouping.size());
+    return scratch;
+  }
+};
+
 // Runs fn(begin, end) over [0, count) in fixed chunks.
 template <class Fn>
 void for_chunks(size_t count, Fn fn) {
@@ -181,7 +204,7 @@ void Table::commit(const Fresh& fresh) {
   if (fresh.at.empty()) return;
   rows_.commit(fresh.slots_after * view_.row_bytes);
   headers_.commit((fresh.slots_after + 3) / 4 * sizeof(HeaderGroup));
-  index_memory_.reserve(fresh.index_lines, fresh.rebuilds);
+  index_memory_.reserve(fresh.index_lines);
 }
 
 void Table::insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uint32_t* slots) {
@@ -196,7 +219,8 @@ void Table::insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uin
     }
   }
   Pool::shared().run(static_cast<int>(fresh.cuts.size()) - 1, [&](int range) {
-    for (size_t n = fresh.cuts[range]; n < fresh.cuts[range + 1]; ++n) {
+    for (size_t n = fresh.cuts[range], end = fresh.cuts[range + 1]; n < end; ++n) {
+      if (n + kAhead < end) prefetch_line(shards_, hashes[fresh.at[n + kAhead]]);
       const uint32_t i = fresh.at[n], slot = slots[i], lane = slot % 4;
       const uint32_t shard = shard_of(hashes[i]);
       store_initial(keys[i], view_.rows + size_t{slot} * view_.row_bytes);
@@ -239,9 +263,7 @@ void Table::create(const Grouping& grouping, uint32_t* slots) {
 }
 
 void Table::find_or_create(const int64_t* keys, size_t count, uint32_t* slots) {
-  Grouping grouping;
-  grouping.build({{keys, count}});
-  std::vector<uint32_t> unique(grouping.size());
+  auto& [grouping, unique] = Scratch::of_keys(keys, count);
   std::lock_guard lock(writer_);
   create(grouping, unique.data());
   for (size_t i = 0; i < count; ++i) slots[i] = unique[grouping.inverse()[i]];
@@ -259,12 +281,10 @@ size_t Table::find_unique(const Grouping& grouping, uint32_t* slots) const {
 
 void Table::assign(const int64_t* keys, size_t count, const float* rows, int row_floats, const uint64_t* counts,
                    const uint32_t* last_steps) {
-  Grouping grouping;
-  grouping.build({{keys, count}});
+  auto& [grouping, slots] = Scratch::of_keys(keys, count);
   if (grouping.size() != count)
     throw std::invalid_argument("assign: " + std::to_string(count - grouping.size()) +
                                 " duplicate keys; give each key once");
-  std::vector<uint32_t> slots(count);
   std::lock_guard lock(writer_);
   create(grouping, slots.data());
   const auto& cuts = grouping.cuts();
