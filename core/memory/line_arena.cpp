@@ -7,6 +7,8 @@ namespace hotrow {
 namespace {
 
 constexpr size_t kLinesPerPage = kPage / kLine;
+constexpr uint8_t kWaiting = 0xff;
+constexpr size_t kLeastWaiting = 64;  // pages
 
 // Calls fn(page, lines of the block on that page) for every page that the block touches.
 template <class Fn>
@@ -48,28 +50,46 @@ char* LineArena::allocate(size_t lines) {
     end_ += lines;
   }
   for_each_page((block - region_.data()) / kLine, lines, [&](size_t page, size_t here) {
-    live_pages_ += lines_on_page_[page] == 0;
-    lines_on_page_[page] += here;
+    uint8_t& lines_here = lines_on_page_[page];
+    if (lines_here == kWaiting) {
+      lines_here = 0;
+      --waiting_;
+    }
+    live_pages_ += lines_here == 0;
+    lines_here += here;
   });
   return block;
 }
 
 void LineArena::release(char* block, size_t lines) {
   std::lock_guard lock(mutex_);
-  size_t dead_from = 0, dead_pages = 0;
   for_each_page((block - region_.data()) / kLine, lines, [&](size_t page, size_t here) {
     lines_on_page_[page] -= here;
     if (lines_on_page_[page] != 0) return;
-    if (dead_pages == 0) dead_from = page;
-    ++dead_pages;
+    lines_on_page_[page] = kWaiting;
+    --live_pages_;
+    ++waiting_;
   });
-  // Only the first and last page of a block can be shared, so the dead ones are one run.
-  if (dead_pages) region_.discard(dead_from * kPage, dead_pages * kPage);
-  live_pages_ -= dead_pages;
+  if (waiting_ > std::max(kLeastWaiting, live_pages_ / 64)) give_back();
   try {
     dead_[lines].push_back(block);
   } catch (const std::bad_alloc&) {
     // Its addresses are lost to us, its memory is not; a release must not fail.
+  }
+}
+
+void LineArena::trim() {
+  std::lock_guard lock(mutex_);
+  give_back();
+}
+
+void LineArena::give_back() {
+  for (size_t page = 0; page < lines_on_page_.size() && waiting_ > 0; ++page) {
+    const size_t first = page;
+    for (; page < lines_on_page_.size() && lines_on_page_[page] == kWaiting; ++page) lines_on_page_[page] = 0;
+    if (page == first) continue;
+    region_.discard(first * kPage, (page - first) * kPage);
+    waiting_ -= page - first;
   }
 }
 

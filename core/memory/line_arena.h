@@ -1,9 +1,11 @@
 // Cache-line blocks for the index, in a region that never moves.
 //
-// Index arrays grow by small steps and each old array dies whole. Its memory goes back page by page, as soon as nothing
-// on a page is alive; its addresses stay readable (a lock-free reader may still be looking: it then reads zeros or
-// other entries, which its version check throws away) and serve the next array of the same size. So RAM follows the
-// live bytes, and address space is spent only by growth: about six times the index's final size.
+// Index arrays grow by small steps and each old array dies whole. Pages on which nothing is alive go back together,
+// some at a time (at most 1/64 of the live ones wait), because giving one back interrupts every core; neighbours die in
+// the order in which they were made, so that is a few long runs. An array's addresses stay readable (a lock-free reader
+// may still be looking: it then reads zeros or other entries, which its version check throws away) and serve the next
+// array of the same size. So RAM follows the live bytes, and address space is spent only by growth: about six times the
+// index's final size.
 //
 // reserve() takes memory for allocations to come, so that those cannot fail half-way through a change.
 #pragma once
@@ -29,17 +31,23 @@ class LineArena {
   char* allocate(size_t lines);
   void release(char* block, size_t lines);
 
-  // Bytes of pages that hold something alive.
-  size_t resident() const { return live_pages_ * kPage; }
+  // Gives back every page on which nothing is alive.
+  void trim();
+
+  // Bytes of pages that hold something alive, or wait to be given back.
+  size_t resident() const { return (live_pages_ + waiting_) * kPage; }
   size_t reserved() const { return region_.reserved(); }
   size_t spent() const { return end_ * kLine; }
 
  private:
+  void give_back();
+
   Region region_;
   std::mutex mutex_;
   size_t end_ = 0;
   size_t live_pages_ = 0;
-  std::vector<uint8_t> lines_on_page_;         // live lines per page, at most 64
+  size_t waiting_ = 0;                         // pages that are dead and not given back
+  std::vector<uint8_t> lines_on_page_;         // live lines per page, at most 64; kWaiting for a dead one that waits
   std::map<size_t, std::vector<char*>> dead_;  // blocks for reuse, by their number of lines
 };
 

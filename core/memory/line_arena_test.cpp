@@ -56,6 +56,10 @@ TEST(memory_follows_the_live_blocks_page_by_page) {
     std::set<size_t> pages;
     for (const Block& block : live)
       for (size_t line = 0; line < block.lines; ++line) pages.insert((block.data + line * kLine - base) / kPage);
+    CHECK(arena.resident() >= pages.size() * kPage);
+    CHECK(arena.resident() <= (pages.size() + std::max<size_t>(64, pages.size() / 64)) * kPage);
+    CHECK_EQ(arena.resident() / kPage, testing::resident_pages(base, end - base));
+    arena.trim();
     CHECK_EQ(arena.resident(), pages.size() * kPage);
     CHECK_EQ(testing::resident_pages(base, end - base), pages.size());
   }
@@ -67,6 +71,7 @@ TEST(dead_lines_stay_readable_and_all_memory_goes_back) {
   for (size_t lines = 1; lines < 200; ++lines) blocks.push_back({arena.allocate(lines), lines});
   for (const Block& block : blocks) std::fill_n(block.data, block.lines * kLine, 7);
   for (const Block& block : blocks) arena.release(block.data, block.lines);
+  arena.trim();
   CHECK_EQ(arena.resident(), 0u);
   for (const Block& block : blocks) CHECK(std::all_of(block.data, block.data + kLine, [](char c) { return c == 0; }));
 }

@@ -60,14 +60,25 @@ size_t Region::rounded(size_t bytes) const {
   return std::max(committed_, round_up(bytes, huge_pages_ && bytes > kHugeFrom ? kHugePage : kSmallStep));
 }
 
+// Opens addresses well ahead of what is used (a system call per step would show): only what is touched takes memory.
 void Region::commit(size_t bytes) {
-  size_t want = rounded(bytes);
+  const size_t want = rounded(bytes);
   if (want <= committed_) return;
   if (want > reserved_) throw std::bad_alloc();
-  char* start = base_ + committed_;
-  if (mprotect(start, want - committed_, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
-  if (huge_pages_ && want > kHugeFrom) madvise(start, want - committed_, MADV_HUGEPAGE);
+  if (want > open_) {
+    const size_t ahead = std::min(reserved_, round_up(want + want / 4, kHugePage));
+    if (!open(ahead) && !open(want)) throw std::bad_alloc();
+  }
   committed_ = want;
+}
+
+bool Region::open(size_t bytes) {
+  if (mprotect(base_ + open_, bytes - open_, PROT_READ | PROT_WRITE) != 0) return false;
+  // From 4 MiB on, so that small tables do not take a huge page each.
+  const size_t from = std::max(open_, kHugeFrom);
+  if (huge_pages_ && bytes > from) madvise(base_ + from, bytes - from, MADV_HUGEPAGE);
+  open_ = bytes;
+  return true;
 }
 
 void Region::discard(size_t offset, size_t bytes) { madvise(base_ + offset, bytes, MADV_DONTNEED); }

@@ -33,9 +33,12 @@ class Region {
   void discard(size_t offset, size_t bytes);
 
  private:
+  bool open(size_t bytes);
+
   char* base_ = nullptr;
   size_t reserved_ = 0;
   size_t committed_ = 0;
+  size_t open_ = 0;  // readable and writable; at least committed_
   bool huge_pages_;
 };
 

@@ -159,11 +159,14 @@ def overhead() -> Result:
 
 def measure_overhead(first: int = 5_000_000, last: int = 20_000_000, part: int = 1 << 16) -> float:
     """Grow one table from `first` to `last` rows; the worst of (memory of this process - payload) / rows on the way."""
+    _core.set_threads(THREADS)
     table = one_table()
-    table.create(torch.arange(part))  # scratch memory of the call itself is not the table's
+    rows = 0
+    while rows < min(first, 8 * part):  # scratch memory of the calls themselves is not the table's
+        table.create(torch.arange(rows, rows + part).mul_(0x9E3779B97F4A7C1))
+        rows += part
     before = resident() - table.memory()["total_bytes"]
     worst = 0.0
-    rows = part
     while rows < last:
         table.create(torch.arange(rows, rows + part).mul_(0x9E3779B97F4A7C1))
         rows += part

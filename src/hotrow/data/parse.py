@@ -125,7 +125,7 @@ def _timestamps(hours: pa.Array) -> pa.Array | None:
     good = (year >= 0) & (year < 100) & (month >= 1) & (month <= 12) & (day >= 1) & (hour < 24)
     months = np.where(good, (year + 30) * 12 + month - 1, 0).astype("M8[M]")
     days = months.astype("M8[D]") + (day - 1)
-    if not (good & (days < (months + 1).astype("M8[D]"))).all():
+    if not (good & (days < (months + np.timedelta64(1, "M")).astype("M8[D]"))).all():
         return None
     times = (days.astype("M8[h]") + hour).astype("M8[ms]")
     return pa.array(times, pa.timestamp("ms"), mask=missing)
