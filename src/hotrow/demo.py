@@ -18,7 +18,7 @@ from hotrow.optim import RowWiseAdagrad
 from hotrow.table import Table
 from hotrow.train.trainer import Trainer
 
-EXAMPLES, TESTS, KEYS, BATCH, DIM = 1_500_000, 200_000, 50_000_000, 4096, 16
+EXAMPLES, TESTS, KEYS, BATCH, DIM = 1_000_000, 100_000, 50_000_000, 4096, 16
 
 
 def demo(output: str, examples: int = EXAMPLES, console: Console | None = None) -> dict[str, float]:
