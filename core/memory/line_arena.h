@@ -1,11 +1,11 @@
 // Cache-line blocks for the index, in a region that never moves.
 //
 // Index arrays grow by small steps and each old array dies whole. Pages on which nothing is alive go back together,
-// some at a time (at most 1/128 of the live ones wait), because giving one back interrupts every core; neighbours die in
-// the order in which they were made, so that is a few long runs. An array's addresses stay readable (a lock-free reader
-// may still be looking: it then reads zeros or other entries, which its version check throws away) and serve the next
-// array of the same size. So RAM follows the live bytes, and address space is spent only by growth: about six times the
-// index's final size.
+// some at a time (at most 1/128 of the live ones wait), because giving one back interrupts every core; neighbours die
+// in the order in which they were made, so that is a few long runs. An array's addresses stay readable (a lock-free
+// reader may still be looking: it then reads zeros or other entries, which its version check throws away) and serve the
+// next array of the same size. So RAM follows the live bytes, and address space is spent only by growth: about six
+// times the index's final size.
 //
 // reserve() takes memory for allocations to come, so that those cannot fail half-way through a change.
 #pragma once
