@@ -71,7 +71,6 @@ struct UpdateArgs {
   const uint32_t* run_begin;  // positions of unique row u: run[run_begin[u]] .. run[run_begin[u + 1]], in batch order
   const uint32_t* run;
   const GradSource* sources;
-  int source_count;
   const float* coefficients;
   float grad_scale;  // 1: left alone
   float clip_value;  // 0: off

@@ -145,7 +145,6 @@ testing::Rows updated(const Kernels& kernels, RuleKind rule, int dim, bool clipp
   args.run_begin = run_begin.data();
   args.run = run.data();
   args.sources = &source;
-  args.source_count = 1;
   args.coefficients = coefficients.data();
   args.grad_scale = clipped ? 0.75f : 1.0f;
   args.clip_value = clipped ? 0.5f : 0.0f;

@@ -271,7 +271,6 @@ void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix
     args.run_begin = job.grouping.run_begin();
     args.run = job.grouping.run();
     args.sources = sources[tasks[t].job].data();
-    args.source_count = static_cast<int>(sources[tasks[t].job].size());
     args.coefficients = options.jobs[tasks[t].job].coefficients.data();
     args.grad_scale = options.grad_scale;
     args.clip_value = options.jobs[tasks[t].job].clip_value;

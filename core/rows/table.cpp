@@ -178,11 +178,12 @@ Table::Fresh Table::prepare(const uint64_t* hashes, const uint32_t* slots, const
   const uint64_t slots_after = slots_ + (fresh.at.size() - std::min<size_t>(fresh.at.size(), free_.size()));
   if (slots_after >= kNoSlot - kFirstSlotCode)
     throw BudgetExceeded("table '" + options_.name + "' would pass 4 billion rows in one process; use more ranks");
+  size_t rebuilds = 0;
   size_t growth = 0;  // lines of the index; an old array lives beside its successor for a moment
   for (uint32_t shard = 0; shard < kShards; ++shard)
     if (uint32_t more = fresh.more[shard]; more && ShardWriter::full(shards_[shard], more, slots_after)) {
       growth += lines_for(shard, uint64_t{shards_[shard].rows} + more);
-      ++fresh.rebuilds;
+      ++rebuilds;
     }
   fresh.slots_after = slots_after;
   fresh.index_lines = growth;
@@ -192,7 +193,7 @@ Table::Fresh Table::prepare(const uint64_t* hashes, const uint32_t* slots, const
     throw BudgetExceeded("table '" + options_.name + "' outgrows the address space it was given; use fewer tables in " +
                          "one process, or more ranks");
   const size_t need = rows_.rounded(row_bytes) + headers_.rounded(header_bytes) + index_memory_.resident() +
-                      growth * kLine + fresh.rebuilds * kPage;
+                      growth * kLine + rebuilds * kPage;
   if (need > charged_) {
     if (!budget_->try_take(need - charged_)) refuse(fresh.at.size(), need - charged_);
     charged_ = need;

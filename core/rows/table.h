@@ -82,7 +82,7 @@ class Table {
     std::vector<size_t> cuts;    // of `at`, by the ranges given
     std::vector<uint32_t> more;  // new rows by shard, so that a full shard grows once for all of them
     uint64_t slots_after = 0;
-    size_t index_lines = 0, rebuilds = 0;  // of the index, for the shards that grow
+    size_t index_lines = 0;  // for the shards that grow
   };
   Fresh prepare(const uint64_t* hashes, const uint32_t* slots, const std::vector<size_t>& cuts);
   void commit(const Fresh& fresh);
