@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cmath>
+#include <vector>
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -10,8 +11,8 @@
 namespace hotrow {
 namespace {
 
-constexpr double kMaxFill = 0.93;
-constexpr double kGrowth = 1.22;
+constexpr double kMaxFill = 0.92;
+constexpr double kGrowth = 1.18;
 
 uint64_t capacity(uint32_t lines) { return static_cast<uint64_t>(lines * double{kEntriesPerLine} * kMaxFill); }
 
@@ -64,9 +65,12 @@ void ShardWriter::rebuild(uint32_t lines, uint32_t slot_bits) {
   __atomic_store_n(&index_.entries, fresh, __ATOMIC_RELAXED);
   __atomic_store_n(&index_.lines, lines, __ATOMIC_RELAXED);
   __atomic_store_n(&index_.slot_bits, slot_bits, __ATOMIC_RELAXED);
-  index_.rows = index_.deleted = 0;
-  // Entries hold only a few hash bits, so the keys are read from the headers: ask for them some lines ahead.
+  index_.deleted = 0;
+  // Entries hold only a few hash bits, so the keys are read from the headers: ask for them some lines ahead. A new line
+  // has no gaps, so its number of entries says where the next one goes.
   constexpr uint32_t kAhead = 4;
+  static thread_local std::vector<uint8_t> filled;
+  filled.assign(lines, 0);
   auto slot_of = [&](uint32_t entry) { return static_cast<uint32_t>(entry & old_mask) - kFirstSlotCode; };
   for (uint32_t line = 0; line < old_lines; ++line) {
     const uint32_t* entries = old + size_t{line} * kEntriesPerLine;
@@ -79,7 +83,12 @@ void ShardWriter::rebuild(uint32_t lines, uint32_t slot_bits) {
     for (uint32_t i = 0; i < kEntriesPerLine; ++i) {
       if (entries[i] <= kDeletedEntry) continue;
       const uint32_t slot = slot_of(entries[i]);
-      insert(hash_key(headers_[slot / 4].key[slot % 4]), slot);
+      const uint64_t hash = hash_key(headers_[slot / 4].key[slot % 4]);
+      uint32_t to = ShardIndex::line_of(hash, lines);
+      while (filled[to] == kEntriesPerLine)
+        if (++to == lines) to = 0;
+      store(&fresh[size_t{to} * kEntriesPerLine + filled[to]++],
+            ShardIndex::tag_of(hash, slot_bits) | (slot + kFirstSlotCode));
     }
   }
   if (old) arena_.release(reinterpret_cast<char*>(old), old_lines);

@@ -4,8 +4,8 @@
 // entry is {tag, slot + 2}: a few hash bits filter, the row's header holds the whole key, and that is what decides. 0
 // is an empty entry (a probe stops at the first line that has one), 1 a deleted one.
 //
-// Growth is per shard and by steps of 22%: a table of n rows never stops for more than n / 1024 of them, and it keeps
-// 71 to 93% of its entries filled, about 4.8 bytes a row. Shards start their steps at different sizes, so that they do
+// Growth is per shard and by steps of 18%: a table of n rows never stops for more than n / 1024 of them, and it keeps
+// 78 to 92% of its entries filled, about 4.8 bytes a row. Shards start their steps at different sizes, so that they do
 // not all grow in the same batch.
 //
 // Threads: one writer per shard at a time. Readers take no lock: they read between two equal, even values of `version`

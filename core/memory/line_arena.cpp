@@ -21,7 +21,8 @@ void for_each_page(size_t first_line, size_t lines, Fn fn) {
   }
 }
 
-// A reader of a dead block may be looking, so these are stores that it may race with.
+// A reader of a dead block may be looking, so these are stores that it may race with. Fresh memory is zero already, but
+// a page that is read before it is written is faulted twice, the second time with an interrupt of every core.
 void clear(char* block, size_t lines) {
   auto words = reinterpret_cast<uint32_t*>(block);
   for (size_t i = 0; i < lines * kLine / sizeof(uint32_t); ++i) __atomic_store_n(&words[i], 0u, __ATOMIC_RELAXED);
@@ -36,34 +37,40 @@ void LineArena::reserve(size_t lines) {
 }
 
 char* LineArena::allocate(size_t lines) {
-  std::lock_guard lock(mutex_);
-  auto dead = dead_.find(lines);
-  char* block;
-  if (dead != dead_.end() && !dead->second.empty()) {
-    block = dead->second.back();
-    dead->second.pop_back();
-    clear(block, lines);
-  } else {
-    region_.commit((end_ + lines) * kLine);
-    lines_on_page_.resize((end_ + lines + kLinesPerPage - 1) / kLinesPerPage);
-    block = region_.data() + end_ * kLine;
-    end_ += lines;
-  }
-  for_each_page((block - region_.data()) / kLine, lines, [&](size_t page, size_t here) {
-    uint8_t& lines_here = lines_on_page_[page];
-    if (lines_here == kWaiting) {
-      lines_here = 0;
-      --waiting_;
+  size_t first;
+  {
+    std::lock_guard lock(mutex_);
+    auto hole = std::find_if(holes_.begin(), holes_.end(), [&](const Hole& h) { return h.lines >= lines; });
+    if (hole != holes_.end()) {
+      first = hole->first;
+      hole->first += lines;
+      hole->lines -= lines;
+      if (hole->lines == 0) holes_.erase(hole);
+    } else {
+      region_.commit((end_ + lines) * kLine);
+      lines_on_page_.resize((end_ + lines + kLinesPerPage - 1) / kLinesPerPage);
+      first = end_;
+      end_ += lines;
     }
-    live_pages_ += lines_here == 0;
-    lines_here += here;
-  });
+    for_each_page(first, lines, [&](size_t page, size_t here) {
+      uint8_t& lines_here = lines_on_page_[page];
+      if (lines_here == kWaiting) {
+        lines_here = 0;
+        --waiting_;
+      }
+      live_pages_ += lines_here == 0;
+      lines_here += here;
+    });
+  }
+  char* block = region_.data() + first * kLine;
+  clear(block, lines);
   return block;
 }
 
 void LineArena::release(char* block, size_t lines) {
   std::lock_guard lock(mutex_);
-  for_each_page((block - region_.data()) / kLine, lines, [&](size_t page, size_t here) {
+  const size_t first = (block - region_.data()) / kLine;
+  for_each_page(first, lines, [&](size_t page, size_t here) {
     lines_on_page_[page] -= here;
     if (lines_on_page_[page] != 0) return;
     lines_on_page_[page] = kWaiting;
@@ -71,10 +78,28 @@ void LineArena::release(char* block, size_t lines) {
     ++waiting_;
   });
   if (waiting_ > std::max(kLeastWaiting, live_pages_ / 128)) give_back();
-  try {
-    dead_[lines].push_back(block);
-  } catch (const std::bad_alloc&) {
-    // Its addresses are lost to us, its memory is not; a release must not fail.
+  add_hole(first, lines);
+}
+
+// Joins the hole with its neighbours.
+void LineArena::add_hole(size_t first, size_t lines) {
+  auto next =
+      std::lower_bound(holes_.begin(), holes_.end(), first, [](const Hole& h, size_t at) { return h.first < at; });
+  const bool joins_next = next != holes_.end() && next->first == first + lines;
+  const bool joins_before = next != holes_.begin() && std::prev(next)->first + std::prev(next)->lines == first;
+  if (joins_before && joins_next) {
+    std::prev(next)->lines += lines + next->lines;
+    holes_.erase(next);
+  } else if (joins_before) {
+    std::prev(next)->lines += lines;
+  } else if (joins_next) {
+    *next = {first, lines + next->lines};
+  } else {
+    try {
+      holes_.insert(next, {first, lines});
+    } catch (const std::bad_alloc&) {
+      // Its addresses are lost to us, its memory is not; a release must not fail.
+    }
   }
 }
 

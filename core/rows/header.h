@@ -15,14 +15,16 @@
 namespace hotrow {
 
 inline constexpr uint32_t kNoSlot = 0xffffffffu;
-inline constexpr uint32_t kFreeStep = 0xffffffffu;  // last_step of a slot that holds no row
 
 struct HeaderGroup {
   int64_t key[4];
-  uint32_t last_step[4];
+  uint32_t stamp[4];  // last step + 1; 0 in a slot that holds no row, as in memory that was never used
   uint16_t count[4];
 };
 static_assert(sizeof(HeaderGroup) == 56);
+
+inline uint32_t stamp_of(uint32_t step) { return step + 1; }
+inline uint32_t step_of(uint32_t stamp) { return stamp - 1; }
 
 inline constexpr uint32_t kCountMantissa = 4095;
 inline constexpr uint32_t kCountMaxExponent = 15;

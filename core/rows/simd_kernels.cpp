@@ -23,6 +23,7 @@ namespace {
 #define HOTROW_INLINE inline __attribute__((always_inline))
 
 constexpr size_t kGroup = 16;
+constexpr size_t kUpdateAhead = 8;  // rows, each of several lines: more of them would not fit the fill buffers
 constexpr size_t kCacheLine = 64;
 constexpr size_t kMaxPrefetch = 512;
 
@@ -430,7 +431,7 @@ HOTROW_INLINE void touch_header(const UpdateArgs& args, size_t unique, uint32_t 
   HeaderGroup& group = args.view.headers[slot / 4];
   const uint32_t lane = slot % 4;
   const uint64_t seen = args.run_begin[unique + 1] - args.run_begin[unique];
-  group.last_step[lane] = args.step;
+  group.stamp[lane] = stamp_of(args.step);
   if (uint64_t total = group.count[lane] + seen; total <= kCountMantissa)
     group.count[lane] = static_cast<uint16_t>(total);
   else
@@ -451,9 +452,9 @@ void update_rows(const UpdateArgs& args) {
     __builtin_prefetch(&view.shards[shard_of(args.hashes[unique])], 1);
     prefetch_row(view.rows + size_t{args.slots[unique]} * view.row_bytes, view.row_bytes);
   };
-  for (size_t ahead = args.begin; ahead < args.begin + kGroup; ++ahead) prefetch(ahead);
+  for (size_t ahead = args.begin; ahead < args.begin + kUpdateAhead; ++ahead) prefetch(ahead);
   for (size_t unique = args.begin; unique < args.end; ++unique) {
-    prefetch(unique + kGroup);
+    prefetch(unique + kUpdateAhead);
     const uint32_t slot = args.slots[unique];
     const float* gradient = sum_run<kDim>(args, unique, dim, plain);
     ShardIndex& shard = view.shards[shard_of(args.hashes[unique])];

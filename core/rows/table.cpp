@@ -53,6 +53,9 @@ void store_values(char* to, const float* from, size_t count) {
 
 constexpr size_t kAhead = 16;
 
+// Slots that a shard of this many rows takes at a time. Small, because on average half a block per shard is unused.
+uint32_t block_size(uint32_t rows) { return rows < 128 ? 4 : 8; }
+
 // Asks for the index line that a key's entry will go to. Inlined, because GCC drops calls of functions that only
 // prefetch.
 inline __attribute__((always_inline)) void prefetch_line(const std::vector<ShardIndex>& shards, uint64_t hash) {
@@ -94,7 +97,8 @@ Table::Table(TableOptions options, std::shared_ptr<Budget> budget)
       index_memory_(most_rows(options_) * kIndexBytes * kIndexGrowth),
       shards_(kShards),
       view_{shards_.data(), reinterpret_cast<HeaderGroup*>(headers_.data()), rows_.data(),
-            static_cast<size_t>(width_) * sizeof(float)} {}
+            static_cast<size_t>(width_) * sizeof(float)},
+      blocks_(kShards) {}
 
 Table::~Table() { budget_->give_back(charged_); }
 
@@ -132,7 +136,7 @@ void Table::read_slots(const uint32_t* slots, size_t count, float* rows, int64_t
       std::memcpy(rows + i * width_, view_.rows + size_t{slots[i]} * view_.row_bytes, view_.row_bytes);
       keys[i] = group.key[lane];
       counts[i] = decode_count(group.count[lane]);
-      last_steps[i] = group.last_step[lane];
+      last_steps[i] = step_of(group.stamp[lane]);
     }
   });
 }
@@ -175,7 +179,7 @@ Table::Fresh Table::prepare(const uint64_t* hashes, const uint32_t* slots, const
   }
   if (fresh.at.empty()) return fresh;
 
-  const uint64_t slots_after = slots_ + (fresh.at.size() - std::min<size_t>(fresh.at.size(), free_.size()));
+  const uint64_t slots_after = slots_ + fresh_slots(fresh, hashes);
   if (slots_after >= kNoSlot - kFirstSlotCode)
     throw BudgetExceeded("table '" + options_.name + "' would pass 4 billion rows in one process; use more ranks");
   size_t rebuilds = 0;
@@ -201,6 +205,37 @@ Table::Fresh Table::prepare(const uint64_t* hashes, const uint32_t* slots, const
   return fresh;
 }
 
+// How many slots beyond slots_ the fresh keys will take, in whole blocks of their shards.
+uint64_t Table::fresh_slots(const Fresh& fresh, const uint64_t* hashes) const {
+  if (fresh.at.size() <= free_.size()) return 0;
+  std::vector<uint32_t> wanted = fresh.more;
+  for (size_t n = 0; n < free_.size(); ++n) --wanted[shard_of(hashes[fresh.at[n]])];
+  uint64_t total = 0;
+  for (uint32_t shard = 0; shard < kShards; ++shard) {
+    const uint32_t open = blocks_[shard].end - blocks_[shard].next;
+    if (wanted[shard] <= open) continue;
+    const uint32_t block = block_size(shards_[shard].rows);
+    total += (wanted[shard] - open + block - 1) / block * block;
+  }
+  return total;
+}
+
+// A freed slot, or the next of the shard's block.
+uint32_t Table::take_slot(uint32_t shard) {
+  if (!free_.empty()) {
+    const uint32_t slot = free_.back();
+    free_.pop_back();
+    return slot;
+  }
+  SlotBlock& block = blocks_[shard];
+  if (block.next == block.end) {
+    block.next = static_cast<uint32_t>(slots_);
+    block.end = block.next + block_size(shards_[shard].rows);
+    __atomic_store_n(&slots_, uint64_t{block.end}, __ATOMIC_RELAXED);
+  }
+  return block.next++;
+}
+
 void Table::commit(const Fresh& fresh) {
   if (fresh.at.empty()) return;
   rows_.commit(fresh.slots_after * view_.row_bytes);
@@ -210,15 +245,7 @@ void Table::commit(const Fresh& fresh) {
 
 void Table::insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uint32_t* slots) {
   if (fresh.at.empty()) return;
-  for (uint32_t i : fresh.at) {
-    if (free_.empty()) {
-      slots[i] = static_cast<uint32_t>(slots_);
-      __atomic_store_n(&slots_, slots_ + 1, __ATOMIC_RELAXED);
-    } else {
-      slots[i] = free_.back();
-      free_.pop_back();
-    }
-  }
+  for (uint32_t i : fresh.at) slots[i] = take_slot(shard_of(hashes[i]));
   Pool::shared().run(static_cast<int>(fresh.cuts.size()) - 1, [&](int range) {
     for (size_t n = fresh.cuts[range], end = fresh.cuts[range + 1]; n < end; ++n) {
       if (n + kAhead < end) prefetch_line(shards_, hashes[fresh.at[n + kAhead]]);
@@ -227,7 +254,7 @@ void Table::insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uin
       store_initial(keys[i], view_.rows + size_t{slot} * view_.row_bytes);
       HeaderGroup& group = view_.headers[slot / 4];
       __atomic_store_n(&group.key[lane], keys[i], __ATOMIC_RELAXED);
-      group.last_step[lane] = 0;
+      group.stamp[lane] = stamp_of(0);
       group.count[lane] = 0;
       ShardIndex& index = shards_[shard];
       ShardGuard guard(index);
@@ -299,7 +326,7 @@ void Table::assign(const int64_t* keys, size_t count, const float* rows, int row
         group.count[lane] =
             add_count(0, counts[from], [&] { return draw(count_stream_, grouping.keys()[u], 0, 0)[0]; });
       }
-      if (last_steps) group.last_step[lane] = last_steps[from];
+      if (last_steps) group.stamp[lane] = stamp_of(last_steps[from]);
     }
   });
 }
@@ -315,7 +342,7 @@ uint64_t Table::erase(const int64_t* keys, size_t count) {
     ShardIndex& index = shards_[shard_of(hash)];
     ShardGuard guard(index);
     ShardWriter(index, view_.headers, index_memory_).erase(hash, slot);
-    view_.headers[slot / 4].last_step[slot % 4] = kFreeStep;
+    view_.headers[slot / 4].stamp[slot % 4] = 0;
     free_.push_back(slot);
     ++erased;
   }
@@ -328,7 +355,7 @@ uint64_t Table::scan(uint64_t start, size_t most, std::vector<uint32_t>& live) c
   live.clear();
   const uint64_t end = slots();
   for (; start < end && live.size() < most; ++start)
-    if (view_.headers[start / 4].last_step[start % 4] != kFreeStep) live.push_back(static_cast<uint32_t>(start));
+    if (view_.headers[start / 4].stamp[start % 4] != 0) live.push_back(static_cast<uint32_t>(start));
   return start;
 }
 

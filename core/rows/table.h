@@ -4,8 +4,10 @@
 // writer at a time, which spreads its own work over the pool by shard. Reads take no lock and may run beside it: a
 // reader sees each row whole, as it was before or after an update, never a mixture (shard_index.h has the protocol).
 //
-// Slots are given out in the order of the keys in the call, so they are the same for any thread count. Nothing is
-// changed by a call that throws.
+// A shard takes its slots in small blocks, so that its headers lie together and its index is rebuilt from few cache
+// lines (single slots in order of arrival: 40 ns a row and rebuild, on a 2-core EPYC at 10 million rows). Slots that
+// were freed go to whoever comes first. Who gets which slot follows from the calls alone, for any thread count. Nothing
+// is changed by a call that throws.
 #pragma once
 
 #include <atomic>
@@ -105,6 +107,8 @@ class Table {
  private:
   [[noreturn]] void refuse(uint64_t rows, size_t bytes) const;
   void create(const Grouping& grouping, uint32_t* slots);
+  uint64_t fresh_slots(const Fresh& fresh, const uint64_t* hashes) const;
+  uint32_t take_slot(uint32_t shard);
   void store_initial(int64_t key, char* row) const;
 
   const TableOptions options_;
@@ -117,7 +121,11 @@ class Table {
   std::vector<ShardIndex> shards_;
   RowView view_;
   mutable std::mutex writer_;
-  std::vector<uint32_t> free_;  // slots of erased rows, last freed first used
+  struct SlotBlock {
+    uint32_t next = 0, end = 0;
+  };
+  std::vector<SlotBlock> blocks_;  // by shard: slots that are its own and still unused
+  std::vector<uint32_t> free_;     // slots of erased rows, last freed first used
   uint64_t slots_ = 0, live_ = 0;
   size_t charged_ = 0;  // bytes taken from the budget
   std::atomic<uint64_t> erase_epoch_{0};

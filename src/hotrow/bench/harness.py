@@ -110,7 +110,7 @@ def table(results: Sequence[Result]) -> RichTable:
     """Results for people."""
     view = RichTable()
     for column in ("name", "HotRow", "peer", "peer's", "unit", "ratio", "spread"):
-        view.add_column(column, justify="left" if column in ("name", "peer", "unit") else "right")
+        view.add_column(column, justify="left" if column in ("name", "peer", "unit") else "right", overflow="fold")
     for r in results:
         color = "green" if r.ratio >= 1 else "red"
         view.add_row(

@@ -161,8 +161,7 @@ class _Gather(torch.autograd.Function):
         lookup: Lookup = ctx.lookup
         if ctx.whole:
             matrix = gradients[0]
-            places = lookup.layout.places
-            gradients = tuple(None if matrix is None or not p.pooled else matrix[:, p.begin : p.end] for p in places)
+            gradients = (None,) * len(lookup.layout.places) if matrix is None else tuple(lookup.layout.split(matrix))
         lookup.accept(list(gradients))
         if not any(lookup is other for other in ctx.waiting):
             ctx.waiting.append(lookup)

@@ -68,6 +68,11 @@ class Layout:
             for rows in self.tables
         ]
 
+    def split(self, pooled: Tensor) -> list[Tensor | None]:
+        """Each feature's columns of the pooled matrix; None for a sequence."""
+        parts = iter(pooled.split([place.end - place.begin for place in self.places if place.pooled], dim=1))
+        return [next(parts) if place.pooled else None for place in self.places]
+
     def updates(self, step: int) -> list[Update]:
         """What each table's optimizer does at update number `step`."""
         return [Update.of(rows.optimizer, step) for rows in self.tables]
@@ -104,11 +109,10 @@ class Lookup:
     def gather(self) -> tuple[Tensor, list[Tensor]]:
         """The pooled matrix [batch, width], and each feature's output: a slice of it, or [ids, dim] for a sequence."""
         pooled = _empty(self.batch.size, self.layout.width)
+        slices = self.layout.split(pooled)
         outputs = [
-            pooled[:, place.begin : place.end]
-            if place.pooled
-            else _empty(self.batch.ids[place.feature].values.numel(), place.table.table.dim)
-            for place in self.layout.places
+            _empty(self.batch.ids[place.feature].values.numel(), place.table.table.dim) if part is None else part
+            for place, part in zip(self.layout.places, slices, strict=True)
         ]
         self.plan.gather(outputs)
         return pooled, outputs
@@ -187,7 +191,8 @@ def _plain(gradient: Tensor | None) -> Tensor | None:
     """Float32 rows with unit stride, copied only where they are not."""
     if gradient is None:
         return None
-    gradient = gradient.detach().to("cpu", torch.float32)
+    if gradient.requires_grad or gradient.dtype != torch.float32 or gradient.device.type != "cpu":
+        gradient = gradient.detach().to("cpu", torch.float32)
     unit = gradient.shape[1] <= 1 or gradient.stride(1) == 1
     rows = gradient.shape[0] <= 1 or gradient.stride(0) >= gradient.shape[1]
     return gradient if unit and rows else gradient.contiguous()
