@@ -24,6 +24,7 @@ from hotrow.errors import OptionError, choices
 
 BENCHES = {
     "rows": "W-rows: rows in DRAM against FBGEMM and torch on the CPU; creation speed; bytes a row",
+    "eviction": "which rows to keep in DRAM: hit rates of eviction policies on Zipf traces",
 }
 
 
@@ -65,10 +66,14 @@ class Timing:
 
 
 def alternate(sides: Sequence[Callable[[int], object]], warmup: int, repeats: int) -> list[Timing]:
-    """Time each side's step(i), taking turns, so that noise on the machine falls on both."""
+    """Time each side's step(i), taking turns, so that noise on the machine falls on both.
+
+    A pause before each lets the other's threads go to sleep: OpenMP's spin for a while when their work is done.
+    """
     seconds: list[list[float]] = [[] for _ in sides]
     for i in range(warmup + repeats):
         for side, step in enumerate(sides):
+            time.sleep(0.01)
             start = time.perf_counter()
             step(i)
             if i >= warmup:
