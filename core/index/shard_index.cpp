@@ -11,7 +11,7 @@
 namespace hotrow {
 namespace {
 
-constexpr double kMaxFill = 0.92;
+constexpr double kMaxFill = 0.93;
 constexpr double kGrowth = 1.18;
 
 uint64_t capacity(uint32_t lines) { return static_cast<uint64_t>(lines * double{kEntriesPerLine} * kMaxFill); }

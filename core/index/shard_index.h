@@ -5,7 +5,7 @@
 // is an empty entry (a probe stops at the first line that has one), 1 a deleted one.
 //
 // Growth is per shard and by steps of 18%: a table of n rows never stops for more than n / 1024 of them, and it keeps
-// 78 to 92% of its entries filled, about 4.8 bytes a row. Shards start their steps at different sizes, so that they do
+// 78 to 93% of its entries filled, about 4.7 bytes a row. Shards start their steps at different sizes, so that they do
 // not all grow in the same batch.
 //
 // Threads: one writer per shard at a time. Readers take no lock: they read between two equal, even values of `version`

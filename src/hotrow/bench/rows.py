@@ -32,7 +32,7 @@ from hotrow.table import Table
 
 TABLES, KEYS, BATCH, BATCHES, THREADS = 26, 1_000_000, 4096, 16, 2
 WARMUP, REPEATS = 20, 60
-CREATE_ROWS, CREATE_BAR, CREATE_TABLES = 10_000_000, 5.0, 5
+CREATE_ROWS, CREATE_BAR, CREATE_TABLES = 10_000_000, 5.0, 7
 OVERHEAD_BAR = 20.0
 
 
@@ -143,7 +143,7 @@ def creation() -> Iterator[Result]:
     """Rows created per second, random keys, growth included.
 
     A virtual machine gets a page from its host when it first touches it (0.4 GB/s where we measured it, and it gives
-    free pages back after two seconds), which then is most of the time. So five tables are made, every part of the same
+    free pages back after two seconds), which then is most of the time. So seven tables are made, every part of the same
     keys is timed, and each part counts with its best time: what the store takes when the machine has its memory.
     `rows/create_whole` is the plain median over the same tables, the machine's page supply included.
     """
