@@ -17,5 +17,6 @@ using Vector = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void bind_hashing(nb::module_& m);
 void bind_store(nb::module_& m);
+void bind_durable(nb::module_& m);
 
 }  // namespace hotrow::bindings

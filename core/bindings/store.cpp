@@ -180,14 +180,19 @@ void bind_store(nb::module_& m) {
         d["row_bytes"] = report.row_bytes;
         d["header_bytes"] = report.header_bytes;
         d["index_bytes"] = report.index_bytes;
+        d["tier_bytes"] = report.tier_bytes;
+        d["sketch_bytes"] = report.sketch_bytes;
         d["total_bytes"] = report.total_bytes;
         return d;
       });
 
+  bind_durable(m);
+
   nb::class_<Plan>(m, "Plan")
       .def(nb::init<>())
       .def("route", &route, nb::arg("jobs"))
-      .def("fetch", &Plan::fetch, nb::call_guard<nb::gil_scoped_release>())
+      .def("fetch", &Plan::fetch, nb::arg("step") = 0, nb::call_guard<nb::gil_scoped_release>())
+      .def("release", &Plan::release, nb::call_guard<nb::gil_scoped_release>())
       .def("read", &Plan::read, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "gather",

@@ -42,7 +42,10 @@ void Plan::take(Feature& feature, const FeatureInput& input) {
   if (input.weights) std::copy_n(input.weights, input.count, feature.weights.resize(input.count));
 }
 
+Plan::~Plan() { release(); }
+
 void Plan::route(const std::vector<JobInput>& jobs) {
+  release();
   state_ = State::kEmpty;
   job_count_ = 0;
   feature_count_ = 0;
@@ -50,6 +53,7 @@ void Plan::route(const std::vector<JobInput>& jobs) {
   for (size_t j = 0; j < jobs.size(); ++j) {
     Job& job = jobs_[j];
     job.table = jobs[j].table;
+    job.noted = false;
     job.feature_count = jobs[j].features.size();
     if (job.features.size() < job.feature_count) job.features.resize(job.feature_count);
     size_t begin = 0;
@@ -72,17 +76,55 @@ void Plan::route(const std::vector<JobInput>& jobs) {
 }
 
 // All tables' writer locks, in one order for everybody.
-std::vector<std::unique_lock<std::mutex>> Plan::lock_tables() {
-  std::vector<std::mutex*> mutexes;
-  for (size_t j = 0; j < job_count_; ++j) mutexes.push_back(&jobs_[j].table->writer());
-  std::sort(mutexes.begin(), mutexes.end());
-  std::vector<std::unique_lock<std::mutex>> locks;
-  for (std::mutex* mutex : mutexes) locks.emplace_back(*mutex);
+std::vector<std::unique_lock<Writer>> Plan::lock_tables() {
+  std::vector<Writer*> writers;
+  for (size_t j = 0; j < job_count_; ++j) writers.push_back(&jobs_[j].table->writer());
+  std::sort(writers.begin(), writers.end());
+  std::vector<std::unique_lock<Writer>> locks;
+  for (Writer* writer : writers) locks.emplace_back(*writer);
   return locks;
 }
 
-void Plan::fetch() {
+// Requires: the table's writer lock.
+void Plan::let_go(Job& job) {
+  if (job.held) job.table->tier()->unpin(job.slots.data(), job.grouping.size());
+  job.held = job.current = false;
+  job.table->take_back(job.lent);
+  job.lent.clear();
+}
+
+void Plan::release() {
+  for (size_t j = 0; j < job_count_; ++j) {
+    Job& job = jobs_[j];
+    if (!job.held && job.lent.empty()) continue;
+    std::lock_guard lock(job.table->writer());
+    let_go(job);
+  }
+}
+
+// Slots were let go, so they may have other owners by now.
+bool Plan::lost() const {
+  for (size_t j = 0; j < job_count_; ++j)
+    if ((jobs_[j].table->tier() || jobs_[j].table->admission()) && !jobs_[j].current) return true;
+  return false;
+}
+
+// Which of the keys without a row get one.
+void Plan::judge(Job& job) {
+  const Admission* admission = job.table->admission();
+  job.verdicts.clear();
+  if (!admission) return;
+  const Grouping& g = job.grouping;
+  job.verdicts.assign(g.size(), Admission::Verdict::kAdmit);
+  for (size_t u = 0; u < g.size(); ++u)
+    if (job.slots[u] == kNoSlot)
+      job.verdicts[u] = admission->judge(g.keys()[u], g.hashes()[u], g.run_begin()[u + 1] - g.run_begin()[u], step_);
+  for (uint32_t u : job.arrivals.unique) job.verdicts[u] = Admission::Verdict::kAdmit;
+}
+
+void Plan::fetch(uint32_t step) {
   require(state_ != State::kEmpty, "fetch: route first");
+  step_ = step;
   auto locks = lock_tables();
   find_and_create();
   state_ = State::kFetched;
@@ -90,27 +132,61 @@ void Plan::fetch() {
 
 // Requires: the tables' writer locks. Memory for all tables is taken before any of them changes.
 void Plan::find_and_create() {
+  for (size_t j = 0; j < job_count_; ++j) let_go(jobs_[j]);
   std::vector<char> missing(job_count_);
-  Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
-    Job& job = jobs_[j];
-    job.epoch = job.table->erase_epoch();
-    missing[j] = job.table->find_unique(job.grouping, job.slots.resize(job.grouping.size())) > 0;
-  });
   std::vector<Table::Fresh> fresh(job_count_);
   try {
+    Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
+      Job& job = jobs_[j];
+      job.epoch = job.table->erase_epoch();
+      missing[j] = job.table->find_unique(job.grouping, job.slots.resize(job.grouping.size())) > 0;
+    });
+    // What was found is held at once, so that making room for the rest cannot evict it.
     for (size_t j = 0; j < job_count_; ++j)
+      if (ColdTier* tier = jobs_[j].table->tier()) tier->pin_found(jobs_[j].slots.data(), jobs_[j].grouping.size());
+    Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
+      Job& job = jobs_[j];
+      ColdTier* tier = job.table->tier();
+      job.arrivals.unique.clear();
+      if (tier && tier->evicts() && missing[j]) tier->fetch(job.grouping, job.slots.data(), job.arrivals);
+      if (missing[j]) judge(job);
+    });
+    for (size_t j = 0; j < job_count_; ++j) {
+      Job& job = jobs_[j];
       if (missing[j])
-        fresh[j] = jobs_[j].table->prepare(jobs_[j].grouping.hashes(), jobs_[j].slots.data(), jobs_[j].grouping.cuts());
+        fresh[j] = job.table->prepare(job.grouping.hashes(), job.slots.data(), job.grouping.cuts(), &job.arrivals,
+                                      job.verdicts.empty() ? nullptr : job.verdicts.data());
+    }
     for (size_t j = 0; j < job_count_; ++j) jobs_[j].table->commit(fresh[j]);
   } catch (...) {
-    for (size_t j = 0; j < job_count_; ++j) jobs_[j].table->settle();
+    for (size_t j = 0; j < job_count_; ++j) {
+      if (ColdTier* tier = jobs_[j].table->tier()) tier->unpin_found(jobs_[j].slots.data(), jobs_[j].grouping.size());
+      jobs_[j].table->settle();
+    }
     throw;
   }
   Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
     Job& job = jobs_[j];
-    if (missing[j])
-      job.table->insert(std::move(fresh[j]), job.grouping.keys(), job.grouping.hashes(), job.slots.data());
+    const Grouping& g = job.grouping;
+    std::vector<uint32_t> at = fresh[j].at, from = fresh[j].from;
+    if (missing[j]) job.table->insert(std::move(fresh[j]), g.keys(), g.hashes(), job.slots.data(), &job.arrivals);
+    if (ColdTier* tier = job.table->tier()) {
+      for (uint32_t u : at) tier->pin(&job.slots[u], 1);
+      job.held = true;
+      tier->counters.hits += g.size() - at.size();
+      tier->counters.misses += at.size();
+      tier->counters.arrivals += job.arrivals.unique.size();
+    }
+    for (size_t n = 0; n < from.size(); ++n) {
+      if (from[n] != Table::kRefused) continue;
+      const uint32_t u = at[n];
+      if (!job.noted) job.table->admission()->note(g.hashes()[u], g.run_begin()[u + 1] - g.run_begin()[u]);
+      if (!job.held) job.lent.push_back(job.slots[u]);
+    }
+    job.noted = job.current = true;
   });
+  for (size_t j = 0; j < job_count_; ++j)
+    if (ColdTier* tier = jobs_[j].table->tier(); tier && tier->evicts()) tier->rebalance();
 }
 
 void Plan::read() {
@@ -133,7 +209,7 @@ bool Plan::stale() const {
 void Plan::gather(const std::vector<Matrix>& outputs) {
   require(state_ == State::kFetched || state_ == State::kRead, "gather: fetch or read first");
   require(outputs.size() == feature_count_, "gather: give one output per feature");
-  if (state_ == State::kFetched && stale()) fetch();
+  if (state_ == State::kFetched && (stale() || lost())) fetch(step_);
   size_t bytes = 0;
   for (const Matrix& out : outputs) bytes += out.rows * out.columns * sizeof(float);
   std::vector<PoolArgs> tasks;
@@ -246,7 +322,9 @@ void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix
   });
 
   auto locks = lock_tables();
-  if (stale()) find_and_create();
+  if (stale() || lost()) find_and_create();
+  for (size_t j = 0; j < job_count_; ++j)
+    if (ColdTier* tier = jobs_[j].table->tier()) tier->touch(jobs_[j].slots.data(), jobs_[j].grouping.size());
   struct Task {
     size_t job, begin, end;
   };
@@ -280,6 +358,9 @@ void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix
     args.count_stream = table.count_stream();
     kernels().update[static_cast<int>(table.options().rule)](args);
   });
+  for (size_t j = 0; j < job_count_; ++j) let_go(jobs_[j]);
+  for (size_t j = 0; j < job_count_; ++j)
+    if (ColdTier* tier = jobs_[j].table->tier(); tier && tier->evicts()) tier->rebalance();
 }
 
 size_t Plan::ids() const {

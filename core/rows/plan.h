@@ -61,12 +61,17 @@ class GradientNotFinite : public std::runtime_error {
 class Plan {
  public:
   Plan() = default;
+  ~Plan();
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
   // Throws std::invalid_argument for offsets that do not fit; the plan is then empty.
   void route(const std::vector<JobInput>& jobs);
-  void fetch();
+  // Rows of the batch's keys: found in DRAM, read from SSD, or new. Until release (or the update, or the next route)
+  // none of them leaves its slot. A key that admission refuses gets a slot with its initial row for this batch alone.
+  // `step` is the update this batch will be part of.
+  void fetch(uint32_t step = 0);
+  void release();
   void read();
   // One matrix per feature, in the order given to route. For Pooling::kNone, one row per id.
   void gather(const std::vector<Matrix>& outputs);
@@ -100,13 +105,22 @@ class Plan {
     Buffer<uint32_t> slots;
     Buffer<float> copies;  // [unique, dim], by read()
     uint64_t epoch = 0;
+    Arrivals arrivals;
+    std::vector<Admission::Verdict> verdicts;  // empty: all admitted
+    std::vector<uint32_t> lent;                // slots of refused keys, of a table without a tier
+    bool held = false;                         // slots are pinned
+    bool current = false;                      // slots were found and not let go since
+    bool noted = false;                        // refused sightings are in the sketch
   };
   enum class State { kEmpty, kRouted, kFetched, kRead };
 
   static void take(Feature& feature, const FeatureInput& input);
   static void spread_bags(Feature& feature);
-  std::vector<std::unique_lock<std::mutex>> lock_tables();
+  std::vector<std::unique_lock<Writer>> lock_tables();
   void find_and_create();
+  void judge(Job& job);
+  void let_go(Job& job);
+  bool lost() const;
   bool stale() const;
   void require(bool condition, const char* what) const;
 
@@ -114,6 +128,7 @@ class Plan {
   size_t job_count_ = 0;
   size_t feature_count_ = 0;
   State state_ = State::kEmpty;
+  uint32_t step_ = 0;
 };
 
 }  // namespace hotrow

@@ -456,6 +456,7 @@ void update_rows(const UpdateArgs& args) {
   for (size_t unique = args.begin; unique < args.end; ++unique) {
     prefetch(unique + kUpdateAhead);
     const uint32_t slot = args.slots[unique];
+    if (view.headers[slot / 4].stamp[slot % 4] == 0) continue;  // a key that was not admitted learns nothing
     const float* gradient = sum_run<kDim>(args, unique, dim, plain);
     ShardIndex& shard = view.shards[shard_of(args.hashes[unique])];
     __atomic_store_n(&shard.version, shard.version + 1, __ATOMIC_RELAXED);

@@ -52,6 +52,7 @@ void store_values(char* to, const float* from, size_t count) {
 }
 
 constexpr size_t kAhead = 16;
+constexpr size_t kBulkPart = 4096;  // keys
 
 // Slots that a shard of this many rows takes at a time. Small, because on average half a block per shard is unused.
 uint32_t block_size(uint32_t rows) { return rows < 128 ? 4 : 8; }
@@ -100,7 +101,38 @@ Table::Table(TableOptions options, std::shared_ptr<Budget> budget)
             static_cast<size_t>(width_) * sizeof(float)},
       blocks_(kShards) {}
 
-Table::~Table() { budget_->give_back(charged_); }
+Table::~Table() {
+  budget_->leave(this);
+  budget_->give_back(charged_);
+}
+
+void Table::attach(std::unique_ptr<Log> log, bool evicts) {
+  std::lock_guard lock(writer_);
+  if (tier_) throw std::logic_error("table '" + options_.name + "' has a log already");
+  if (log->options().row_bytes != view_.row_bytes) throw std::logic_error("the log is for rows of another width");
+  if (evicts && slots_ != 0) throw std::logic_error("an SSD tier is given to a table before its first row");
+  auto tier = std::make_unique<ColdTier>(*this, std::move(log), evicts);
+  if (!evicts && slots_ != 0) {
+    const size_t bytes = slots_ * SlotMarks::kBytes;
+    if (!budget_->try_take(bytes)) refuse(0, bytes);
+    budget_->give_back(bytes);
+    tier->marks().commit(slots_);
+    tier->mark_all_dirty();
+  }
+  tier_ = std::move(tier);
+  if (evicts) budget_->join(this);
+  settle();
+}
+
+size_t Table::reclaimable() const { return tier_ ? tier_->active_slabs() * tier_->slab_bytes() : 0; }
+
+bool Table::give_back_some() {
+  if (!tier_ || !tier_->evicts()) return false;
+  if (writer_.mine()) return tier_->release_slab();
+  if (!writer_.try_lock()) return false;
+  std::lock_guard lock(writer_, std::adopt_lock);
+  return tier_->release_slab();
+}
 
 void Table::find(const int64_t* keys, size_t count, uint32_t* slots) const {
   for_chunks(count, [&](size_t begin, size_t end) {
@@ -119,11 +151,15 @@ void Table::read(const int64_t* keys, const uint64_t* hashes, size_t count, floa
       for (size_t i = begin; i < end; ++i) own[i - begin] = hash_key(keys[i]);
     const uint64_t* chunk_hashes = hashes ? hashes + begin : own.data();
     kernels().read({{view_, keys + begin, chunk_hashes, end - begin, slots.data()}, dim, out + begin * dim});
+    std::vector<uint32_t> absent;
     for (size_t i = begin; i < end; ++i) {
       const bool here = slots[i - begin] != kNoSlot;
-      if (!here) write_initial(options_.initial, initial_stream_, keys[i], out + i * dim, dim);
       if (found) found[i] = here;
+      if (here) continue;
+      write_initial(options_.initial, initial_stream_, keys[i], out + i * dim, dim);
+      absent.push_back(static_cast<uint32_t>(i));
     }
+    if (tier_ && tier_->evicts() && !absent.empty()) tier_->read(keys, absent, out, found);
   });
 }
 
@@ -165,20 +201,30 @@ void Table::refuse(uint64_t rows, size_t bytes) const {
                        " left; nothing was changed. Raise dram=, or keep smaller rows (dim, optimizer state)");
 }
 
-Table::Fresh Table::prepare(const uint64_t* hashes, const uint32_t* slots, const std::vector<size_t>& cuts) {
+Table::Fresh Table::prepare(const uint64_t* hashes, const uint32_t* slots, const std::vector<size_t>& cuts,
+                            const Arrivals* arrivals, const Admission::Verdict* verdicts) {
   Fresh fresh;
   fresh.cuts.push_back(0);
   fresh.more.assign(kShards, 0);
+  std::vector<uint32_t> arrived;
+  if (arrivals && !arrivals->unique.empty()) {
+    arrived.assign(cuts.back(), kFresh);
+    for (uint32_t n = 0; n < arrivals->unique.size(); ++n) arrived[arrivals->unique[n]] = n;
+  }
   for (size_t range = 0; range + 1 < cuts.size(); ++range) {
     for (size_t i = cuts[range]; i < cuts[range + 1]; ++i)
       if (slots[i] == kNoSlot) {
+        uint32_t from = arrived.empty() ? kFresh : arrived[i];
+        if (from == kFresh && verdicts && verdicts[i] == Admission::Verdict::kRefuse) from = kRefused;
         fresh.at.push_back(static_cast<uint32_t>(i));
-        ++fresh.more[shard_of(hashes[i])];
+        if (!arrived.empty() || verdicts) fresh.from.push_back(from);
+        fresh.more[shard_of(hashes[i])] += from != kRefused;
       }
     fresh.cuts.push_back(fresh.at.size());
   }
   if (fresh.at.empty()) return fresh;
 
+  if (tier_ && tier_->evicts()) tier_->make_room(fresh.at.size());
   const uint64_t slots_after = slots_ + fresh_slots(fresh, hashes);
   if (slots_after >= kNoSlot - kFirstSlotCode)
     throw BudgetExceeded("table '" + options_.name + "' would pass 4 billion rows in one process; use more ranks");
@@ -196,10 +242,17 @@ Table::Fresh Table::prepare(const uint64_t* hashes, const uint32_t* slots, const
       index_memory_.spent() + growth * kLine > index_memory_.reserved())
     throw BudgetExceeded("table '" + options_.name + "' outgrows the address space it was given; use fewer tables in " +
                          "one process, or more ranks");
-  const size_t need = rows_.rounded(row_bytes) + headers_.rounded(header_bytes) + index_memory_.resident() +
-                      growth * kLine + rebuilds * kPage;
+  const size_t index_bytes = index_memory_.resident() + growth * kLine + rebuilds * kPage;
+  size_t need = rows_.rounded(row_bytes) + headers_.rounded(header_bytes) + index_bytes;
+  if (admission_) need += admission_->bytes();
+  if (tier_)
+    need = tier_->evicts() ? index_bytes + tier_->holds()
+                           : need + tier_->holds() + (slots_after - slots_) * SlotMarks::kBytes + (size_t{3} << 16);
   if (need > charged_) {
-    if (!budget_->try_take(need - charged_)) refuse(fresh.at.size(), need - charged_);
+    if (tier_ && tier_->evicts())
+      budget_->take(need - charged_);  // small, and made up for by rebalance()
+    else if (!budget_->try_take(need - charged_))
+      refuse(fresh.at.size(), need - charged_);
     charged_ = need;
   }
   return fresh;
@@ -208,8 +261,8 @@ Table::Fresh Table::prepare(const uint64_t* hashes, const uint32_t* slots, const
 // How many slots beyond slots_ the fresh keys will take, in whole blocks of their shards.
 uint64_t Table::fresh_slots(const Fresh& fresh, const uint64_t* hashes) const {
   if (fresh.at.size() <= free_.size()) return 0;
-  std::vector<uint32_t> wanted = fresh.more;
-  for (size_t n = 0; n < free_.size(); ++n) --wanted[shard_of(hashes[fresh.at[n]])];
+  std::vector<uint32_t> wanted(kShards);
+  for (size_t n = free_.size(); n < fresh.at.size(); ++n) ++wanted[shard_of(hashes[fresh.at[n]])];
   uint64_t total = 0;
   for (uint32_t shard = 0; shard < kShards; ++shard) {
     const uint32_t open = blocks_[shard].end - blocks_[shard].next;
@@ -218,6 +271,12 @@ uint64_t Table::fresh_slots(const Fresh& fresh, const uint64_t* hashes) const {
     total += (wanted[shard] - open + block - 1) / block * block;
   }
   return total;
+}
+
+size_t Table::holds() const {
+  size_t bytes = index_memory_.resident() + (admission_ ? admission_->bytes() : 0) + (tier_ ? tier_->holds() : 0);
+  if (!tier_ || !tier_->evicts()) bytes += rows_.committed() + headers_.committed();
+  return bytes;
 }
 
 // A freed slot, or the next of the shard's block.
@@ -241,21 +300,37 @@ void Table::commit(const Fresh& fresh) {
   rows_.commit(fresh.slots_after * view_.row_bytes);
   headers_.commit((fresh.slots_after + 3) / 4 * sizeof(HeaderGroup));
   index_memory_.reserve(fresh.index_lines);
+  if (tier_) tier_->marks().commit(fresh.slots_after);
 }
 
-void Table::insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uint32_t* slots) {
+void Table::insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uint32_t* slots,
+                   const Arrivals* arrivals) {
   if (fresh.at.empty()) return;
+  const size_t record_bytes = view_.row_bytes + sizeof(RecordHead);
   for (uint32_t i : fresh.at) slots[i] = take_slot(shard_of(hashes[i]));
   Pool::shared().run(static_cast<int>(fresh.cuts.size()) - 1, [&](int range) {
     for (size_t n = fresh.cuts[range], end = fresh.cuts[range + 1]; n < end; ++n) {
       if (n + kAhead < end) prefetch_line(shards_, hashes[fresh.at[n + kAhead]]);
       const uint32_t i = fresh.at[n], slot = slots[i], lane = slot % 4;
-      const uint32_t shard = shard_of(hashes[i]);
-      store_initial(keys[i], view_.rows + size_t{slot} * view_.row_bytes);
+      const uint32_t shard = shard_of(hashes[i]), from = fresh.from.empty() ? kFresh : fresh.from[n];
+      char* row = view_.rows + size_t{slot} * view_.row_bytes;
       HeaderGroup& group = view_.headers[slot / 4];
       __atomic_store_n(&group.key[lane], keys[i], __ATOMIC_RELAXED);
-      group.stamp[lane] = stamp_of(0);
-      group.count[lane] = 0;
+      if (from >= kRefused) {
+        store_initial(keys[i], row);
+        group.stamp[lane] = from == kFresh ? stamp_of(0) : 0;
+        group.count[lane] = 0;
+        if (tier_) tier_->marks().reset(slot, from == kFresh ? tier_->epoch() : kClean, kNoPlace);
+        if (from == kRefused) continue;
+      } else {
+        RecordHead head;
+        const char* record = arrivals->records.data() + from * record_bytes;
+        std::memcpy(&head, record, sizeof(head));
+        store_values(row, reinterpret_cast<const float*>(record + sizeof(head)), width_);
+        group.stamp[lane] = head.stamp;
+        group.count[lane] = head.count;
+        tier_->marks().reset(slot, kClean, arrivals->places[from]);
+      }
       ShardIndex& index = shards_[shard];
       ShardGuard guard(index);
       ShardWriter writer(index, view_.headers, index_memory_);
@@ -264,37 +339,60 @@ void Table::insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uin
         writer.rebuild(lines_for(shard, uint64_t{index.rows} + more), slot_bits_for(slots_));
       --more;
       writer.insert(hashes[i], slot);
+      if (from < kRefused) tier_->cold().erase(hashes[i], arrivals->places[from]);
     }
   });
-  __atomic_store_n(&live_, live_ + fresh.at.size(), __ATOMIC_RELAXED);
+  const size_t created =
+      fresh.from.empty() ? fresh.at.size() : std::count(fresh.from.begin(), fresh.from.end(), kFresh);
+  __atomic_store_n(&live_, live_ + created, __ATOMIC_RELAXED);
   settle();
 }
 
 void Table::settle() {
-  const size_t holds = rows_.committed() + headers_.committed() + index_memory_.resident();
-  if (holds < charged_) budget_->give_back(charged_ - holds);
-  if (holds > charged_) budget_->try_take(holds - charged_);
-  charged_ = holds;
+  const size_t now = holds();
+  if (now < charged_) budget_->give_back(charged_ - now);
+  if (now > charged_) budget_->take(now - charged_);
+  charged_ = now;
 }
 
 // Requires: the writer lock. A failure leaves the table as it was.
 void Table::create(const Grouping& grouping, uint32_t* slots) {
-  find_unique(grouping, slots);
+  const size_t missing = find_unique(grouping, slots);
+  Arrivals arrivals;
   try {
-    Fresh fresh = prepare(grouping.hashes(), slots, grouping.cuts());
+    if (tier_ && tier_->evicts() && missing) {
+      // What make_room evicts must not be what was just found.
+      tier_->pin_found(slots, grouping.size());
+      try {
+        tier_->fetch(grouping, slots, arrivals);
+        tier_->make_room(missing);
+      } catch (...) {
+        tier_->unpin_found(slots, grouping.size());
+        throw;
+      }
+      tier_->unpin_found(slots, grouping.size());
+    }
+    Fresh fresh = prepare(grouping.hashes(), slots, grouping.cuts(), &arrivals);
     commit(fresh);
-    insert(std::move(fresh), grouping.keys(), grouping.hashes(), slots);
+    insert(std::move(fresh), grouping.keys(), grouping.hashes(), slots, &arrivals);
   } catch (...) {
     settle();
     throw;
   }
 }
 
+// A table over SSD takes many keys in parts: not all of them may fit into DRAM at once.
 void Table::find_or_create(const int64_t* keys, size_t count, uint32_t* slots) {
+  const size_t part = tier_ && tier_->evicts() ? kBulkPart : std::max<size_t>(count, 1);
+  for (size_t at = 0; at < count; at += part) find_or_create_some(keys + at, std::min(part, count - at), slots + at);
+}
+
+void Table::find_or_create_some(const int64_t* keys, size_t count, uint32_t* slots) {
   auto& [grouping, unique] = Scratch::of_keys(keys, count);
   std::lock_guard lock(writer_);
   create(grouping, unique.data());
   for (size_t i = 0; i < count; ++i) slots[i] = unique[grouping.inverse()[i]];
+  if (tier_ && tier_->evicts()) tier_->rebalance();
 }
 
 size_t Table::find_unique(const Grouping& grouping, uint32_t* slots) const {
@@ -309,12 +407,21 @@ size_t Table::find_unique(const Grouping& grouping, uint32_t* slots) const {
 
 void Table::assign(const int64_t* keys, size_t count, const float* rows, int row_floats, const uint64_t* counts,
                    const uint32_t* last_steps) {
+  if (tier_ && tier_->evicts() && count > kBulkPart) {
+    if (Scratch::of_keys(keys, count).grouping.size() != count)
+      throw std::invalid_argument("assign: duplicate keys; give each key once");
+    for (size_t at = 0; at < count; at += kBulkPart)
+      assign(keys + at, std::min(kBulkPart, count - at), rows + at * row_floats, row_floats,
+             counts ? counts + at : nullptr, last_steps ? last_steps + at : nullptr);
+    return;
+  }
   auto& [grouping, slots] = Scratch::of_keys(keys, count);
   if (grouping.size() != count)
     throw std::invalid_argument("assign: " + std::to_string(count - grouping.size()) +
                                 " duplicate keys; give each key once");
   std::lock_guard lock(writer_);
   create(grouping, slots.data());
+  if (tier_) tier_->touch(slots.data(), slots.size());
   const auto& cuts = grouping.cuts();
   Pool::shared().run(static_cast<int>(cuts.size()) - 1, [&](int range) {
     for (size_t u = cuts[range]; u < cuts[range + 1]; ++u) {
@@ -338,17 +445,25 @@ uint64_t Table::erase(const int64_t* keys, size_t count) {
   for (size_t i = 0; i < count; ++i) {
     const uint64_t hash = hash_key(keys[i]);
     uint32_t slot;
-    if (kernels().find({view_, &keys[i], &hash, 1, &slot})) continue;
-    ShardIndex& index = shards_[shard_of(hash)];
-    ShardGuard guard(index);
-    ShardWriter(index, view_.headers, index_memory_).erase(hash, slot);
-    view_.headers[slot / 4].stamp[slot % 4] = 0;
-    free_.push_back(slot);
-    ++erased;
+    if (kernels().find({view_, &keys[i], &hash, 1, &slot}) == 0) {
+      erase_slot(hash, slot);
+      ++erased;
+    } else if (tier_ && tier_->evicts() && tier_->erase_cold(keys[i], hash)) {
+      ++erased;
+    }
   }
   __atomic_store_n(&live_, live_ - erased, __ATOMIC_RELAXED);
   if (erased) erase_epoch_.fetch_add(1, std::memory_order_acq_rel);
   return erased;
+}
+
+void Table::erase_slot(uint64_t hash, uint32_t slot) {
+  if (tier_) tier_->forget(slot);
+  ShardIndex& index = shards_[shard_of(hash)];
+  ShardGuard guard(index);
+  ShardWriter(index, view_.headers, index_memory_).erase(hash, slot);
+  view_.headers[slot / 4].stamp[slot % 4] = 0;
+  if (!tier_ || tier_->marks().pins(slot) == 0) free_.push_back(slot);  // else its last holder frees it
 }
 
 uint64_t Table::scan(uint64_t start, size_t most, std::vector<uint32_t>& live) const {
@@ -368,7 +483,17 @@ MemoryReport Table::memory() const {
   report.row_bytes = rows_.committed();
   report.header_bytes = headers_.committed();
   report.index_bytes = index_memory_.resident() + shards_.size() * sizeof(ShardIndex);
-  report.total_bytes = report.row_bytes + report.header_bytes + report.index_bytes;
+  if (tier_ && tier_->evicts()) {
+    report.row_bytes = tier_->active_slabs() * ColdTier::kSlabSlots * view_.row_bytes;
+    report.header_bytes = tier_->active_slabs() * ColdTier::kSlabSlots * kHeaderBytes;
+  }
+  if (tier_) {
+    report.tier_bytes = tier_->holds();
+    if (tier_->evicts()) report.tier_bytes -= report.row_bytes + report.header_bytes;
+  }
+  if (admission_) report.sketch_bytes = admission_->bytes();
+  report.total_bytes =
+      report.row_bytes + report.header_bytes + report.index_bytes + report.tier_bytes + report.sketch_bytes;
   return report;
 }
 

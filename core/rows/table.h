@@ -21,8 +21,11 @@
 #include "memory/region.h"
 #include "optim/rules_kind.h"
 #include "random/initial.h"
+#include "rows/cold_tier.h"
+#include "rows/expiry.h"
 #include "rows/grouping.h"
 #include "rows/kernels.h"
+#include "threads/writer.h"
 
 namespace hotrow {
 
@@ -44,13 +47,16 @@ struct TableOptions {
 struct MemoryReport {
   uint64_t rows, slots;
   uint64_t payload_bytes;  // values of live rows: what the user asked to keep
-  uint64_t row_bytes, header_bytes, index_bytes, total_bytes;
+  uint64_t row_bytes, header_bytes, index_bytes;
+  uint64_t tier_bytes;    // with a log: the cold index, marks, buffers
+  uint64_t sketch_bytes;  // with admission
+  uint64_t total_bytes;
 };
 
-class Table {
+class Table : public BudgetMember {
  public:
   Table(TableOptions options, std::shared_ptr<Budget> budget);
-  ~Table();
+  ~Table() override;
 
   const TableOptions& options() const { return options_; }
   int dim() const { return options_.dim; }
@@ -61,7 +67,11 @@ class Table {
   uint64_t erase_epoch() const { return erase_epoch_.load(std::memory_order_acquire); }
   RowView view() const { return view_; }
   uint64_t count_stream() const { return count_stream_; }
-  std::mutex& writer() const { return writer_; }
+  Writer& writer() const { return writer_; }
+
+  // Puts a log below the rows. With `evicts` the table must be empty, and DRAM becomes a cache over the log.
+  void attach(std::unique_ptr<Log> log, bool evicts);
+  ColdTier* tier() const { return tier_.get(); }
 
   // Any keys, duplicates too. slots[i] is kNoSlot for a key that has no row.
   void find(const int64_t* keys, size_t count, uint32_t* slots) const;
@@ -81,14 +91,18 @@ class Table {
   // (Grouping's).
   struct Fresh {
     std::vector<uint32_t> at;    // places of the keys that have no slot
+    std::vector<uint32_t> from;  // of each: its number among the arrivals, kFresh, or kRefused; empty: all kFresh
     std::vector<size_t> cuts;    // of `at`, by the ranges given
     std::vector<uint32_t> more;  // new rows by shard, so that a full shard grows once for all of them
     uint64_t slots_after = 0;
     size_t index_lines = 0;  // for the shards that grow
   };
-  Fresh prepare(const uint64_t* hashes, const uint32_t* slots, const std::vector<size_t>& cuts);
+  static constexpr uint32_t kFresh = 0xffffffffu, kRefused = 0xfffffffeu;
+  Fresh prepare(const uint64_t* hashes, const uint32_t* slots, const std::vector<size_t>& cuts,
+                const Arrivals* arrivals = nullptr, const Admission::Verdict* verdicts = nullptr);
   void commit(const Fresh& fresh);
-  void insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uint32_t* slots);
+  void insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uint32_t* slots,
+              const Arrivals* arrivals = nullptr);
   void settle();  // bring what is charged to the budget to what is really held
 
   // Any keys, duplicates too; unseen ones get their initial row. Takes the writer lock.
@@ -100,15 +114,62 @@ class Table {
   // Returns how many rows there were to erase. Takes the writer lock.
   uint64_t erase(const int64_t* keys, size_t count);
 
+  // Admission and expiry (expiry.h). Set before training.
+  void set_admission(const AdmissionOptions& options);
+  Admission* admission() const { return admission_.get(); }
+  // Whether the last sweep would have removed this row. A row of which this is true reads as new wherever it is.
+  bool expired(uint64_t hash, const RecordHead& head, const float* values) const {
+    return expiry_.removes(shard_of(hash), step_of(head.stamp), decode_count(head.count), values, options_.dim);
+  }
+  // Removes what the rules say, now and, on SSD, when it is met. Returns how many rows left at once.
+  uint64_t sweep(const SweepRules& rules);
+  // Slots that were lent to keys without a row. Requires: the writer lock.
+  void take_back(const std::vector<uint32_t>& slots) { free_.insert(free_.end(), slots.begin(), slots.end()); }
+  const Expiry& expiry() const { return expiry_; }
+
+  // Brings rows of these keys up from SSD, as far as they are there: reads without the lock, then puts them into slots.
+  // Changes no result, only what the next fetch finds in DRAM. Any thread. Returns how many came.
+  size_t prefetch(const int64_t* keys, size_t count);
+  // Removes every row, on SSD too. Requires: no reader, no plan that holds slots.
+  void clear();
+
   // Live slots in rising order from `start`, at most `most`; returns the slot to go on from, or slots() at the end.
   uint64_t scan(uint64_t start, size_t most, std::vector<uint32_t>& live) const;
+  // Whole rows of one shard that are on SSD alone, expired ones left out. Requires: no writer runs.
+  void scan_cold(uint32_t shard, std::vector<RecordHead>& heads, std::vector<float>& rows) const;
+
+  // --- snapshots: begin at a step boundary (short), then finish from any thread while training goes on ---
+  void begin_snapshot();
+  struct SnapshotStats {
+    uint64_t rows, rows_written, bytes_written, bytes_copied;
+  };
+  SnapshotStats finish_snapshot(const std::string& folder, const std::string& previous);
+  void abandon_snapshot();
+  // A few words of the caller's that are part of a snapshot.
+  const std::string& notes() const { return notes_; }
+  void set_notes(std::string notes) { notes_ = std::move(notes); }
+  // The table's rows become the snapshot's. Requires: the table is empty.
+  void load_snapshot(const std::string& folder);
   MemoryReport memory() const;
 
+  size_t reclaimable() const override;
+  bool give_back_some() override;
+
  private:
+  friend class ColdTier;
   [[noreturn]] void refuse(uint64_t rows, size_t bytes) const;
   void create(const Grouping& grouping, uint32_t* slots);
   uint64_t fresh_slots(const Fresh& fresh, const uint64_t* hashes) const;
   uint32_t take_slot(uint32_t shard);
+  size_t holds() const;
+  void clear_index();
+  size_t prefetch_some(const int64_t* keys, size_t count);
+  void find_or_create_some(const int64_t* keys, size_t count, uint32_t* slots);
+  void erase_slot(uint64_t hash, uint32_t slot);
+  void cap_rows(uint64_t max_rows);
+  void write_state(const std::string& folder, const std::vector<char>& state) const;
+  std::vector<char> save_state() const;
+  void load_state(const std::string& folder);
   void store_initial(int64_t key, char* row) const;
 
   const TableOptions options_;
@@ -120,7 +181,7 @@ class Table {
   LineArena index_memory_;
   std::vector<ShardIndex> shards_;
   RowView view_;
-  mutable std::mutex writer_;
+  mutable Writer writer_;
   struct SlotBlock {
     uint32_t next = 0, end = 0;
   };
@@ -129,6 +190,11 @@ class Table {
   uint64_t slots_ = 0, live_ = 0;
   size_t charged_ = 0;  // bytes taken from the budget
   std::atomic<uint64_t> erase_epoch_{0};
+  std::unique_ptr<ColdTier> tier_;
+  std::unique_ptr<Admission> admission_;
+  Expiry expiry_;
+  std::vector<char> snapshot_state_;
+  std::string notes_;
 };
 
 }  // namespace hotrow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -51,22 +52,26 @@ def format_size(count: float) -> str:
 class Memory:
     """How much memory rows may take, by tier. Leave a tier out and it is not used; without `dram` there is no limit.
 
+    `ssd` is a folder: rows that do not fit into `dram` live there. It belongs to one process at a time, and what is in
+    it matters only as long as that runs; what must survive is in checkpoints.
+
     >>> Memory(dram="4GiB").dram_bytes
     4294967296
     """
 
     dram: str | int | None = None
     hbm: str | int | None = None
-    ssd: str | None = None
+    ssd: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.dram is not None:
             parse_size(self.dram, "dram")
-        for tier in ("hbm", "ssd"):
-            if getattr(self, tier) is not None:
-                raise OptionError(
-                    f"{tier}={getattr(self, tier)!r}: this version keeps rows in DRAM alone; leave {tier}= out"
-                )
+        if self.hbm is not None:
+            raise OptionError(f"hbm={self.hbm!r}: this version keeps rows in DRAM and on SSD; leave hbm= out")
+        if self.ssd is not None and (not isinstance(self.ssd, (str, os.PathLike)) or not str(self.ssd)):
+            raise OptionError(f"ssd={self.ssd!r}: give a folder on a local disk, such as ssd='/data/rows'")
+        if self.ssd is not None and self.dram is None:
+            raise OptionError(f"ssd={str(self.ssd)!r} without dram=: say how much DRAM the cache over it may take")
 
     @property
     def dram_bytes(self) -> int:

@@ -23,6 +23,7 @@ from hotrow.errors import OptionError, choices
 from hotrow.optim import Optimizer, RowWiseAdagrad
 from hotrow.table import Lookup, Table, TableRows
 from hotrow.table.lookup import Layout, Merged
+from hotrow.table.ssd import SsdFolder
 from hotrow.tiers.host import Budget, HostPlan
 
 
@@ -49,6 +50,7 @@ class EmbeddingCollection(nn.Module):
         self.seed = seed
         self.budget = Budget(self.memory.dram_bytes)
         self.tables = [TableRows(table, self.optimizer, seed, self.budget) for table in tables]
+        self._ssd = SsdFolder(self.memory, self.tables) if self.memory.ssd is not None else None
         self.steps = 0
         self._layout = Layout(self.tables)
         self._waiting: list[Lookup] = []
@@ -76,7 +78,8 @@ class EmbeddingCollection(nn.Module):
 
     def route(self, batch: KeyedBatch) -> Lookup:
         """Begin a batch's lookup: deduplicate its keys. Follow with `fetch()` or `read()`."""
-        return Lookup(self._layout, batch, self._plans.pop() if self._plans else None).route()
+        plan = self._plans.pop() if self._plans else None
+        return Lookup(self._layout, batch, plan, self.steps + 1).route()
 
     def forward(self, batch: KeyedBatch | Lookup) -> dict[str, Tensor]:
         """Vectors by feature: [batch, dim] where pooled; [batch, length, dim] and a `<name>_mask` for sequences."""
@@ -122,8 +125,11 @@ class EmbeddingCollection(nn.Module):
         work = lookups[0] if len(lookups) == 1 else Merged(lookups)
         work.update(self.steps + 1, grad_scale)
         self.steps += 1
+        times = [int(lookup.batch.time.max()) for lookup in lookups if lookup.batch.time is not None]
         for lookup in lookups:
             self._release(lookup)
+        for rows in self.tables:
+            rows.committed(self.steps, max(times, default=None))
 
     def discard(self) -> None:
         """Forget gradients that wait for `step()`."""
@@ -137,6 +143,7 @@ class EmbeddingCollection(nn.Module):
         return ", ".join(f"{rows.table.name}[{len(rows):,} x {rows.table.dim}]" for rows in self.tables)
 
     def _release(self, lookup: Lookup) -> None:
+        lookup.plan.release()
         if len(self._plans) < 8:
             self._plans.append(lookup.plan)
         del lookup.plan

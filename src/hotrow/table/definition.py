@@ -10,6 +10,7 @@ from hotrow.config import Initial, check_options
 from hotrow.errors import OptionError, choices
 from hotrow.optim import Optimizer
 from hotrow.optim import from_dict as optimizer_from_dict
+from hotrow.table.policies import Admission, Expiry
 
 POOLINGS = ("sum", "mean", "none")
 
@@ -20,7 +21,8 @@ class Table:
 
     `features` is a list of names (their ids are summed), or a mapping of names to pooling: "sum", "mean", or "none" for
     a sequence, which arrives at the tower as [batch, length, dim] with a mask. Without `features` the table feeds the
-    feature of its own name. `optimizer` overrides the collection's.
+    feature of its own name. `optimizer` overrides the collection's. `admission` and `expiry` say which keys get a row
+    and how long it stays.
 
     >>> Table("item", dim=32, features={"item_id": "sum", "history": "none"}).poolings["history"]
     'none'
@@ -31,6 +33,8 @@ class Table:
     features: Sequence[str] | Mapping[str, str] | None = None
     initial: Initial = field(default_factory=Initial)
     optimizer: Optimizer | None = None
+    admission: Admission | None = None
+    expiry: Expiry | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "/" in self.name or self.name.startswith("."):
@@ -62,6 +66,10 @@ class Table:
         values["initial"] = self.initial.to_dict()
         if self.optimizer is not None:
             values["optimizer"] = self.optimizer.to_dict()
+        if self.admission is not None:
+            values["admission"] = self.admission.to_dict()
+        if self.expiry is not None:
+            values["expiry"] = self.expiry.to_dict()
         return values
 
     @staticmethod
@@ -80,4 +88,8 @@ class Table:
             options["initial"] = Initial.from_dict(options["initial"])
         if "optimizer" in options:
             options["optimizer"] = optimizer_from_dict(options["optimizer"])
+        if "admission" in options:
+            options["admission"] = Admission.from_dict(options["admission"])
+        if "expiry" in options:
+            options["expiry"] = Expiry.from_dict(options["expiry"])
         return Table(**options)

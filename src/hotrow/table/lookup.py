@@ -84,9 +84,10 @@ Gradients = list[Tensor | None]
 class Lookup:
     """One batch's rows, from its keys to its update."""
 
-    def __init__(self, layout: Layout, batch: KeyedBatch, plan: HostPlan | None = None) -> None:
+    def __init__(self, layout: Layout, batch: KeyedBatch, plan: HostPlan | None = None, step: int = 0) -> None:
         self.layout = layout
         self.batch = batch
+        self.step = step  # the update that this batch will be part of
         self.plan = plan or HostPlan()
         self.gradients: Gradients | None = None  # by feature, in the layout's order
         self.done = False
@@ -98,7 +99,7 @@ class Lookup:
 
     def fetch(self) -> Lookup:
         """Find the rows; unseen keys get one."""
-        self.plan.fetch()
+        self.plan.fetch(self.step)
         return self
 
     def read(self) -> Lookup:
@@ -145,7 +146,7 @@ class Merged:
         plan = HostPlan()
         parts = [self.layout.jobs(lookup.batch) for lookup in self.lookups]
         plan.route([(jobs[0][0], [f for _, features in jobs for f in features]) for jobs in zip(*parts, strict=True)])
-        plan.fetch()
+        plan.fetch(step)
         gradients: Gradients = []
         at = 0
         for rows in self.layout.tables:  # the order of route: table by table, there lookup by lookup

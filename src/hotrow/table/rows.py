@@ -16,7 +16,8 @@ from torch import Tensor
 
 from hotrow.optim import Optimizer
 from hotrow.table.definition import Table
-from hotrow.tiers.host import Budget, HostStore, Rows
+from hotrow.table.policies import Clock, parse_time
+from hotrow.tiers.host import Budget, HostStore, Rows, Ticket
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class TableRows:
         self.table = table
         self.optimizer = table.optimizer or optimizer
         self.store = HostStore(table.name, table.dim, self.optimizer, table.initial, seed, budget)
+        self.clock = Clock()
+        if table.admission is not None:
+            self.store.set_admission(table.admission.after, table.admission.probability, table.admission.sketch_bytes)
 
     def __len__(self) -> int:
         return len(self.store)
@@ -55,7 +59,7 @@ class TableRows:
 
     def contains(self, keys: Tensor) -> Tensor:
         """Which keys have a row."""
-        return self.store.find(keys) >= 0
+        return self.store.read(keys)[1]
 
     def create(self, keys: Tensor) -> None:
         """Make sure that every key has a row."""
@@ -74,6 +78,39 @@ class TableRows:
     def scan(self, chunk: int = 65536) -> Iterator[Rows]:
         """All rows with their optimizer state, counts and last steps, chunk by chunk."""
         return self.store.scan(chunk)
+
+    def prefetch(self, keys: Tensor) -> Ticket:
+        """Start bringing rows of these keys up from SSD and return at once; `wait()` on what it returns if you must.
+
+        No result depends on it: a batch that comes before its rows are there reads them itself.
+        """
+        return Ticket(self.store, keys)
+
+    def loaded(self) -> None:
+        """A snapshot was loaded into the store: take its clock over."""
+        self.clock = Clock.from_json(self.store.notes)
+
+    def committed(self, step: int, watermark: int | None) -> int:
+        """The update `step` has landed, with event times up to `watermark`: sweep if it is time. Returns rows removed."""
+        rules = self.table.expiry
+        if rules is None:
+            return 0
+        if step % max(1, rules.every // 16) == 0 and self.clock.note(step, watermark):
+            self.store.notes = self.clock.to_json()
+        if step % rules.every:
+            return 0
+        cutoffs = [step - rules.steps] if rules.steps is not None else []
+        if rules.time is not None:
+            cutoffs.append(self.clock.last_before(parse_time(rules.time)) + 1)
+        grace = max(0, step - (rules.grace if rules.grace is not None else rules.every))
+        return self.store.sweep(
+            cutoff=max([0, *cutoffs]),
+            count_cutoff=grace if rules.min_count is not None else 0,
+            min_count=rules.min_count or 0,
+            norm_cutoff=grace if rules.min_norm is not None else 0,
+            min_norm=rules.min_norm or 0.0,
+            max_rows=rules.max_rows or 0,
+        )
 
     def state(self, rows: Rows) -> dict[str, Tensor]:
         """The optimizer state inside scanned rows, by name."""

@@ -7,7 +7,9 @@ up as HotRow's. Calls release the interpreter lock and use the core's thread poo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +20,10 @@ from torch import Tensor
 from hotrow import _core
 from hotrow.batch import Jagged
 from hotrow.config import Initial
-from hotrow.errors import BatchError, GradientError, MemoryBudgetError
+from hotrow.errors import BatchError, CheckpointError, GradientError, MemoryBudgetError, StorageError
 from hotrow.optim import Optimizer
 
+SHARDS = 1024
 POOLINGS = {"none": 0, "sum": 1, "mean": 2}
 
 
@@ -113,19 +116,119 @@ class HostStore:
         return int(self.core.erase(_keys(keys)))
 
     def scan(self, chunk: int = 65536) -> Iterator[Rows]:
-        """All rows in slot order, in chunks; rows created meanwhile may or may not be seen."""
+        """All rows, in chunks: those in DRAM in slot order, then those on SSD alone. For a table at rest."""
         start = 0
         while True:
             keys, counts, steps = (torch.empty(chunk, dtype=torch.int64, device="cpu") for _ in range(3))
             values = torch.empty(chunk, self.width, dtype=torch.float32, device="cpu")
             start, count = self.core.scan(start, values, keys, counts, steps)
             if count == 0:
-                return
+                break
             yield Rows(keys[:count], values[:count], counts[:count], steps[:count])
+        for shard in range(SHARDS if self.core.evicts else 0):
+            cold = [torch.from_numpy(array) for array in self.core.scan_cold(shard)]
+            if cold[0].numel():
+                yield Rows(cold[0], cold[3], cold[1], cold[2])
 
     def memory(self) -> dict[str, int]:
         """Rows and bytes: payload (what rows hold), and what rows, headers and index take."""
         return dict(self.core.memory())
+
+    # --- SSD ---
+
+    def attach(self, folder: str, evicts: bool, buffer: int = 1 << 20) -> None:
+        """Keep a log of the rows in `folder`; with `evicts`, DRAM becomes a cache over it."""
+        with core_errors():
+            self.core.attach(folder, evicts, buffer)
+
+    @property
+    def has_log(self) -> bool:
+        """Whether there is a log below the rows, so that snapshots can be taken."""
+        return bool(self.core.has_log)
+
+    def set_admission(self, after: int, probability: float, sketch_bytes: int) -> None:
+        """Which keys get a row."""
+        with core_errors():
+            self.core.set_admission(after, probability, sketch_bytes)
+
+    def sweep(self, **rules: float) -> int:
+        """Remove rows by the rules; returns how many went at once (those on SSD go when they are met)."""
+        with core_errors():
+            return int(self.core.sweep(**rules))
+
+    def prefetch(self, keys: Tensor) -> int:
+        """Bring rows up from SSD; returns how many came. No result depends on it."""
+        with core_errors():
+            return int(self.core.prefetch(_keys(keys)))
+
+    def tier(self) -> dict[str, int]:
+        """What the SSD tier has done and holds: hits, misses, evictions, bytes on disk, reads and writes."""
+        return dict(self.core.tier())
+
+    @property
+    def notes(self) -> str:
+        """A few words that are saved and loaded with the rows."""
+        return str(self.core.notes)
+
+    @notes.setter
+    def notes(self, text: str) -> None:
+        self.core.notes = text
+
+    def begin_snapshot(self) -> Snapshot:
+        """The rows of this moment, to be written by `finish` while they go on changing."""
+        with core_errors():
+            self.core.begin_snapshot()
+        return Snapshot(self)
+
+    def load_snapshot(self, folder: str) -> None:
+        """The store's rows become the snapshot's."""
+        with core_errors():
+            self.core.clear()
+            self.core.load_snapshot(folder)
+
+    @staticmethod
+    def snapshot_info(folder: str) -> dict[str, Any]:
+        """What a snapshot's folder says about itself: table, row_bytes, rows."""
+        with core_errors():
+            reader = _core.SnapshotReader(folder)
+        return {"table": reader.table, "row_bytes": reader.row_bytes, "rows": reader.rows}
+
+
+class Ticket:
+    """Rows on their way up from SSD."""
+
+    def __init__(self, store: HostStore, keys: Tensor) -> None:
+        self._future = _prefetcher().submit(store.prefetch, keys)
+
+    def wait(self) -> int:
+        """Until they are there; returns how many came."""
+        return self._future.result()
+
+    @property
+    def done(self) -> bool:
+        """Whether they are there."""
+        return self._future.done()
+
+
+@functools.cache
+def _prefetcher() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, thread_name_prefix="hotrow-prefetch")
+
+
+class Snapshot:
+    """A store's rows at the moment it was begun. Finish or abandon it, once."""
+
+    def __init__(self, store: HostStore) -> None:
+        self.store = store
+
+    def finish(self, folder: str, previous: str = "") -> dict[str, int]:
+        """Write what is left to write and make `folder` hold the rows. Any thread; training may go on."""
+        with core_errors():
+            return dict(self.store.core.finish_snapshot(folder, previous))
+
+    def abandon(self) -> None:
+        """Give it up."""
+        self.store.core.abandon_snapshot()
 
 
 @dataclass(frozen=True)
@@ -153,10 +256,14 @@ class HostPlan:
         with core_errors():
             self.core.route([(store.core, [_feature(jagged, pooling) for jagged, pooling in fs]) for store, fs in jobs])
 
-    def fetch(self) -> None:
-        """Find the rows, creating those of unseen keys."""
+    def fetch(self, step: int = 0) -> None:
+        """Find the rows, bring those on SSD up, create those of unseen keys; `step` is the update they are for."""
         with core_errors():
-            self.core.fetch()
+            self.core.fetch(step)
+
+    def release(self) -> None:
+        """Let go of the slots: rows of this batch may leave DRAM again."""
+        self.core.release()
 
     def read(self) -> None:
         """Copy the rows without creating or counting anything."""
@@ -202,6 +309,10 @@ def core_errors() -> Iterator[None]:
         yield
     except _core.BudgetExceeded as error:
         raise MemoryBudgetError(str(error)) from None
+    except _core.CorruptFile as error:
+        raise CheckpointError(str(error)) from None
+    except _core.IoError as error:
+        raise StorageError(str(error)) from None
     except _core.GradientNotFinite as error:
         raise GradientError(str(error)) from None
     except ValueError as error:

@@ -1,0 +1,54 @@
+// MANIFEST: the one file that makes a folder of segments a snapshot. It says which records of which segments count.
+//
+// It is written last and whole (Files::replace): a folder without one is no snapshot. Its checksum covers every byte
+// behind it, and each segment is named with its number and origin, so a segment file from another snapshot that got
+// into the folder is noticed. The format: docs/formats/segments.md.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "log/segment.h"
+
+namespace hotrow {
+
+inline constexpr uint32_t kManifestVersion = 1;
+
+struct ManifestHead {
+  char magic[8];
+  uint64_t checksum;  // of everything behind it
+  uint32_t version;
+  uint32_t row_bytes;
+  uint32_t name_bytes;  // of the table's name behind this head, zeros up to a multiple of 8
+  uint32_t segments;    // one ManifestEntry with its bits each, behind the name
+  uint64_t live;        // records that count, of all segments
+};
+static_assert(sizeof(ManifestHead) == 40);
+
+struct ManifestEntry {
+  uint64_t segment;
+  uint64_t origin;
+  uint32_t records;  // then one bit each, in words of 64
+  uint32_t live;
+};
+static_assert(sizeof(ManifestEntry) == 24);
+
+struct Manifest {
+  std::string table;
+  uint32_t row_bytes = 0;
+  LiveSet set;                          // without segments that have nothing alive
+  std::map<uint64_t, uint64_t> origin;  // of each segment in the set
+
+  SegmentId id(uint64_t segment) const { return {table, segment, origin.at(segment)}; }
+};
+
+std::string manifest_path(const std::string& folder);
+std::vector<char> encode(const Manifest& manifest);
+// Throws CorruptFile; `path` is for the message.
+Manifest decode(const std::vector<char>& bytes, const std::string& path);
+
+void write_manifest(const std::string& folder, const Manifest& manifest);
+Manifest read_manifest(const std::string& folder);
+
+}  // namespace hotrow

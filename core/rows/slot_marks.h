@@ -1,0 +1,56 @@
+// What a slot carries when there is a log below it: where its row's copy on SSD is, whether the row has changed since,
+// how warm it is, and how many batches hold it. 10 bytes a slot, in arrays of their own that exist only then.
+//
+// A row is clean (its place holds its very bytes) or dirty (no place). Dirty rows are marked with the epoch of their
+// last change, of which two can be told apart: taking a snapshot turns the current epoch over, so "changed before the
+// snapshot and not captured yet" is one comparison.
+#pragma once
+
+#include <cstdint>
+
+#include "log/log.h"
+#include "memory/region.h"
+
+namespace hotrow {
+
+inline constexpr uint8_t kClean = 0;  // else epoch 1 or 2
+
+class SlotMarks {
+ public:
+  explicit SlotMarks(size_t most_slots)
+      : places_(most_slots * sizeof(Place), false), flags_(most_slots, false), pins_(most_slots, false) {}
+
+  void commit(uint64_t slots) {
+    places_.commit(slots * sizeof(Place));
+    flags_.commit(slots);
+    pins_.commit(slots);
+  }
+  void discard(uint64_t first, uint64_t slots) {
+    places_.discard(first * sizeof(Place), slots * sizeof(Place));
+    flags_.discard(first, slots);
+    pins_.discard(first, slots);
+  }
+  size_t committed() const { return places_.committed() + flags_.committed() + pins_.committed(); }
+  size_t reserved_slots() const { return pins_.reserved(); }
+
+  Place& place(uint32_t slot) { return reinterpret_cast<Place*>(places_.data())[slot]; }
+  uint8_t& pins(uint32_t slot) { return reinterpret_cast<uint8_t*>(pins_.data())[slot]; }
+  uint8_t epoch(uint32_t slot) { return flags(slot) >> 2; }
+  void set_epoch(uint32_t slot, uint8_t epoch) { flags(slot) = (flags(slot) & 3) | epoch << 2; }
+  uint8_t heat(uint32_t slot) { return flags(slot) & 3; }
+  void warm(uint32_t slot) { flags(slot) += heat(slot) < 3; }
+  void cool(uint32_t slot) { flags(slot) -= heat(slot) > 0; }
+  void reset(uint32_t slot, uint8_t epoch, Place where) {
+    flags(slot) = epoch << 2;
+    place(slot) = where;
+  }
+
+  static constexpr size_t kBytes = sizeof(Place) + 2;
+
+ private:
+  uint8_t& flags(uint32_t slot) { return reinterpret_cast<uint8_t*>(flags_.data())[slot]; }
+
+  Region places_, flags_, pins_;
+};
+
+}  // namespace hotrow

@@ -1,0 +1,154 @@
+"""Who may have a row, and how long it stays: values that a table is given, the same in every tier.
+
+Both are functions of the batches committed so far. A sweep runs after every `every`-th update; what it removes is gone
+at once wherever the row is: one on SSD is not read for it, it reads as new when it is next met. Time is the event time of
+the batches (their largest so far), never the clock; a row's time is that of the update that last touched it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hotrow.config import check_options, parse_size
+from hotrow.errors import OptionError
+
+_TIME_UNITS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*")
+LEAST_MAX_ROWS = 16_384
+
+
+def parse_time(text: str, option: str = "time") -> int:
+    """Milliseconds of a span as a person writes it.
+
+    >>> parse_time("1.5h")
+    5400000
+    """
+    match = _TIME.fullmatch(text) if isinstance(text, str) else None
+    if match is None or match[2] not in _TIME_UNITS:
+        raise OptionError(f"{option}={text!r} is not a span of time; write a number and a unit, such as '30d' or '12h'")
+    return int(float(match[1]) * _TIME_UNITS[match[2]])
+
+
+@dataclass(frozen=True)
+class Admission:
+    """When a key gets its row: after so many sightings, or with a probability at each batch that has it.
+
+    Until then it reads its initial row and learns nothing. Sightings are counted in a sketch of `sketch` bytes, per
+    shard; it errs only upwards (a key may come in early, never late).
+
+    >>> Admission(after=3).after
+    3
+    """
+
+    after: int = 1
+    probability: float = 1.0
+    sketch: str | int = "16MiB"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.after, int) or not 1 <= self.after <= 255:
+            raise OptionError(f"admission after={self.after!r}: give a number of sightings from 1 to 255")
+        if not 0 < self.probability <= 1:
+            raise OptionError(f"admission probability={self.probability!r}: give a number above 0, at most 1")
+        parse_size(self.sketch, "sketch")
+
+    @property
+    def sketch_bytes(self) -> int:
+        """The sketch's size."""
+        return parse_size(self.sketch, "sketch")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Admission:
+        """From plain values, such as a job file's."""
+        check_options("admission", dict(values), list(Admission.__dataclass_fields__))
+        return Admission(**values)
+
+
+@dataclass(frozen=True)
+class Expiry:
+    """Which rows go at a sweep: not updated for `steps` updates or for `time` of event time; seen less than `min_count`
+    times or with a norm below `min_norm` (once they have not been updated for `grace` updates); the oldest beyond
+    `max_rows` (each of the 1,024 shards keeps its share).
+
+    >>> Expiry(steps=100_000, every=1000).every
+    1000
+    """
+
+    steps: int | None = None
+    time: str | None = None
+    min_count: int | None = None
+    min_norm: float | None = None
+    grace: int | None = None
+    max_rows: int | None = None
+    every: int = 1000
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "min_count", "grace", "max_rows"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise OptionError(f"expiry {name}={value!r}: give a whole number, 1 or more")
+        if not isinstance(self.every, int) or self.every < 1:
+            raise OptionError(f"expiry every={self.every!r}: give a whole number of updates, 1 or more")
+        if self.time is not None:
+            parse_time(self.time)
+        if self.min_norm is not None and not self.min_norm > 0:
+            raise OptionError(f"expiry min_norm={self.min_norm!r}: give a number above 0")
+        if self.max_rows is not None and self.max_rows < LEAST_MAX_ROWS:
+            raise OptionError(f"expiry max_rows={self.max_rows}: give at least {LEAST_MAX_ROWS:,} (16 for every shard)")
+        if all(value is None for value in (self.steps, self.time, self.min_count, self.min_norm, self.max_rows)):
+            raise OptionError("expiry without a rule: give steps=, time=, min_count=, min_norm= or max_rows=")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Expiry:
+        """From plain values, such as a job file's."""
+        check_options("expiry", dict(values), list(Expiry.__dataclass_fields__))
+        return Expiry(**values)
+
+
+class Clock:
+    """Which update a moment of event time belongs to: (update, largest event time so far), noted as updates land."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[int, int]] = []
+
+    def note(self, step: int, watermark: int | None) -> bool:
+        """The update `step` landed, with events up to `watermark`; whether that moved the clock."""
+        if watermark is None or (self.marks and watermark <= self.marks[-1][1]):
+            return False
+        self.marks.append((step, watermark))
+        return True
+
+    def to_json(self) -> str:
+        """For the checkpoint."""
+        return json.dumps(self.marks)
+
+    @staticmethod
+    def from_json(text: str) -> Clock:
+        """As it was saved."""
+        clock = Clock()
+        clock.marks = [(int(step), int(time)) for step, time in json.loads(text or "[]")]
+        return clock
+
+    def last_before(self, age: int) -> int:
+        """The last noted update of which every event is at least `age` milliseconds old; 0 where there is none."""
+        if not self.marks:
+            return 0
+        limit = self.marks[-1][1] - age
+        step = 0
+        for index, (at, watermark) in enumerate(self.marks):
+            if watermark > limit:
+                del self.marks[: max(0, index - 1)]
+                break
+            step = at
+        return step

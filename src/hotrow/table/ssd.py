@@ -1,0 +1,30 @@
+"""The SSD folder of a collection: one lock, a folder with a log for each table.
+
+Its content belongs to the running process. A process that dies leaves it behind, and the next one starts it anew from a
+checkpoint: checkpoints hold links to the segments they need, so nothing that was committed is lost with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from hotrow import _core
+from hotrow.config import Memory
+from hotrow.table.rows import TableRows
+from hotrow.tiers.host import core_errors
+
+LEAST_BUFFER, MOST_BUFFER = 64 << 10, 1 << 20
+
+
+class SsdFolder:
+    """Holds the folder for as long as the collection lives."""
+
+    def __init__(self, memory: Memory, tables: Sequence[TableRows]) -> None:
+        self.path = os.path.abspath(os.fspath(memory.ssd or "."))
+        with core_errors():
+            self._lock = _core.lock_folder(self.path)
+        # Write buffers are part of the budget: a hundredth of it for all of them.
+        buffer = min(MOST_BUFFER, max(LEAST_BUFFER, memory.dram_bytes // 100 // len(tables) // 4096 * 4096))
+        for rows in tables:
+            rows.store.attach(os.path.join(self.path, rows.table.name), evicts=True, buffer=buffer)
