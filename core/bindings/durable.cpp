@@ -195,6 +195,17 @@ void bind_durable(nb::module_& m) {
       .def("abandon_snapshot", &Table::abandon_snapshot, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &Table::clear, nb::call_guard<nb::gil_scoped_release>())
       .def(
+          "evict",
+          [](Table& t, size_t rows) {
+            nb::gil_scoped_release release;
+            std::lock_guard lock(t.writer());
+            if (!t.tier() || !t.tier()->evicts()) return size_t{0};
+            const size_t gone = t.tier()->evict(rows);
+            t.settle();
+            return gone;
+          },
+          nb::arg("rows"), "Rows that leave DRAM now; for benchmarks and tests.")
+      .def(
           "compact",
           [](Table& t, size_t records) {
             nb::gil_scoped_release release;

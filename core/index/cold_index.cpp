@@ -10,7 +10,7 @@ constexpr uint32_t kPerLine = kLine / sizeof(uint64_t);
 constexpr uint64_t kEmpty = 0, kDeleted = ~uint64_t{0};
 constexpr int kPlaceBits = 40, kHashBits = 64 - kPlaceBits;
 constexpr uint64_t kPlaceMask = (uint64_t{1} << kPlaceBits) - 1;
-constexpr double kMaxFill = 0.9, kGrowth = 1.15;
+constexpr double kMaxFill = 0.9, kGrowth = 1.2;
 
 // The bits just below those that pick the shard.
 uint64_t position(uint64_t hash) { return (hash >> (54 - kHashBits)) & ((uint64_t{1} << kHashBits) - 1); }
@@ -55,6 +55,11 @@ ColdIndex::Candidates ColdIndex::find(uint64_t hash) const {
     if (++line == lines) line = 0;
   }
   return found;
+}
+
+const void* ColdIndex::line(uint64_t hash) const {
+  const Shard& shard = shards_[shard_of(hash)];
+  return shard.entries + size_t{line_of(position(hash), shard.lines)} * kPerLine;
 }
 
 size_t ColdIndex::growth(uint32_t shard, uint64_t more) const {

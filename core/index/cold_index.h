@@ -1,7 +1,7 @@
 // key -> place on SSD, for a table's cold rows.
 //
 // A cold row costs RAM only here: an 8-byte entry {24 hash bits, place + 1}, in lines of eight that are probed
-// linearly, 78 to 90% full: about 9.5 bytes a row. The key itself is in the record on the disk, so a match is a
+// linearly, 75 to 90% full: about 9.8 bytes a row. The key itself is in the record on the disk, so a match is a
 // candidate: whoever asks reads the record and compares. A wrong candidate costs one read; the 24 bits also pick the
 // line, which leaves 24 - log2(lines of the shard) of them to tell entries apart (one lookup in 4,000 reads in vain at
 // 10 million rows, one in 20 at a billion). Growth needs no reads: the bits are all there.
@@ -34,6 +34,7 @@ class ColdIndex {
     uint64_t place[kMostCandidates];
   };
   Candidates find(uint64_t hash) const;
+  const void* line(uint64_t hash) const;  // where find and insert begin: to prefetch
 
   // Lines that inserting `more` rows into a shard would take anew.
   size_t growth(uint32_t shard, uint64_t more) const;

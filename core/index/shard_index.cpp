@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cmath>
+#include <cstdlib>
 #include <vector>
 
 #if defined(__SSE2__)
@@ -112,7 +113,7 @@ void ShardWriter::insert(uint64_t hash, uint32_t slot) {
 void ShardWriter::erase(uint64_t hash, uint32_t slot) {
   uint32_t entry = ShardIndex::tag_of(hash, index_.slot_bits) | (slot + kFirstSlotCode);
   uint32_t line = ShardIndex::line_of(hash, index_.lines);
-  while (true) {
+  for (uint32_t probed = 0; probed < index_.lines; ++probed) {
     uint32_t* entries = index_.entries + size_t{line} * kEntriesPerLine;
     bool has_empty = false;
     uint32_t* found = nullptr;
@@ -129,6 +130,7 @@ void ShardWriter::erase(uint64_t hash, uint32_t slot) {
     }
     if (++line == index_.lines) line = 0;
   }
+  std::abort();  // a slot without its entry: the index is broken, and going on would spread it
 }
 
 }  // namespace hotrow

@@ -56,6 +56,11 @@ Region::~Region() {
   taken_addresses -= reserved_;
 }
 
+void Region::use_small_pages() {
+  huge_pages_ = false;
+  madvise(base_, reserved_, MADV_NOHUGEPAGE);
+}
+
 size_t Region::rounded(size_t bytes) const {
   return std::max(committed_, round_up(bytes, huge_pages_ && bytes > kHugeFrom ? kHugePage : kSmallStep));
 }

@@ -21,6 +21,9 @@ class Region {
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
+  // For memory that is given back in pieces smaller than a huge page. Requires: nothing is committed yet.
+  void use_small_pages();
+
   char* data() const { return base_; }
   size_t reserved() const { return reserved_; }
   size_t committed() const { return committed_; }

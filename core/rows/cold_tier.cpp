@@ -1,6 +1,7 @@
 #include "rows/cold_tier.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "rows/housekeeper.h"
@@ -198,9 +199,10 @@ void ColdTier::make_room(size_t rows) {
 
 // The hand goes round at most four times: a row is at most 3 warm.
 size_t ColdTier::evict(size_t want) {
-  size_t evicted = 0;
+  std::array<uint32_t, 64> victims;
+  size_t evicted = 0, count = 0;
   const uint64_t slots = table_.slots_;
-  for (uint64_t looked = 0; looked < 4 * slots && evicted < want; ++looked) {
+  for (uint64_t looked = 0; looked < 4 * slots && evicted + count < want; ++looked) {
     if (hand_ >= slots) hand_ = 0;
     const auto slot = static_cast<uint32_t>(hand_++);
     if (slot % kSlabSlots == 0 && !active_[slot / kSlabSlots]) {
@@ -213,34 +215,49 @@ size_t ColdTier::evict(size_t want) {
       marks_.cool(slot);
       continue;
     }
-    evict_slot(slot);
-    ++evicted;
+    const bool round = count && victims[0] == slot;  // the hand is where this group began
+    if (!round) victims[count++] = slot;
+    if (count < victims.size() && !round) continue;
+    evict_slots(victims.data(), count);
+    evicted += count;
+    count = 0;
   }
-  return evicted;
+  evict_slots(victims.data(), count);
+  return evicted + count;
 }
 
-void ColdTier::evict_slot(uint32_t slot) {
-  HeaderGroup& group = table_.view_.headers[slot / 4];
-  const uint64_t hash = hash_key(group.key[slot % 4]);
-  Place place = marks_.place(slot);
-  if (marks_.epoch(slot) != kClean) {
-    place = append(slot, true);
-    if (wanted(slot)) {
-      snapshot_->set.set(place);
-      ++snapshot_->written;
+// A few at a time, so that their lines of both indexes are on the way while the rows are appended.
+void ColdTier::evict_slots(const uint32_t* slots, size_t count) {
+  const HeaderGroup* headers = table_.view_.headers;
+  std::array<uint64_t, 64> hashes;
+  for (size_t i = 0; i < count; ++i) {
+    hashes[i] = hash_key(headers[slots[i] / 4].key[slots[i] % 4]);
+    const ShardIndex& index = table_.shards_[shard_of(hashes[i])];
+    __builtin_prefetch(index.entries + size_t{ShardIndex::line_of(hashes[i], index.lines)} * kEntriesPerLine, 1);
+    __builtin_prefetch(cold_.line(hashes[i]), 1);
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t slot = slots[i];
+    Place place = marks_.place(slot);
+    if (marks_.epoch(slot) != kClean) {
+      place = append(slot, true);
+      if (wanted(slot)) {
+        snapshot_->set.set(place);
+        ++snapshot_->written;
+      }
+      ++counters.evicted_dirty;
     }
-    ++counters.evicted_dirty;
+    ++counters.evicted;
+    {
+      ShardIndex& index = table_.shards_[shard_of(hashes[i])];
+      ShardGuard guard(index);
+      cold_.insert(hashes[i], place);
+      ShardWriter(index, headers, table_.index_memory_).erase(hashes[i], slot);
+    }
+    table_.view_.headers[slot / 4].stamp[slot % 4] = 0;
+    marks_.reset(slot, kClean, kNoPlace);
+    table_.free_.push_back(slot);
   }
-  ++counters.evicted;
-  {
-    ShardIndex& index = table_.shards_[shard_of(hash)];
-    ShardGuard guard(index);
-    cold_.insert(hash, place);
-    ShardWriter(index, table_.view_.headers, table_.index_memory_).erase(hash, slot);
-  }
-  group.stamp[slot % 4] = 0;
-  marks_.reset(slot, kClean, kNoPlace);
-  table_.free_.push_back(slot);
 }
 
 bool ColdTier::release_slab() {
@@ -251,7 +268,7 @@ bool ColdTier::release_slab() {
     for (uint32_t slot = first; slot < first + kSlabSlots && !pinned; ++slot) pinned = marks_.pins(slot) != 0;
     if (pinned) continue;
     for (uint32_t slot = first; slot < first + kSlabSlots; ++slot)
-      if (table_.view_.headers[slot / 4].stamp[slot % 4] != 0) evict_slot(slot);
+      if (table_.view_.headers[slot / 4].stamp[slot % 4] != 0) evict_slots(&slot, 1);
     std::erase_if(table_.free_, [&](uint32_t slot) { return slot / kSlabSlots == slab; });
     active_[slab] = false;
     --active_slabs_;

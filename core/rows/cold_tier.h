@@ -74,6 +74,8 @@ class ColdTier {
   void make_room(size_t rows);
   // Evicts until the budget has its reserve again.
   void rebalance();
+  // Rows that are not pinned leave DRAM, the coldest first; returns how many.
+  size_t evict(size_t want);
   // Gives one slab back to the budget; false where none can go.
   bool release_slab();
   // For a table that comes to have a log while it has rows.
@@ -119,8 +121,7 @@ class ColdTier {
   ColdIndex::Candidates candidates(uint64_t hash) const;  // of one moment, whatever a writer does
   bool grow_slab();
   void drop_cold(uint64_t hash, Place place);
-  size_t evict(size_t want);
-  void evict_slot(uint32_t slot);
+  void evict_slots(const uint32_t* slots, size_t count);
   Place append(uint32_t slot, bool alive);
   void capture_slot(uint32_t slot, bool changes);
   bool wanted(uint32_t slot) { return snapshot_ && marks_.epoch(slot) == snapshot_->old_epoch; }

@@ -52,7 +52,7 @@ void store_values(char* to, const float* from, size_t count) {
 }
 
 constexpr size_t kAhead = 16;
-constexpr size_t kBulkPart = 4096;  // keys
+constexpr size_t kBulkPart = 16384;  // keys
 
 // Slots that a shard of this many rows takes at a time. Small, because on average half a block per shard is unused.
 uint32_t block_size(uint32_t rows) { return rows < 128 ? 4 : 8; }
@@ -120,7 +120,11 @@ void Table::attach(std::unique_ptr<Log> log, bool evicts) {
     tier->mark_all_dirty();
   }
   tier_ = std::move(tier);
-  if (evicts) budget_->join(this);
+  if (evicts) {
+    rows_.use_small_pages();
+    headers_.use_small_pages();
+    budget_->join(this);
+  }
   settle();
 }
 

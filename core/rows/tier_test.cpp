@@ -88,6 +88,21 @@ TEST(a_small_dram_gives_the_same_rows_as_a_large_one) {
   CHECK(report.evicted > 1000 && report.arrivals > 1000 && report.cold_rows > 1000);
 }
 
+TEST(the_hand_may_go_round_within_one_group_of_victims) {
+  testing::TempFolder folder;
+  Store store = make(kDim, kDram, folder.path() + "/rows");
+  const auto keys = testing::Random(13).keys(50, uint64_t{1} << 40);
+  std::vector<uint32_t> slots(keys.size());
+  store.table->find_or_create(keys.data(), keys.size(), slots.data());
+  const Rows before = all_rows(*store.table);
+  {
+    std::lock_guard lock(store.table->writer());
+    CHECK_EQ(store.table->tier()->evict(1000), keys.size());
+    CHECK_EQ(store.table->tier()->evict(1000), 0u);
+  }
+  CHECK(testing::same_bits(all_rows(*store.table), before));
+}
+
 TEST(evaluation_reads_cold_rows_and_moves_nothing) {
   testing::TempFolder folder;
   Store small = make(kDim, kDram, folder.path() + "/rows");
