@@ -47,15 +47,52 @@ def test_train_then_inspect(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "trained 8 steps, 4,096 examples" in done.stdout
     assert "test:" in done.stdout
-    manifest = json.loads((tmp_path / "model" / "manifest.json").read_text())
+    saved = tmp_path / "model" / "step-000000000008"
+    manifest = json.loads((saved / "manifest.json").read_text())
     assert [t["optimizer"]["kind"] for t in manifest["tables"] if t["name"] == "C3"] == ["Adam"]
-    shown = hotrow("inspect", str(tmp_path / "model"))
-    assert "DeepFM after 8 steps" in " ".join(shown.stdout.split())
-    table = hotrow("inspect", str(tmp_path / "model"), "--table", "C3", "--top", "3")
-    assert "hottest 3 keys" in table.stdout
+    for folder in (tmp_path / "model", saved):
+        shown = hotrow("inspect", str(folder))
+        assert "DeepFM after 8 steps" in " ".join(shown.stdout.split()), shown.stderr
+        table = hotrow("inspect", str(folder), "--table", "C3", "--top", "3")
+        assert "hottest 3 keys" in table.stdout, table.stderr
+    rows = hotrow("inspect", str(saved / "rows" / "C3"), "--top", "2")
+    assert "hottest 2 keys" in rows.stdout, rows.stderr
     wrong = hotrow("inspect", str(tmp_path / "model"), "--table", "C33")
     assert wrong.returncode == 2
     assert "did you mean 'C3" in wrong.stderr.replace("\n", " ")
+
+
+def test_a_job_that_was_cut_short_resumes_to_the_same_model(tmp_path: Path) -> None:
+    done = {}
+    for name in ("whole", "cut"):
+        folder = tmp_path / name
+        folder.mkdir()
+        job = write_job(folder, extra=f'[checkpoints]\nfolder = "{folder / "checkpoints"}"\nevery = 3\n')
+        if name == "cut":
+            assert hotrow("train", job, "--quiet", "--steps", "4").returncode == 0
+            assert "--resume" in " ".join(hotrow("train", job, "--quiet").stderr.split())
+            resumed = hotrow("train", job, "--quiet", "--resume")
+            assert "resumed after step 3" in resumed.stdout, resumed.stderr
+            assert "trained 5 steps" in resumed.stdout
+            assert "longest pause" in resumed.stdout
+        else:
+            assert hotrow("train", job, "--quiet").returncode == 0
+        manifest = json.loads((folder / "model" / "step-000000000008" / "manifest.json").read_text())
+        tensors = {file: about for file, about in manifest["files"].items() if file.endswith(".safetensors")}
+        done[name] = (tensors, manifest["metrics"], [table["rows"] for table in manifest["tables"]])
+    assert done["cut"] == done["whole"]
+
+
+def test_inspect_reads_an_ssd_folder(tmp_path: Path) -> None:
+    code = "import hotrow as hr, torch\n"
+    code += f"memory = hr.Memory(dram='4MiB', ssd={str(tmp_path / 'ssd')!r})\n"
+    code += "e = hr.EmbeddingCollection([hr.Table('user', dim=64)], memory=memory)\n"
+    code += "for start in range(0, 100_000, 2000): e.table('user').create(torch.arange(start, start + 2000))\n"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for folder in (tmp_path / "ssd", tmp_path / "ssd" / "user"):
+        shown = hotrow("inspect", str(folder))
+        assert "records" in shown.stdout, shown.stderr
+        assert "user" in shown.stdout
 
 
 @pytest.mark.parametrize(
@@ -66,6 +103,7 @@ def test_train_then_inspect(tmp_path: Path) -> None:
         ({"dram": "1MiB"}, "", "dram=1.0MiB has"),
         ({}, "[trian]\nsteps = 1\n", "no option 'trian'; did you mean 'train'"),
         ({}, "colour = 'red'\n", "[output] has no option 'colour'"),
+        ({}, "[checkpoints]\nevery = 3\n", "[checkpoints] needs folder="),
     ],
 )
 def test_a_wrong_option_is_one_line_with_the_cure(tmp_path: Path, options: dict, extra: str, message: str) -> None:
@@ -77,7 +115,7 @@ def test_a_wrong_option_is_one_line_with_the_cure(tmp_path: Path, options: dict,
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
     assert "there is no job file" in hotrow("train", str(tmp_path / "none.toml")).stderr
-    assert "not a saved model" in " ".join(hotrow("inspect", str(tmp_path)).stderr.split())
+    assert "not a checkpoint" in " ".join(hotrow("inspect", str(tmp_path)).stderr.split())
     assert "did you mean 'rows'" in " ".join(hotrow("bench", "row").stderr.split())
 
 

@@ -303,7 +303,7 @@ void ColdTier::capture_slot(uint32_t slot, bool changes) {
   const Place place = append(slot, !changes);
   snapshot_->set.set(place);
   ++snapshot_->written;
-  if (!changes) marks_.place(slot) = place;
+  if (!changes) marks_.set_place(slot, place);
   marks_.set_epoch(slot, changes ? epoch_ : kClean);
 }
 
@@ -316,7 +316,7 @@ void ColdTier::touch(const uint32_t* slots, size_t count) {
     if (table_.view_.headers[slot / 4].stamp[slot % 4] == 0) continue;  // a key that was not admitted
     if (epoch == kClean) {
       log_->kill(marks_.place(slot));
-      marks_.place(slot) = kNoPlace;
+      marks_.set_place(slot, kNoPlace);
       marks_.set_epoch(slot, epoch_);
     } else {
       capture_slot(slot, true);
@@ -353,7 +353,7 @@ void ColdTier::drop_cold(uint64_t hash, Place place) {
 }
 
 void ColdTier::mark_all_dirty() {
-  for (uint64_t slot = 0; slot < table_.slots_; ++slot) marks_.reset(static_cast<uint32_t>(slot), epoch_, kNoPlace);
+  marks_.set_all(table_.slots_, epoch_);
 }
 
 void ColdTier::pin(const uint32_t* slots, size_t count) {
@@ -439,7 +439,7 @@ size_t ColdTier::compact(size_t most_records) {
     const bool hot = kernels().find({table_.view_, &head.key, &hash, 1, &slot}) == 0;
     const Place fresh = log_->append(head, record + sizeof(head), true);
     if (hot && marks_.place(slot) == places[i]) {
-      marks_.place(slot) = fresh;
+      marks_.set_place(slot, fresh);
     } else if (cold_.contains(hash, places[i])) {
       ShardGuard guard(table_.shards_[shard_of(hash)]);
       cold_.replace(hash, places[i], fresh);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "log/log.h"
 #include "memory/region.h"
@@ -33,7 +34,9 @@ class SlotMarks {
   size_t committed() const { return places_.committed() + flags_.committed() + pins_.committed(); }
   size_t reserved_slots() const { return pins_.reserved(); }
 
-  Place& place(uint32_t slot) { return reinterpret_cast<Place*>(places_.data())[slot]; }
+  // Kept as place + 1, so that fresh memory says kNoPlace.
+  Place place(uint32_t slot) const { return reinterpret_cast<const Place*>(places_.data())[slot] - 1; }
+  void set_place(uint32_t slot, Place place) { reinterpret_cast<Place*>(places_.data())[slot] = place + 1; }
   uint8_t& pins(uint32_t slot) { return reinterpret_cast<uint8_t*>(pins_.data())[slot]; }
   uint8_t epoch(uint32_t slot) { return flags(slot) >> 2; }
   void set_epoch(uint32_t slot, uint8_t epoch) { flags(slot) = (flags(slot) & 3) | epoch << 2; }
@@ -42,8 +45,10 @@ class SlotMarks {
   void cool(uint32_t slot) { flags(slot) -= heat(slot) > 0; }
   void reset(uint32_t slot, uint8_t epoch, Place where) {
     flags(slot) = epoch << 2;
-    place(slot) = where;
+    set_place(slot, where);
   }
+
+  void set_all(uint64_t slots, uint8_t epoch) { std::memset(flags_.data(), epoch << 2, slots); }
 
   static constexpr size_t kBytes = sizeof(Place) + 2;
 

@@ -28,20 +28,24 @@ from hotrow.errors import (
     HotRowError,
     MemoryBudgetError,
     OptionError,
+    StorageError,
 )
 from hotrow.features import FeatureSpec
 from hotrow.interop import from_keyed_jagged, from_torch, to_keyed_jagged
 from hotrow.nn import EmbeddingCollection, Recommender
-from hotrow.table import Table
-from hotrow.train.trainer import Report, Trainer
+from hotrow.table import Admission, Expiry, Table
+from hotrow.train.report import Report, SaveReport
+from hotrow.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Admission",
     "BatchError",
     "CheckpointError",
     "DataError",
     "EmbeddingCollection",
+    "Expiry",
     "FeatureSpec",
     "GradientError",
     "HotRowError",
@@ -53,6 +57,8 @@ __all__ = [
     "OptionError",
     "Recommender",
     "Report",
+    "SaveReport",
+    "StorageError",
     "Table",
     "Trainer",
     "__version__",

@@ -35,14 +35,17 @@ A job file to start from:
     top = [128, 64]
     [memory]
     dram = "4GiB"
-    [output]
-    path = "runs/first"
+    [checkpoints]
+    folder = "runs/first"            # what hotrow inspect reads; the last three stay
+    every = 50
 
 Examples:
 
     hotrow train job.toml
 
     hotrow train job.toml --steps 100
+
+    hotrow train job.toml --resume   # after a crash: goes on from the newest checkpoint, to the same result
 """
 
 
@@ -64,6 +67,7 @@ def demo(
 def train(
     job: Annotated[str, typer.Argument(help="the job file")],
     steps: Annotated[int | None, typer.Option(min=1, help="stop after so many steps")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
 ) -> None:
     """Train a model from a job file."""
@@ -76,7 +80,9 @@ def train(
     if steps is not None:
         loaded = replace(loaded, steps=steps)
     console.print(f"{loaded.source.describe()}", highlight=False)
-    report, tested = loaded.run(progress=not quiet)
+    report, tested = loaded.run(progress=not quiet, resume=resume)
+    if report.resumed_from is not None:
+        console.print(f"[bold]resumed[/] after step {report.resumed_from:,}", highlight=False)
     console.print(
         f"[bold]trained[/] {report.steps:,} steps, {report.examples:,} examples in {report.seconds:.1f} s "
         f"({report.examples_per_second:,.0f} examples/s, {report.ids_per_second:,.0f} ids/s)",
@@ -86,19 +92,24 @@ def train(
         if figures:
             shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items() if name != "examples")
             console.print(f"{split:>6}: {shown}", highlight=False)
+    if report.saves:
+        console.print(
+            f"{len(report.saves)} checkpoints on the way; the longest pause was {report.longest_pause * 1000:.0f} ms",
+            highlight=False,
+        )
     if loaded.output:
         console.print(f"saved to [bold]{loaded.output}[/]; look inside with `hotrow inspect {loaded.output}`")
 
 
 @app.command()
 def inspect(
-    path: Annotated[str, typer.Argument(help="a saved model's folder")],
+    path: Annotated[str, typer.Argument(help="a checkpoint, a folder of them, a table's rows, or an SSD folder")],
     table: Annotated[str | None, typer.Option(help="show one table's rows and hottest keys")] = None,
     top: Annotated[int, typer.Option(min=1, help="how many of the hottest keys")] = 10,
 ) -> None:
-    """Show a saved model's tables, memory and hottest keys, checking every file on the way.
+    """Show what is on disk: checkpoints, their tables, rows and hottest keys, checking files on the way.
 
-    Examples: hotrow inspect runs/demo · hotrow inspect runs/demo --table C3 --top 20
+    Examples: hotrow inspect runs/demo · hotrow inspect runs/demo --table C3 --top 20 · hotrow inspect /data/rows
     """
     from hotrow.inspect import inspect as run
 

@@ -38,11 +38,11 @@ def demo(output: str, examples: int = EXAMPLES, console: Console | None = None) 
     )
     torch.manual_seed(1)
     tower = DLRM(embeddings.features, dense_features=train.shape.dense, bottom=(64,), top=(128, 64))
-    trainer = Trainer(Recommender(embeddings, tower), torch.optim.Adam(tower.parameters(), lr=1e-3))
+    trainer = Trainer(Recommender(embeddings, tower), torch.optim.Adam(tower.parameters(), lr=1e-3), keep=1)
     report = trainer.fit(train)
     tested = trainer.evaluate(test)
     best = train.best_auc(TESTS)
-    trainer.save(Path(output), metrics={"train": report.metrics, "test": tested})
+    trainer.save(Path(output), notes={"metrics": {"test": tested}})
     figures = {
         "auc": tested["auc"],
         "best_auc": best,

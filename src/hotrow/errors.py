@@ -36,7 +36,11 @@ class MemoryBudgetError(HotRowError, MemoryError):
 
 
 class CheckpointError(HotRowError, RuntimeError):
-    """A saved model that is missing, corrupt, or does not fit the one it is loaded into."""
+    """A checkpoint that is missing, corrupt, or does not fit the model it is loaded into."""
+
+
+class StorageError(HotRowError, OSError):
+    """The disk refused: full, read-only, broken. What was committed before is untouched."""
 
 
 def choices(value: object, options: Iterable[str]) -> str:

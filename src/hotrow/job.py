@@ -9,8 +9,9 @@
     optimizer = { kind = "RowWiseAdagrad", lr = 0.02 }
     [tower]
     kind = "dlrm"
-    [output]
-    path = "runs/ctr"
+    [checkpoints]
+    folder = "runs/ctr"              # the model is saved there at the end, too
+    every = 1000
 
 Every section is checked against what its part really takes, so a wrong option is an error before anything is read.
 """
@@ -35,7 +36,8 @@ from hotrow.features import FeatureSpec
 from hotrow.models import build_tower
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Table
-from hotrow.train.trainer import Report, Trainer
+from hotrow.train.report import Report
+from hotrow.train.trainer import Trainer
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -71,6 +73,7 @@ SECTIONS = {
         "log_dir",
     ],
     "memory": ["dram", "hbm", "ssd"],
+    "checkpoints": ["folder", "every", "keep"],
     "output": ["path"],
 }
 DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -88,25 +91,27 @@ class Job:
     trainer: Trainer
     source: Source
     test: Source | None
-    spec: FeatureSpec | None
     steps: int | None
     epochs: int
     evaluate_every: int | None
     output: str | None
 
-    def run(self, progress: bool = True) -> tuple[Report, dict[str, float] | None]:
-        """Train, evaluate, save. Returns the last epoch's report and the test metrics."""
-        for _ in range(self.epochs):
-            report = self.trainer.fit(
-                self.source,
-                steps=self.steps,
-                evaluate=self.test,
-                evaluate_every=self.evaluate_every,
-                progress=progress,
-            )
+    def run(self, progress: bool = True, resume: bool = False) -> tuple[Report, dict[str, float] | None]:
+        """Train (from the newest checkpoint on, with `resume`), evaluate, save. Returns report and test metrics."""
+        if resume and self.trainer.checkpoints is None:
+            raise OptionError('--resume needs checkpoints: give the job [checkpoints] with folder = "runs/ctr"')
+        report = self.trainer.fit(
+            self.source,
+            steps=self.steps,
+            epochs=self.epochs,
+            evaluate=self.test,
+            evaluate_every=self.evaluate_every,
+            resume=resume,
+            progress=progress,
+        )
         tested = self.trainer.evaluate(self.test, progress=progress) if self.test is not None else None
         if self.output is not None:
-            self.trainer.save(self.output, features=self.spec, metrics={"train": report.metrics, "test": tested})
+            self.trainer.save(self.output, notes={"metrics": {"test": tested}})
         return report, tested
 
 
@@ -130,14 +135,16 @@ def build_job(values: Mapping[str, Any]) -> Job:
     for section, known in SECTIONS.items():
         if known is not None and section in values:
             check_options(f"[{section}]", values[section], known)
-    source, test, spec = _sources(dict(values.get("data", {})))
+    source, test = _sources(dict(values.get("data", {})))
     sample = next(iter(source.batches()), None)
     if sample is None:
         raise OptionError(f"[data] has no examples: {source.describe()}")
     embeddings = _embeddings(values, list(sample[0].ids))
     dense = sample[0].dense
     tower = _tower(dict(values.get("tower", {})), embeddings, 0 if dense is None else dense.shape[1])
-    train = dict(values.get("train", {}))
+    train, saves = dict(values.get("train", {})), dict(values.get("checkpoints", {}))
+    if saves and "folder" not in saves:
+        raise OptionError('[checkpoints] needs folder=, such as folder = "runs/ctr"')
     trainer = Trainer(
         Recommender(embeddings, tower),
         _dense_optimizer(train.get("dense_optimizer", {}), tower),
@@ -145,20 +152,22 @@ def build_job(values: Mapping[str, Any]) -> Job:
         accumulate=train.get("accumulate", 1),
         clip_dense_norm=train.get("clip_dense_norm"),
         log_dir=train.get("log_dir"),
+        checkpoints=saves.get("folder"),
+        checkpoint_every=saves.get("every"),
+        keep=saves.get("keep", 3),
     )
     return Job(
         trainer,
         source,
         test,
-        spec,
         train.get("steps"),
         train.get("epochs", 1),
         train.get("evaluate_every"),
-        values.get("output", {}).get("path"),
+        values.get("output", {}).get("path") or saves.get("folder"),
     )
 
 
-def _sources(options: dict[str, Any]) -> tuple[Source, Source | None, FeatureSpec | None]:
+def _sources(options: dict[str, Any]) -> tuple[Source, Source | None]:
     kind = options.get("source", "synthetic")
     if kind not in SOURCES:
         raise OptionError(f"[data] source={kind!r}: {choices(kind, SOURCES)}")
@@ -168,7 +177,7 @@ def _sources(options: dict[str, Any]) -> tuple[Source, Source | None, FeatureSpe
         count, tests = options.get("examples", 1_000_000), options.get("test_examples", 100_000)
         train = SyntheticClicks.criteo_like(examples=count, batch_size=batch_size, **shared)
         test = SyntheticClicks.criteo_like(examples=tests, offset=count, batch_size=batch_size, **shared)
-        return train, test if tests else None, None
+        return train, test if tests else None
     if "path" not in options:
         raise OptionError(f'[data] source={kind!r} needs path=, such as path = "train/*.{kind}"')
     spec = FeatureSpec.load(options["features"]) if "features" in options else None
@@ -180,8 +189,7 @@ def _sources(options: dict[str, Any]) -> tuple[Source, Source | None, FeatureSpe
         opened = [data.parquet(options[p], features=chosen, **common) for p in ("path", "test") if p in options]
     else:
         opened = [data.text(options[p], layout=kind, features=spec, **common) for p in ("path", "test") if p in options]
-        spec = opened[0].features
-    return opened[0], opened[1] if len(opened) > 1 else None, spec
+    return opened[0], opened[1] if len(opened) > 1 else None
 
 
 def _embeddings(values: Mapping[str, Any], features: list[str]) -> EmbeddingCollection:

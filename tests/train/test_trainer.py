@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import pytest
 import torch
+from rich.console import Console
 
 import hotrow as hr
 from hotrow import _core
 from hotrow.data.synthetic import SyntheticClicks
+from hotrow.train.progress import ProgressView
 
 
 def clicks(examples: int = 8192, offset: int = 0, batch_size: int = 512) -> SyntheticClicks:
@@ -175,3 +178,14 @@ def test_tensorboard_gets_the_metrics(tmp_path) -> None:  # type: ignore[no-unty
     trainer.fit(source, evaluate=source, evaluate_every=1, progress=False)
     trainer.writer.flush()
     assert list(tmp_path.glob("events.out.tfevents.*"))
+
+
+def test_the_progress_line_says_that_a_checkpoint_is_being_written() -> None:
+    text = io.StringIO()
+    view = ProgressView("train", 1000, console=Console(file=text, width=200), done=500)
+    view.update(100, 200, {"auc": 0.5}, saving=12)
+    view.update(200, 400, {"auc": 0.5})
+    first, second = text.getvalue().splitlines()
+    assert "600 of 1.0k examples" in first
+    assert first.endswith("saving step 12")
+    assert "saving" not in second

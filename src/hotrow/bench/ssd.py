@@ -1,9 +1,9 @@
 """Rows on SSD: random batch reads, writes of evicted rows, and the RAM that a cold row costs.
 
-4 million rows of 256 bytes, nearly all of them cold; 64 k random keys a batch; direct I/O, so nothing comes from the page
-cache. A record is 272 bytes and a 4 KiB block holds 15; 64 k keys touch about 58 k of 267 k blocks, so a batch must
-read 238 MB. The limit is the device's 4 KiB random reads/s (measured here, same files, same queue depth) times the rows
-wanted in each block touched. RocksDB has the same rows, direct reads and a block cache of 8 MiB.
+4 million rows of 256 bytes, nearly all of them cold; 64 k random keys a batch; direct I/O, so nothing comes from the
+page cache. A record is 272 bytes and a 4 KiB block holds 15; 64 k keys touch about 58 k of 267 k blocks, so a batch
+must read 238 MB. The limit is the device's 4 KiB random reads/s (measured here, same files, same queue depth) times
+the rows wanted in each block touched. RocksDB has the same rows, direct reads and a block cache of 8 MiB.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def results() -> Iterator[Result | str]:
 
 def collection_in(folder: str, dram: str = "64MiB") -> EmbeddingCollection:
     """One table of 256-byte rows over SSD."""
-    return EmbeddingCollection(
-        [Table("t", dim=DIM)], optimizer=SGD(lr=0.1), memory=Memory(dram=dram, ssd=folder)
-    )
+    return EmbeddingCollection([Table("t", dim=DIM)], optimizer=SGD(lr=0.1), memory=Memory(dram=dram, ssd=folder))
 
 
 def write_ours(folder: str) -> float:
@@ -175,4 +173,4 @@ def measure_ram(folder: str) -> float:
     create_all(table)
     memory, tier = table.memory(), table.store.tier()
     hot = memory["row_bytes"] + memory["header_bytes"] + tier["marks_bytes"]
-    return (resident() - before - hot) / tier["cold_rows"]
+    return float(resident() - before - hot) / tier["cold_rows"]

@@ -2,6 +2,7 @@
 
 from hotrow.table.definition import Table
 from hotrow.table.lookup import Lookup
+from hotrow.table.policies import Admission, Expiry
 from hotrow.table.rows import TableRows
 
-__all__ = ["Lookup", "Table", "TableRows"]
+__all__ = ["Admission", "Expiry", "Lookup", "Table", "TableRows"]

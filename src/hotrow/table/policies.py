@@ -1,8 +1,8 @@
 """Who may have a row, and how long it stays: values that a table is given, the same in every tier.
 
 Both are functions of the batches committed so far. A sweep runs after every `every`-th update; what it removes is gone
-at once wherever the row is: one on SSD is not read for it, it reads as new when it is next met. Time is the event time of
-the batches (their largest so far), never the clock; a row's time is that of the update that last touched it.
+at once wherever the row is: one on SSD is not read for it, it reads as new when it is next met. Time is the event time
+of the batches (their largest so far), never the clock; a row's time is that of the update that last touched it.
 """
 
 from __future__ import annotations

@@ -91,7 +91,10 @@ class TableRows:
         self.clock = Clock.from_json(self.store.notes)
 
     def committed(self, step: int, watermark: int | None) -> int:
-        """The update `step` has landed, with event times up to `watermark`: sweep if it is time. Returns rows removed."""
+        """The update `step` has landed, with event times up to `watermark`: sweep if it is time.
+
+        Returns how many rows went at once.
+        """
         rules = self.table.expiry
         if rules is None:
             return 0

@@ -10,11 +10,14 @@ import os
 from collections.abc import Sequence
 
 from hotrow import _core
-from hotrow.config import Memory
+from hotrow.config import Memory, format_size
+from hotrow.errors import MemoryBudgetError
 from hotrow.table.rows import TableRows
 from hotrow.tiers.host import core_errors
 
 LEAST_BUFFER, MOST_BUFFER = 64 << 10, 1 << 20
+LEAST_FIXED = 2 << 20  # buffers of reads in flight
+LEAST_SLOTS, SLOT_BYTES = 4096, 24  # rows of DRAM that a table takes at a time; what one takes beside its values
 
 
 class SsdFolder:
@@ -22,6 +25,12 @@ class SsdFolder:
 
     def __init__(self, memory: Memory, tables: Sequence[TableRows]) -> None:
         self.path = os.path.abspath(os.fspath(memory.ssd or "."))
+        least = LEAST_FIXED + sum(LEAST_BUFFER + LEAST_SLOTS * (rows.store.width * 4 + SLOT_BYTES) for rows in tables)
+        if memory.dram_bytes < least:
+            raise MemoryBudgetError(
+                f"dram={format_size(memory.dram_bytes)} is too small for {len(tables)} tables over ssd=; "
+                f"give at least {format_size(least)} (beside the rows of a batch, and 10 bytes for each row on SSD)"
+            )
         with core_errors():
             self._lock = _core.lock_folder(self.path)
         # Write buffers are part of the budget: a hundredth of it for all of them.

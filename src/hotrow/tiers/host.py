@@ -182,9 +182,14 @@ class HostStore:
 
     def load_snapshot(self, folder: str) -> None:
         """The store's rows become the snapshot's."""
+        self.clear()
+        with core_errors():
+            self.core.load_snapshot(folder)
+
+    def clear(self) -> None:
+        """Remove every row, on SSD too."""
         with core_errors():
             self.core.clear()
-            self.core.load_snapshot(folder)
 
     @staticmethod
     def snapshot_info(folder: str) -> dict[str, Any]:

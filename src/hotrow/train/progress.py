@@ -25,9 +25,17 @@ def human(count: float) -> str:
 class ProgressView:
     """Examples done, their speed, and the metrics so far. `update` is cheap: it redraws at most five times a second."""
 
-    def __init__(self, title: str, total: int | None, enabled: bool = True, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        total: int | None,
+        enabled: bool = True,
+        console: Console | None = None,
+        done: int = 0,
+    ) -> None:
         self.console = console or Console(stderr=True)
         self.title, self.total, self.enabled = title, total, enabled
+        self.done = done  # examples of an interrupted run, which do not count for the speed
         self.live = enabled and self.console.is_terminal
         self.bar = Progress(
             SpinnerColumn(),
@@ -57,14 +65,17 @@ class ProgressView:
         """Whether it is time to show something new."""
         return self.enabled and time.perf_counter() - self.last_line >= self.interval
 
-    def update(self, examples: int, ids: int, metrics: dict[str, float]) -> None:
-        """Show the state after `examples`."""
+    def update(self, examples: int, ids: int, metrics: dict[str, float], saving: int | None = None) -> None:
+        """Show the state after `examples`; `saving` is the step whose checkpoint is being written."""
         self.last_line = time.perf_counter()
         seconds = max(1e-9, self.last_line - self.started)
         figures = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("logloss", "auc") if name in metrics)
         status = f"{human(examples / seconds)} examples/s  {human(ids / seconds)} ids/s  {figures}"
+        if saving is not None:
+            status += f"  saving step {saving:,}"
+        shown = self.done + examples
         if self.live:
-            self.bar.update(self.task, completed=examples, status=status)
+            self.bar.update(self.task, completed=shown, status=status)
         else:
             share = f" of {human(self.total)}" if self.total else ""
-            self.console.print(f"{self.title}: {human(examples)}{share} examples, {status}", highlight=False)
+            self.console.print(f"{self.title}: {human(shown)}{share} examples, {status}", highlight=False)

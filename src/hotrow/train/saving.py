@@ -1,192 +1,223 @@
-"""A model on disk: a folder with a manifest, rows, dense weights and the feature spec. No pickle anywhere.
+"""Saving: capture one instant, write it beside its final name, publish it by a rename.
 
-    manifest.json              what is here: tables with their optimizers, files with sizes and checksums, the step
-    rows/<table>-00000.safetensors   keys, values with optimizer state, counts and last steps, a million rows a file
-    dense.safetensors          the tower's weights
-    features.json              the feature spec, where there is one
+`capture` runs at a step boundary and is the only pause: it copies the dense part and begins a snapshot of each table's
+rows, which costs no time of its own because rows are copied later, when training is about to change them. `write` does
+the rest, from any thread, while training goes on (saver.py).
 
-The folder is written beside its final name and renamed when it is complete, so a reader sees all of it or nothing.
-docs/formats/model.md has the fields.
+The order of `write` is what a crash at any instant relies on: all files synced, then the folder renamed, then its
+parent synced, and only then are older checkpoints renamed away and removed. So a folder with a final name is complete,
+and there is always one if there ever was. What goes wrong after the publication is a warning, not an error.
 """
 
 from __future__ import annotations
 
-import hashlib
+import copy
 import json
-import os
-import shutil
-from collections.abc import Iterator
+import warnings
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
 from torch import Tensor
 
-from hotrow.errors import CheckpointError, choices
-from hotrow.features import FeatureSpec
-from hotrow.nn import Recommender
-from hotrow.table import TableRows
-from hotrow.tiers.host import Rows
+from hotrow.errors import CheckpointError, OptionError, StorageError
+from hotrow.train import durable, packing
+from hotrow.train.checkpoint import (
+    DENSE,
+    FEATURES,
+    OPTIMIZER,
+    STATE,
+    draft_name,
+    fingerprint,
+    is_readable,
+    list_checkpoints,
+    list_drafts,
+    next_number,
+    write_manifest,
+)
+from hotrow.train.metrics import Metrics
+from hotrow.train.report import SaveReport
+from hotrow.train.row_logs import open_logs
 
-FORMAT, VERSION = "hotrow-model", 1
-ROWS_PER_FILE = 1 << 20
+if TYPE_CHECKING:
+    from hotrow.train.trainer import Trainer
 
 
-def save_model(model: Recommender, path: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> None:
-    """Write `model` to the folder `path`, replacing one that is there only when the new one is complete.
+@dataclass
+class Instant:
+    """Everything a checkpoint holds, as it was at one step boundary; nothing in it changes when training goes on."""
 
-    `extra` may hold `features=` (a FeatureSpec, saved with the model) and plain values for the manifest.
-    """
-    target = Path(path)
-    fresh = target.with_name(f".{target.name}.{os.getpid()}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    (fresh / "rows").mkdir(parents=True)
-    notes = dict(extra or {})
-    spec = notes.pop("features", None)
-    files: dict[str, dict[str, Any]] = {}
+    step: int
+    fields: dict[str, Any]  # of the manifest, plain JSON
+    tensors: dict[str, dict[str, Tensor]]  # by file
+    features: str | None
+    metrics: Metrics
+    tables: list[dict[str, Any]]
+    snapshots: dict[str, Any]  # by table; taken out as they are finished
+
+    def abandon(self) -> None:
+        """Give up what has not been written."""
+        while self.snapshots:
+            self.snapshots.popitem()[1].abandon()
+
+
+def capture(trainer: Trainer, folder: Path, notes: dict[str, Any] | None = None) -> Instant:
+    """The trainer as it is now, to be written into `folder`. Requires: a step boundary."""
+    embeddings, optimizer = trainer.model.embeddings, trainer.dense_optimizer
+    open_logs(embeddings, folder)
+    tensors: dict[str, dict[str, Tensor]] = {DENSE: {}, OPTIMIZER: {}, STATE: {}}
+    for name, value in trainer.model.tower.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"the tower's state {name!r} is {type(value).__name__}; a tower's state must be tensors"
+            )
+        tensors[DENSE][name] = packing.copy(value)
+    tensors[STATE]["rng.cpu"] = torch.get_rng_state()
+    fields: dict[str, Any] = {
+        "step": embeddings.steps,
+        "seed": embeddings.seed,
+        "tower": type(trainer.model.tower).__name__,
+        "dense_optimizer": None if optimizer is None else _optimizer_state(optimizer, tensors[OPTIMIZER]),
+        "scaler": packing.pack(trainer.scaler.state_dict(), tensors[STATE], "scaler"),
+        "cursor": _plain("the cursor of the source", trainer.cursor),
+        "fit": asdict(trainer.place),
+        "notes": _plain("notes=", notes or {}),
+    }
+    features = None if trainer.features is None else trainer.features.to_json()
+    instant = Instant(embeddings.steps, fields, tensors, features, copy.deepcopy(trainer.metrics), [], {})
     try:
-        tables = [_save_table(rows, fresh, files) for rows in model.embeddings.tables]
-        dense = {name: tensor.detach().contiguous().clone() for name, tensor in model.tower.state_dict().items()}
-        _save_tensors(dense, fresh, "dense.safetensors", files)
-        if isinstance(spec, FeatureSpec):
-            spec.save(fresh / "features.json")
-            files["features.json"] = _fingerprint(fresh / "features.json")
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": model.embeddings.steps,
-            "seed": model.embeddings.seed,
-            "tower": type(model.tower).__name__,
-            "tables": tables,
-            "files": files,
-            "notes": notes,
-        }
-        (fresh / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        _replace(fresh, target)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        for rows in embeddings.tables:
+            definition = {**rows.table.to_dict(), "optimizer": rows.optimizer.to_dict(), "width": rows.store.width}
+            instant.tables.append(definition)
+            instant.snapshots[rows.table.name] = rows.store.begin_snapshot()
+    except BaseException:
+        instant.abandon()
+        raise
+    return instant
 
 
-def load_model(model: Recommender, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read rows and dense weights of `path` into `model`; returns the manifest. Everything is checked first."""
-    folder = Path(path)
-    manifest = read_manifest(folder)
-    verify(folder, manifest)
-    by_name = {rows.table.name: rows for rows in model.embeddings.tables}
-    for saved in manifest["tables"]:
-        _check_fits(saved, by_name, folder)
-    weights = load_file(folder / "dense.safetensors")
-    try:
-        model.tower.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CheckpointError(f"{folder}: the tower's weights do not fit this tower: {error}") from None
-    for saved in manifest["tables"]:
-        table = by_name[saved["name"]]
-        for rows in read_rows(folder, saved):
-            table.assign(rows.keys, rows.values, rows.counts, rows.last_steps)
-    model.embeddings.steps = int(manifest["step"])
-    return manifest
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a saved model."""
-    try:
-        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} is not a saved model: it has no manifest.json") from None
-    except ValueError as error:
-        raise CheckpointError(f"{folder / 'manifest.json'} is corrupt: {error}") from None
-    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
-        raise CheckpointError(
-            f"{folder} has format {manifest.get('format')!r} version {manifest.get('version')!r}; "
-            f"this release reads {FORMAT!r} version {VERSION}"
-        )
-    return manifest
-
-
-def verify(folder: Path, manifest: dict[str, Any]) -> None:
-    """Compare every file with its checksum; a corrupt one is named."""
-    for name, expected in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing; the model cannot be loaded without it")
-        if _fingerprint(path) != expected:
-            raise CheckpointError(f"{path} is corrupt: its size or checksum differs from the manifest's")
-
-
-def read_rows(folder: Path, table: dict[str, Any]) -> Iterator[Rows]:
-    """A saved table's rows, file by file."""
-    for name in table["files"]:
+def write(instant: Instant, report: SaveReport, keep: int | None) -> None:
+    """Write and publish an instant, and remove what is beyond `keep`."""
+    folder = report.path.parent
+    durable.make(folder)
+    with durable.alone(folder):
+        for stale in list_drafts(folder):
+            durable.remove(stale)
+        draft = folder / draft_name(report.path.name)
         try:
-            tensors = load_file(folder / name)
-            yield Rows(tensors["keys"], tensors["values"], tensors["counts"], tensors["last_steps"])
-        except (SafetensorError, KeyError) as error:
-            raise CheckpointError(f"{folder / name} is corrupt: {error}") from None
+            files = _write_rows(instant, draft, report)
+            _write_files(instant, draft, next_number(folder), files, report)
+            durable.sync(draft / "rows")
+            durable.sync(draft)
+            published = _free_name(report.path)
+            durable.rename(draft, published)
+        except BaseException:
+            _try_to_remove(draft)
+            raise
+        durable.sync(folder)
+        wanted = report.path
+        try:
+            _retire(published, wanted, keep)
+        except StorageError as error:
+            warnings.warn(f"{published} is saved, but what it replaces is still there: {error}", stacklevel=2)
+        report.path = published if published.exists() else wanted
 
 
-def _save_table(rows: TableRows, folder: Path, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    names, count = [], 0
-    for part, chunk in enumerate(rows.scan(ROWS_PER_FILE)):
-        name = f"rows/{rows.table.name}-{part:05d}.safetensors"
-        tensors = {
-            "keys": chunk.keys,
-            "values": chunk.values,
-            "counts": chunk.counts,
-            "last_steps": chunk.last_steps,
+def _write_rows(instant: Instant, draft: Path, report: SaveReport) -> dict[str, Any]:
+    """Returns what the manifest says of the files beside the segments, which have checksums of their own."""
+    files: dict[str, Any] = {}
+    older = list_checkpoints(draft.parent)
+    durable.make(draft / "rows")
+    for table in instant.tables:
+        name = table["name"]
+        # Where the rows' log is on another disk, segments that the checkpoint before has are linked from there.
+        previous = str(older[0] / "rows" / name) if older else ""
+        stats = instant.snapshots[name].finish(str(draft / "rows" / name), previous)
+        del instant.snapshots[name]
+        table["rows"] = stats["rows"]
+        for figure in ("rows", "rows_written", "bytes_written", "bytes_copied"):
+            setattr(report, figure, getattr(report, figure) + stats[figure])
+        for path in sorted((draft / "rows" / name).iterdir()):
+            if not path.name.startswith("segment-"):
+                with durable.disk("read", path):
+                    files[f"rows/{name}/{path.name}"] = fingerprint(path.read_bytes())
+    return files
+
+
+def _write_files(instant: Instant, draft: Path, number: int, rows: dict[str, Any], report: SaveReport) -> None:
+    figures = _plain("metrics", instant.metrics.compute())
+    state = packing.pack(_metric_tensors(instant.metrics.state()), instant.tensors[STATE], "metrics")
+    files = {name: packing.to_bytes(tensors) for name, tensors in instant.tensors.items()}
+    if instant.features is not None:
+        files[FEATURES] = instant.features.encode()
+    for name, data in files.items():
+        durable.write(draft / name, data)
+    manifest = write_manifest(
+        draft,
+        {
+            "number": number,
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **instant.fields,
+            "metrics": {"figures": figures, "state": state},
+            "tables": instant.tables,
+            "files": {name: fingerprint(data) for name, data in files.items()} | rows,
+        },
+    )
+    report.bytes_written += sum(len(data) for data in (*files.values(), manifest))
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {"kind": type(optimizer).__name__, "state": packing.pack(optimizer.state_dict(), tensors, "optimizer")}
+
+
+def _metric_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """Long lists of numbers as tensors."""
+    return {
+        metric: {
+            name: torch.tensor(value, dtype=torch.float64 if name == "predicted" else torch.int64)
+            if isinstance(value, list)
+            else value
+            for name, value in parts.items()
         }
-        _save_tensors({k: v.clone() for k, v in tensors.items()}, folder, name, files)
-        names.append(name)
-        count += chunk.keys.numel()
-    definition = rows.table.to_dict()
-    definition["optimizer"] = rows.optimizer.to_dict()
-    return {**definition, "width": rows.store.width, "rows": count, "files": names}
+        for metric, parts in state.items()
+    }
 
 
-def _save_tensors(tensors: dict[str, Tensor], folder: Path, name: str, files: dict[str, dict[str, Any]]) -> None:
-    save_file(tensors, folder / name)
-    files[name] = _fingerprint(folder / name)
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "blake2b": digest.hexdigest()}
-
-
-def _replace(fresh: Path, target: Path) -> None:
-    for path in fresh.rglob("*"):
-        _sync(path)
-    _sync(fresh)
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
-    if target.exists():
-        os.rename(target, old)
-    os.rename(fresh, target)
-    _sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def _plain(what: str, value: Any) -> Any:
+    """A copy of plain JSON values; NaN, which JSON lacks, becomes null."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return json.loads(json.dumps(value), parse_constant=lambda _: None)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"{what} cannot be saved as JSON: {error}; use numbers, text, lists and dicts") from None
 
 
-def _check_fits(saved: dict[str, Any], tables: dict[str, TableRows], folder: Path) -> None:
-    name = saved["name"]
-    if name not in tables:
-        raise CheckpointError(f"{folder} has a table {name!r} that this model lacks; {choices(name, tables)}")
-    mine = tables[name]
-    if saved["dim"] != mine.table.dim:
-        raise CheckpointError(
-            f"table {name!r} has dim {mine.table.dim} but {folder} has {saved['dim']}; pass dim={saved['dim']}"
-        )
-    if saved["optimizer"]["kind"] != type(mine.optimizer).__name__:
-        raise CheckpointError(
-            f"table {name!r} is trained by {type(mine.optimizer).__name__} but {folder} has state of "
-            f"{saved['optimizer']['kind']}; use that optimizer"
-        )
+def _try_to_remove(folder: Path) -> None:
+    with suppress(StorageError):  # the next save removes it
+        durable.remove(folder)
+
+
+def _free_name(wanted: Path) -> Path:
+    """The name of a checkpoint; if one of the same step is there, another until that one is out of the way."""
+    name, number = wanted, 1
+    while name.exists():
+        number += 1
+        name = wanted.with_name(f"{wanted.name}-{number}")
+    return name
+
+
+def _retire(published: Path, wanted: Path, keep: int | None) -> None:
+    """Remove what a new checkpoint replaces and what is beyond `keep`, and let it have its proper name."""
+    older = [path for path in list_checkpoints(wanted.parent) if path != published]
+    older.sort(key=lambda path: not is_readable(path))  # one that cannot be read is the first to go
+    same_step = [path for path in older if path == wanted or path.name.startswith(f"{wanted.name}-")]
+    others = [path for path in older if path not in same_step]
+    for path in same_step + ([] if keep is None else others[keep - 1 :]):
+        aside = path.with_name(draft_name(path.name))
+        durable.rename(path, aside)
+        durable.remove(aside)
+    if published != wanted:
+        durable.rename(published, wanted)
+        durable.sync(wanted.parent)

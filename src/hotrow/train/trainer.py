@@ -3,15 +3,18 @@
 One step is: the batch through the stages (pipeline.py), loss, backward, rows updated by their sparse optimizers, dense
 weights by a torch optimizer. Everything that decides a number is a function of the seed and the batches; the clock only
 decides when the progress bar moves. A gradient that is NaN or infinite stops the run before anything has changed.
+
+A checkpoint is taken between two steps (saving.py) and holds everything that decides what comes next, so a run that was
+interrupted and resumed (loading.py) computes the same bits as one that was not.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,41 +22,22 @@ from torch import Tensor, nn
 
 from hotrow.batch import KeyedBatch
 from hotrow.data import Cursor, Source
-from hotrow.errors import BatchError, GradientError, OptionError
+from hotrow.errors import BatchError, CheckpointError, GradientError, OptionError
+from hotrow.features import FeatureSpec
 from hotrow.nn import Recommender
 from hotrow.table import Lookup
-from hotrow.train import pipeline
+from hotrow.train import loading, pipeline
 from hotrow.train.metrics import Metrics
+from hotrow.train.place import Place
 from hotrow.train.progress import ProgressView
-from hotrow.train.saving import load_model, save_model
+from hotrow.train.report import Report, SaveReport
+from hotrow.train.row_logs import open_logs
+from hotrow.train.saver import Saver
+from hotrow.train.saving import capture
 from hotrow.train.tensorboard import open_writer
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a run did: its metrics over all its examples, its speed, and where it stopped."""
-
-    metrics: dict[str, float]
-    steps: int
-    examples: int
-    ids: int
-    seconds: float
-    losses: list[float] = field(repr=False)
-    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list, repr=False)
-    cursor: Cursor | None = field(default=None, repr=False)
-
-    @property
-    def examples_per_second(self) -> float:
-        """Speed over the whole run, reading included."""
-        return self.examples / max(self.seconds, 1e-9)
-
-    @property
-    def ids_per_second(self) -> float:
-        """Ids looked up and updated per second."""
-        return self.ids / max(self.seconds, 1e-9)
 
 
 class Trainer:
@@ -62,6 +46,10 @@ class Trainer:
     `precision` is the tower's: "fp32", "bf16" or "fp16" (rows and their updates stay fp32). `accumulate` batches make
     one step. `clip_dense_norm` clips the dense gradient's norm; rows are clipped by their own optimizer. With `log_dir`
     the metrics also go to TensorBoard, if it is installed.
+
+    `checkpoints` is the folder of this run's checkpoints. With `checkpoint_every`, `fit` saves there at every so many
+    steps while training goes on; the last `keep` stay (None keeps all). A scheduler that changes the dense optimizer's
+    learning rate is yours to save: the checkpoint has the rate that it last set, not its own counters.
 
     >>> import hotrow as hr
     >>> clicks = hr.data.synthetic.criteo_like(examples=2048, batch_size=256)
@@ -82,11 +70,21 @@ class Trainer:
         accumulate: int = 1,
         clip_dense_norm: float | None = None,
         log_dir: str | None = None,
+        checkpoints: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        keep: int | None = 3,
     ) -> None:
         if precision not in PRECISIONS:
             raise OptionError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
         if accumulate < 1:
             raise OptionError(f"accumulate={accumulate}: give a whole number of batches, 1 or more")
+        if checkpoint_every is not None and (checkpoint_every < 1 or checkpoints is None):
+            raise OptionError(
+                f"checkpoint_every={checkpoint_every} with checkpoints={checkpoints!r}: give a number of steps, 1 or "
+                "more, and the folder, such as checkpoints='checkpoints/'"
+            )
+        if keep is not None and keep < 1:
+            raise OptionError(f"keep={keep}: give how many checkpoints stay, 1 or more, or None for all")
         self.model = model
         self.parameters = [p for p in model.tower.parameters() if p.requires_grad]
         self.dense_optimizer = dense_optimizer or (torch.optim.Adam(self.parameters) if self.parameters else None)
@@ -94,9 +92,16 @@ class Trainer:
         self.precision = precision
         self.accumulate = accumulate
         self.clip_dense_norm = clip_dense_norm
+        self.checkpoints = None if checkpoints is None else Path(checkpoints)
+        self.checkpoint_every = checkpoint_every
         self.scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
         self.metrics = Metrics()
         self.cursor: Cursor | None = None
+        self.place = Place()
+        self.features: FeatureSpec | None = None
+        self.saver = Saver(keep)
+        self._waiting = 0  # batches whose gradients wait for a step
+        self._seen = 0  # the last step after which there was a look at what is due
         self.writer = open_writer(log_dir)
 
     @property
@@ -109,53 +114,54 @@ class Trainer:
         source: Source,
         *,
         steps: int | None = None,
+        epochs: int = 1,
         cursor: Cursor | None = None,
         evaluate: Source | None = None,
         evaluate_every: int | None = None,
+        resume: bool = False,
         progress: bool = True,
     ) -> Report:
-        """Train on `source` from its start (or `cursor`), to its end or for `steps` updates.
+        """Train on `source` from its start (or `cursor`), for `epochs` passes or `steps` updates, what comes first.
 
-        With `evaluate` and `evaluate_every`, that source is evaluated every so many updates.
+        With `evaluate` and `evaluate_every`, that source is evaluated every so many updates. With `resume`, the newest
+        valid checkpoint is loaded and the run that made it goes on, as if it had never stopped: `steps` and `epochs`
+        count from its start. Without a checkpoint it begins here.
         """
-        self.model.train()
-        self.metrics.reset()
-        losses: list[float] = []
-        evaluations: list[tuple[int, dict[str, float]]] = []
-        examples = ids = waiting = 0
-        first_step, start = self.steps, time.perf_counter()
-        total = source.examples
-        with ProgressView("train", total, progress) as view:
-            for (logits, value), batch, after in pipeline.run(
-                source, self.model.embeddings, self._forward_backward, cursor
-            ):
-                waiting += 1
-                if waiting == self.accumulate:
+        if epochs < 1:
+            raise OptionError(f"epochs={epochs}: give a whole number of passes, 1 or more")
+        report = Report(resumed_from=self._begin(source, cursor, resume))
+        first, saves, start = self.steps, len(self.saver.reports), time.perf_counter()
+        total = None if source.examples is None else source.examples * epochs
+        with ProgressView("train", total, progress, done=self.place.examples) as view:
+            while not self._reached(steps):
+                for result, batch, after in pipeline.run(
+                    source, self.model.embeddings, self._forward_backward, self.cursor
+                ):
+                    self._waiting += 1
+                    if self._waiting == self.accumulate:
+                        self._step()
+                    self._count(report, result, batch, after)
+                    if view.due:
+                        view.update(report.examples, report.ids, self.metrics.compute(), self.saver.running)
+                    if self._waiting:
+                        continue
+                    self._between_steps(report, evaluate, evaluate_every)
+                    if self._reached(steps):
+                        break
+                if self._waiting:
                     self._step()
-                    waiting = 0
-                self.cursor = after
-                losses.append(float(value))
-                self.metrics.update(logits, _labels(batch))
-                examples += batch.size
-                ids += batch.id_count()
-                if view.due:
-                    view.update(examples, ids, self.metrics.compute())
-                if waiting:
-                    continue
-                if evaluate is not None and evaluate_every and (self.steps - first_step) % evaluate_every == 0:
-                    evaluations.append((self.steps, self.evaluate(evaluate, progress=False)))
-                    self._log("eval", evaluations[-1][1])
-                self._log("train", {"loss": losses[-1]})
-                if steps is not None and self.steps - first_step >= steps:
+                    self._between_steps(report, evaluate, evaluate_every)
+                if self.place.epoch + 1 >= epochs or self._reached(steps):
                     break
-            if waiting:
-                self._step()
-            figures = self.metrics.compute()
+                self.place.epoch, self.cursor = self.place.epoch + 1, None
+                self.metrics.reset()
+            report.metrics, report.seconds = self.metrics.compute(), time.perf_counter() - start
             if progress:
-                view.update(examples, ids, figures)
-        seconds = time.perf_counter() - start
-        self._log("train", figures)
-        return Report(figures, self.steps - first_step, examples, ids, seconds, losses, evaluations, self.cursor)
+                view.update(report.examples, report.ids, report.metrics, self.saver.running)
+            self.saver.wait()
+        report.steps, report.cursor, report.saves = self.steps - first, self.cursor, self.saver.reports[saves:]
+        self._log("train", report.metrics)
+        return report
 
     def evaluate(self, source: Source, *, steps: int | None = None, progress: bool = True) -> dict[str, float]:
         """Metrics of the model on `source`. Creates no row and touches no count."""
@@ -189,13 +195,98 @@ class Trainer:
         finally:
             self.model.train(was_training)
 
-    def save(self, path: str | os.PathLike[str], **extra: Any) -> None:
-        """Write the model (rows with optimizer state, dense weights, definition) to a folder; see `hotrow inspect`."""
-        save_model(self.model, path, extra)
+    def save(
+        self, path: str | os.PathLike[str] | None = None, wait: bool = True, notes: dict[str, Any] | None = None
+    ) -> SaveReport:
+        """Save everything as it is now into a folder of checkpoints (this run's own, unless `path` names another).
 
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Read rows and dense weights back into this model, which must have the same tables and tower."""
-        load_model(self.model, path)
+        That gives `path/step-000000001000`, whole or not at all; what is beyond `keep` there is removed. With
+        `wait=False` only the capture happens now and training may go on while it is written; an error comes up at the
+        next save, at `wait()` or at the end of `fit`. `notes` are plain values of yours, for `hotrow inspect`.
+        """
+        folder = self.checkpoints if path is None else Path(path)
+        if folder is None:
+            raise OptionError(
+                "save() does not know where: pass a folder, or give the Trainer checkpoints='checkpoints/'"
+            )
+        if self._waiting or self.model.embeddings._waiting:
+            raise CheckpointError(
+                f"gradients wait for step {self.steps + 1}; save between two steps (checkpoint_every= does), or drop "
+                "them with forget()"
+            )
+        return self.saver.save(lambda: capture(self, folder, notes), folder, wait)
+
+    def wait(self) -> None:
+        """Wait for a save that is running behind training; raises its error if it failed."""
+        self.saver.wait()
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        rename: Mapping[str, str] | None = None,
+        tables: Sequence[str] | None = None,
+    ) -> None:
+        """Become what a checkpoint holds (or the newest of a folder): rows, tower, optimizer, metrics, random state.
+
+        `rename` maps saved tables to this model's. With `tables`, only the rows of those tables of this model are
+        loaded, and everything else stays. Other memory budgets are fine; what does not fit is an error, and then
+        nothing has changed.
+        """
+        self.saver.settle()
+        loading.load(self, Path(path), rename, tables)
+
+    def forget(self) -> None:
+        """Drop gradients that wait for a step."""
+        self._waiting = 0
+        self.model.embeddings.discard()
+        if self.dense_optimizer is not None:
+            self.dense_optimizer.zero_grad()
+
+    def _begin(self, source: Source, cursor: Cursor | None, resume: bool) -> int | None:
+        """Make ready for a run; returns the step of the checkpoint from which an earlier one goes on."""
+        self.model.train()
+        self.forget()
+        spec = getattr(source, "features", None)
+        features = spec if isinstance(spec, FeatureSpec) else None
+        if resume and self.checkpoints is None:
+            raise OptionError("resume=True does not know from where: give the Trainer checkpoints='checkpoints/'")
+        if self.checkpoints is not None and self.checkpoint_every is not None:
+            if not resume:
+                self.saver.check_home(self.checkpoints)
+            open_logs(self.model.embeddings, self.checkpoints)
+        checkpoint = None
+        if resume and self.checkpoints is not None:
+            self.saver.settle()
+            checkpoint = loading.resume(self, self.checkpoints, features)
+        self.features, self._seen = features or self.features, self.steps
+        if checkpoint is not None:
+            return checkpoint.step
+        self.metrics.reset()
+        self.cursor, self.place = cursor, Place(first_step=self.steps)
+        return None
+
+    def _count(self, report: Report, result: tuple[Tensor, Tensor], batch: KeyedBatch, after: Cursor) -> None:
+        logits, value = result
+        self.cursor = after
+        self.metrics.update(logits, _labels(batch))
+        self.place.examples += batch.size
+        report.losses.append(float(value))
+        report.examples += batch.size
+        report.ids += batch.id_count()
+
+    def _between_steps(self, report: Report, evaluate: Source | None, evaluate_every: int | None) -> None:
+        self._log("train", {"loss": report.losses[-1]})
+        if self.steps == self._seen:  # fp16 skipped it
+            return
+        self._seen = self.steps
+        if evaluate is not None and evaluate_every and (self.steps - self.place.first_step) % evaluate_every == 0:
+            report.evaluations.append((self.steps, self.evaluate(evaluate, progress=False)))
+            self._log("eval", report.evaluations[-1][1])
+        if self.checkpoint_every is not None and self.steps % self.checkpoint_every == 0:
+            self.save(wait=False)
+
+    def _reached(self, steps: int | None) -> bool:
+        return steps is not None and self.steps - self.place.first_step >= steps
 
     def _forward_backward(self, lookup: Lookup) -> tuple[Tensor, Tensor]:
         labels = _labels(lookup.batch)
@@ -203,7 +294,7 @@ class Trainer:
             logits = self.model(lookup)
         value = self.loss(logits, labels) / self.accumulate
         if not bool(torch.isfinite(value)) and not self.scaler.is_enabled():
-            self._forget()
+            self.forget()
             raise GradientError(
                 f"the loss is {value.item()} at step {self.steps + 1}; nothing was changed by this batch. "
                 "Lower the learning rate, clip gradients (clip_norm=, clip_dense_norm=), or look for bad dense features"
@@ -213,6 +304,7 @@ class Trainer:
 
     def _step(self) -> None:
         """Rows first: they are checked for NaN before anything changes. Then the dense part."""
+        self._waiting = 0
         if self.scaler.is_enabled():
             self._scaled_step()
             return
@@ -220,7 +312,7 @@ class Trainer:
         try:
             self.model.embeddings.step()
         except GradientError:
-            self._forget()
+            self.forget()
             raise
         if self.dense_optimizer is not None:
             self.dense_optimizer.step()
@@ -237,7 +329,7 @@ class Trainer:
             self._clip_dense()
             self.model.embeddings.step(grad_scale=1.0 / scale)
         except GradientError:
-            self._forget()
+            self.forget()
             self.scaler.update(scale * self.scaler.get_backoff_factor())
             return
         if self.dense_optimizer is not None:
@@ -248,11 +340,6 @@ class Trainer:
     def _clip_dense(self) -> None:
         if self.clip_dense_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.clip_dense_norm)
-
-    def _forget(self) -> None:
-        self.model.embeddings.discard()
-        if self.dense_optimizer is not None:
-            self.dense_optimizer.zero_grad()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = PRECISIONS[self.precision]

@@ -1,0 +1,282 @@
+"""Loading: a checkpoint back into a trainer, all of it or, with `tables=`, some tables' rows.
+
+Everything is read and compared with the model first, so a checkpoint that is damaged or does not fit leaves the model
+as it was. Then the rows change, then the dense part, then counters. How rows are spread over tiers is no part of a
+checkpoint: any memory budget that holds them will do.
+
+`resume` takes the newest checkpoint that can be read. One that is damaged is passed over with a warning; one that does
+not fit this model is an error, because another one would not fit either.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hotrow import _core
+from hotrow.config import parse_size
+from hotrow.errors import CheckpointError, OptionError, choices
+from hotrow.features import FeatureSpec
+from hotrow.table import TableRows
+from hotrow.tiers.host import core_errors
+from hotrow.train import packing
+from hotrow.train.checkpoint import DENSE, OPTIMIZER, STATE, Checkpoint, list_checkpoints, open_checkpoint
+from hotrow.train.metrics import Metrics
+from hotrow.train.place import Place
+
+if TYPE_CHECKING:
+    from hotrow.train.trainer import Trainer
+
+CHUNK = 65536  # rows at a time
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds beside the rows, read and checked."""
+
+    dense: dict[str, Tensor]
+    optimizer: dict[str, Any] | None
+    scaler: dict[str, Any]
+    metrics: Metrics
+    rng: Tensor
+    features: FeatureSpec | None
+
+
+def load(
+    trainer: Trainer, path: Path, rename: Mapping[str, str] | None = None, tables: Sequence[str] | None = None
+) -> Checkpoint:
+    """Read one checkpoint (or a folder's newest) into the trainer.
+
+    Rows are read twice: first to compare their checksums, so that a damaged block changes nothing.
+    """
+    checkpoint = open_checkpoint(path)
+    pairs = match_tables(trainer, checkpoint, rename or {}, tables)
+    if tables is None:
+        contents = read(checkpoint)
+        check_dense(trainer, checkpoint, contents)
+    else:
+        checkpoint.verify_rows()
+    for name, _ in pairs:
+        for _ in _read_rows(checkpoint.rows(name)):
+            pass
+    if tables is None:
+        apply(trainer, checkpoint, pairs, contents)
+    else:
+        apply_rows(checkpoint, pairs)
+        # Rows that have been trained for so many steps are not older than the model they are in.
+        trainer.model.embeddings.steps = max(trainer.steps, checkpoint.step)
+    return checkpoint
+
+
+def resume(trainer: Trainer, folder: Path, features: FeatureSpec | None) -> Checkpoint | None:
+    """Read the newest valid checkpoint of a folder into the trainer; None if the folder has no checkpoint at all."""
+    faults = []
+    paths = list_checkpoints(folder)
+    for path in paths:
+        try:
+            checkpoint = open_checkpoint(path)
+            contents = read(checkpoint)
+        except CheckpointError as error:
+            faults.append(_pass_over(path, error))
+            continue
+        pairs = match_tables(trainer, checkpoint, {}, None)
+        check_dense(trainer, checkpoint, contents)
+        _check_features(checkpoint, contents.features, features)
+        try:
+            apply(trainer, checkpoint, pairs, contents)
+        except CheckpointError as error:  # rows are checked while they are read; the next one replaces them all
+            faults.append(_pass_over(path, error))
+            continue
+        return checkpoint
+    if faults:
+        raise CheckpointError(
+            f"none of the {len(paths)} checkpoints in {folder} can be read: {'; '.join(faults)}. Bring one back, or "
+            "move them away to begin anew"
+        )
+    return None
+
+
+def read(checkpoint: Checkpoint) -> Contents:
+    """Read and check all that is not rows; rows are checked as far as their own manifest goes."""
+    dense, parts, state = (checkpoint.tensors(name) for name in (DENSE, OPTIMIZER, STATE))
+    features = checkpoint.features()
+    checkpoint.verify_rows()
+    manifest = checkpoint.manifest
+    saved = manifest["dense_optimizer"]
+    try:
+        optimizer = None if saved is None else packing.unpack(saved["state"], parts)
+        scaler = packing.unpack(manifest["scaler"], state)
+        figures = packing.unpack(manifest["metrics"]["state"], state)
+        rng = state["rng.cpu"]
+    except KeyError as error:
+        raise CheckpointError(f"{checkpoint.path} is corrupt: its tensors lack {error}") from None
+    metrics = Metrics()
+    metrics.load_state(
+        {
+            metric: {name: v.tolist() if isinstance(v, Tensor) else v for name, v in parts.items()}
+            for metric, parts in figures.items()
+        }
+    )
+    if rng.dtype != torch.uint8 or rng.shape != torch.get_rng_state().shape:
+        raise CheckpointError(
+            f"{checkpoint.path} has a random state of {rng.numel()} bytes and this torch uses "
+            f"{torch.get_rng_state().numel()}; load it with the torch that made it"
+        )
+    return Contents(dense, optimizer, scaler, metrics, rng, features)
+
+
+def match_tables(
+    trainer: Trainer, checkpoint: Checkpoint, rename: Mapping[str, str], tables: Sequence[str] | None
+) -> list[tuple[str, TableRows]]:
+    """Saved tables with the ones they go into, each checked; `rename` is by saved name, `tables` by the model's."""
+    mine = {rows.table.name: rows for rows in trainer.model.embeddings.tables}
+    saved = checkpoint.tables
+    for name in rename:
+        if name not in saved:
+            raise OptionError(f"rename={name!r}: {checkpoint.path} has no such table; {choices(name, saved)}")
+    source = {rename.get(name, name): name for name in saved}
+    if len(source) < len(saved):
+        raise OptionError(f"rename={dict(rename)} gives two saved tables one name; give each its own")
+    wanted = list(mine) if tables is None else list(tables)
+    for name in wanted:
+        if name not in mine:
+            raise OptionError(f"tables={wanted}: this model has no table {name!r}; {choices(name, mine)}")
+        if name not in source:
+            raise CheckpointError(
+                f"this model has a table {name!r} that {checkpoint.path} lacks (it has {', '.join(saved)}); map one to "
+                f"it with rename={{'...': {name!r}}}, or load only some with tables="
+            )
+    extra = [] if tables is not None else [name for name in source if name not in mine]
+    if extra:
+        raise CheckpointError(
+            f"{checkpoint.path} has a table {source[extra[0]]!r} that this model lacks (it has {', '.join(mine)}); map "
+            f"it with rename={{{source[extra[0]]!r}: '...'}}, or load only some with tables="
+        )
+    if tables is None and checkpoint.manifest["seed"] != trainer.model.embeddings.seed:
+        raise CheckpointError(
+            f"{checkpoint.path} draws new rows with seed {checkpoint.manifest['seed']} and this model with "
+            f"{trainer.model.embeddings.seed}; pass seed={checkpoint.manifest['seed']}"
+        )
+    for name in wanted:
+        _check_table(checkpoint, saved[source[name]], mine[name])
+    return [(source[name], mine[name]) for name in wanted]
+
+
+def check_dense(trainer: Trainer, checkpoint: Checkpoint, contents: Contents) -> None:
+    """Compare tower and dense optimizer with what was saved."""
+    kind, mine = checkpoint.manifest["tower"], trainer.model.tower.state_dict()
+    cure = f"build the tower as it was saved (a {kind}), or load rows alone with tables="
+    for name in [*mine, *contents.dense]:
+        if name not in contents.dense or name not in mine:
+            owner = "this tower" if name in mine else str(checkpoint.path)
+            raise CheckpointError(f"only {owner} has the weight {name!r}; {cure}")
+        shape, saved_shape = list(mine[name].shape), list(contents.dense[name].shape)
+        if shape != saved_shape:
+            raise CheckpointError(
+                f"the tower's weight {name!r} has shape {shape} but {checkpoint.path} has {saved_shape}; {cure}"
+            )
+    saved, optimizer = checkpoint.manifest["dense_optimizer"], trainer.dense_optimizer
+    if saved is None or optimizer is None:
+        return
+    if saved["kind"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the dense optimizer is {type(optimizer).__name__} but {checkpoint.path} has state of {saved['kind']}; "
+            f"pass dense_optimizer=torch.optim.{saved['kind']}(...), or load rows alone with tables="
+        )
+    assert contents.optimizer is not None
+    ours, theirs = (
+        [len(group["params"]) for group in groups]
+        for groups in (optimizer.param_groups, contents.optimizer["param_groups"])
+    )
+    if ours != theirs:
+        raise CheckpointError(
+            f"the dense optimizer's groups have {ours} parameters but those of {checkpoint.path} have {theirs}; group "
+            "the parameters as before"
+        )
+
+
+def apply(trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]], contents: Contents) -> None:
+    """The trainer becomes what was saved. Requires: it fits."""
+    trainer.forget()
+    apply_rows(checkpoint, pairs)
+    trainer.model.tower.load_state_dict(contents.dense)
+    if trainer.dense_optimizer is not None and contents.optimizer is not None:
+        trainer.dense_optimizer.load_state_dict(contents.optimizer)
+    if trainer.scaler.is_enabled() and contents.scaler:
+        trainer.scaler.load_state_dict(contents.scaler)
+    trainer.model.embeddings.steps = checkpoint.step
+    trainer.metrics, trainer.cursor = contents.metrics, checkpoint.manifest["cursor"]
+    trainer.place = Place(**checkpoint.manifest["fit"])
+    trainer.features = contents.features or trainer.features
+    torch.set_rng_state(contents.rng)
+    trainer.saver.loaded(checkpoint.path)
+
+
+def apply_rows(checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]]) -> None:
+    """Rows become the saved ones."""
+    for name, rows in pairs:
+        if name == rows.table.name:
+            rows.store.load_snapshot(str(checkpoint.rows(name)))
+            rows.loaded()
+        else:
+            _copy_rows(checkpoint.rows(name), rows)
+
+
+def _copy_rows(folder: Path, rows: TableRows) -> None:
+    """Row by row, for a table of another name: segments and the admission's sketch belong to the name they have."""
+    rows.store.clear()
+    for keys, counts, last_steps, values in _read_rows(folder):
+        rows.assign(keys, values, counts, last_steps)
+
+
+def _read_rows(folder: Path) -> Iterator[list[Tensor]]:
+    """A snapshot's keys, counts, last steps and values, with every block's checksum compared."""
+    with core_errors():
+        reader = _core.SnapshotReader(str(folder))
+        while (chunk := reader.next(CHUNK)) is not None:
+            yield [torch.from_numpy(part) for part in chunk]
+
+
+def _check_table(checkpoint: Checkpoint, saved: dict[str, Any], mine: TableRows) -> None:
+    name, dim = mine.table.name, mine.table.dim
+    if saved["dim"] != dim:
+        raise CheckpointError(
+            f"table {name!r} has dim {dim} but {checkpoint.path} has {saved['dim']}; pass dim={saved['dim']}, or map "
+            "another table to it with rename="
+        )
+    admission, before = mine.table.admission, saved.get("admission")
+    if (
+        admission is not None
+        and before is not None
+        and parse_size(before["sketch"], "sketch") != admission.sketch_bytes
+    ):
+        raise CheckpointError(
+            f"table {name!r} counts sightings in a sketch of {admission.sketch!r} but {checkpoint.path} has one of "
+            f"{before['sketch']!r}; pass admission=hr.Admission(..., sketch={before['sketch']!r})"
+        )
+    kind = type(mine.optimizer).__name__
+    if (saved["optimizer"]["kind"], saved["width"]) != (kind, mine.store.width):
+        raise CheckpointError(
+            f"table {name!r} is trained by {kind} ({mine.store.width} numbers a row) but {checkpoint.path} has state "
+            f"of {saved['optimizer']['kind']} ({saved['width']} numbers a row); pass "
+            f"optimizer=hr.optim.{saved['optimizer']['kind']}(...)"
+        )
+
+
+def _check_features(checkpoint: Checkpoint, saved: FeatureSpec | None, mine: FeatureSpec | None) -> None:
+    if saved is not None and mine is not None and saved != mine:
+        raise CheckpointError(
+            f"the source's feature spec differs from {checkpoint.path / 'features.json'}: the same events would give "
+            "other keys. Resume with hr.FeatureSpec.load() of that file, or begin anew in another folder"
+        )
+
+
+def _pass_over(path: Path, error: CheckpointError) -> str:
+    warnings.warn(f"passing over the checkpoint {path}: {error}", stacklevel=4)
+    return str(error)

@@ -1,0 +1,61 @@
+"""Reports: what a run did, and what a save did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hotrow.data import Cursor
+
+
+@dataclass
+class SaveReport:
+    """What a save did. With `wait=False` the figures of the writing are there once it is `done`.
+
+    `pause_seconds` is how long training stood still: until the instant was captured, waiting for an earlier save
+    included. `bytes_copied` are those of rows that were kept for the save because training was about to change them.
+    """
+
+    path: Path
+    step: int
+    pause_seconds: float
+    seconds: float = 0.0
+    rows: int = 0
+    rows_written: int = 0
+    bytes_written: int = 0
+    bytes_copied: int = 0
+    done: bool = False
+
+
+@dataclass
+class Report:
+    """What a call of `fit` did: its steps and losses, its speed, where it stopped, the checkpoints it made.
+
+    `metrics` are those of the last epoch, with what an interrupted run had seen of it before it was resumed.
+    """
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+    examples: int = 0
+    ids: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list, repr=False)
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list, repr=False)
+    cursor: Cursor | None = field(default=None, repr=False)
+    saves: list[SaveReport] = field(default_factory=list, repr=False)
+    resumed_from: int | None = None
+
+    @property
+    def examples_per_second(self) -> float:
+        """Speed over the whole run, reading included."""
+        return self.examples / max(self.seconds, 1e-9)
+
+    @property
+    def ids_per_second(self) -> float:
+        """Ids looked up and updated per second."""
+        return self.ids / max(self.seconds, 1e-9)
+
+    @property
+    def longest_pause(self) -> float:
+        """The longest time, in seconds, that training stood still for a checkpoint; 0 without one."""
+        return max((save.pause_seconds for save in self.saves), default=0.0)

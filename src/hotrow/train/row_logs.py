@@ -1,0 +1,68 @@
+"""Logs for tables without an SSD tier: what lets their checkpoints write only the rows that have changed.
+
+A snapshot of rows is made of segments of the table's log (core/log/log.h). A table with `ssd=` has a log; any other
+gets one here, in a hidden folder beside the checkpoints, so that a checkpoint on that disk is links and not copies. It
+takes 10 bytes a row and a write buffer out of the dram budget; no row leaves DRAM for it.
+
+The folder belongs to one collection and goes when that goes. What a process left that died is removed by the next one
+that saves there: its lock is free. Checkpoints do not need it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+
+from hotrow import _core
+from hotrow.errors import StorageError
+from hotrow.nn import EmbeddingCollection
+from hotrow.table.ssd import LEAST_BUFFER, MOST_BUFFER
+from hotrow.tiers.host import core_errors
+from hotrow.train import durable
+
+PREFIX = ".rows-"
+_numbers = itertools.count()
+_homes: weakref.WeakKeyDictionary[EmbeddingCollection, Path] = weakref.WeakKeyDictionary()
+
+
+def open_logs(embeddings: EmbeddingCollection, folder: Path) -> None:
+    """Give every table that has no log one beside the checkpoints of `folder`."""
+    known = _homes.get(embeddings)
+    if known is not None and not known.is_dir():
+        raise StorageError(
+            f"{known} is gone: it had the rows' log of this model, which lasts as long as the model. Load the last "
+            "checkpoint into a new model, and leave a folder of checkpoints where it is while its trainer lives"
+        )
+    without = [rows for rows in embeddings.tables if not rows.store.has_log]
+    if not without:
+        return
+    durable.make(folder)
+    for left in folder.glob(f"{PREFIX}*"):
+        _remove_if_free(left)
+    home = folder / f"{PREFIX}{os.getpid()}-{next(_numbers)}"
+    with core_errors():
+        lock = _core.lock_folder(str(home))
+    weakref.finalize(embeddings, _close, lock, home)
+    _homes[embeddings] = home
+    share = embeddings.memory.dram_bytes // 100 // len(without) // 4096 * 4096
+    buffer = min(MOST_BUFFER, max(LEAST_BUFFER, share)) if share else MOST_BUFFER
+    for rows in without:
+        rows.store.attach(str(home / rows.table.name), evicts=False, buffer=buffer)
+
+
+def _remove_if_free(folder: Path) -> None:
+    try:
+        with core_errors():
+            lock = _core.lock_folder(str(folder))
+    except StorageError:
+        return  # somebody uses it
+    _close(lock, folder)
+
+
+def _close(lock: Any, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    del lock
