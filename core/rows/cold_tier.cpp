@@ -4,7 +4,6 @@
 #include <array>
 #include <cstring>
 
-#include "rows/housekeeper.h"
 #include "rows/table.h"
 
 namespace hotrow {
@@ -17,11 +16,7 @@ size_t most_marked(const Region& headers) { return headers.reserved() / (sizeof(
 }  // namespace
 
 ColdTier::ColdTier(Table& table, std::unique_ptr<Log> log, bool evicts)
-    : table_(table), log_(std::move(log)), evicts_(evicts), cold_(kIndexReserve), marks_(most_marked(table.headers_)) {
-  Housekeeper::shared().join(this);
-}
-
-ColdTier::~ColdTier() { Housekeeper::shared().leave(this); }
+    : table_(table), log_(std::move(log)), evicts_(evicts), cold_(kIndexReserve), marks_(most_marked(table.headers_)) {}
 
 // --- coming back
 // ------------------------------------------------------------------------------------------------------
@@ -191,8 +186,8 @@ void ColdTier::make_room(size_t rows) {
     if (evict(std::max<size_t>(want, active_slabs_ * kSlabSlots / 64)) >= want) continue;
     if (table_.free_.size() >= rows) break;
     if (!table_.budget_->reclaim(table_)) {
-      const size_t slots = active_slabs_ * kSlabSlots + (rows - table_.free_.size());
-      table_.refuse(rows, slots * (table_.view_.row_bytes + sizeof(HeaderGroup) / 4 + SlotMarks::kBytes));
+      const size_t more = (rows - table_.free_.size() + kSlabSlots - 1) / kSlabSlots;
+      table_.refuse(rows, more * slab_bytes() + table_.budget_->reserve());
     }
   }
 }
@@ -267,6 +262,11 @@ bool ColdTier::release_slab() {
     bool pinned = false;
     for (uint32_t slot = first; slot < first + kSlabSlots && !pinned; ++slot) pinned = marks_.pins(slot) != 0;
     if (pinned) continue;
+    if (table_.promised_) {
+      const auto here = std::count_if(table_.free_.begin(), table_.free_.end(),
+                                      [&](uint32_t slot) { return slot / kSlabSlots == slab; });
+      if (table_.free_.size() - static_cast<size_t>(here) < table_.promised_) continue;
+    }
     for (uint32_t slot = first; slot < first + kSlabSlots; ++slot)
       if (table_.view_.headers[slot / 4].stamp[slot % 4] != 0) evict_slots(&slot, 1);
     std::erase_if(table_.free_, [&](uint32_t slot) { return slot / kSlabSlots == slab; });
@@ -283,10 +283,11 @@ bool ColdTier::release_slab() {
 }
 
 void ColdTier::rebalance() {
-  const Budget& budget = *table_.budget_;
-  while (budget.limit() && budget.used() + budget.reserve() / 2 > budget.limit() && active_slabs_ > 1)
-    if (!release_slab()) break;
-  table_.settle();
+  Budget& budget = *table_.budget_;
+  while (budget.limit() && budget.used() + budget.reserve() / 2 > budget.limit()) {
+    if (!(active_slabs_ > 1 && release_slab()) && !budget.reclaim(table_)) break;
+    table_.settle();
+  }
 }
 
 // --- changes
@@ -308,7 +309,12 @@ void ColdTier::capture_slot(uint32_t slot, bool changes) {
 }
 
 void ColdTier::touch(const uint32_t* slots, size_t count) {
+  constexpr size_t kAhead = 16;
   for (size_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) {
+      marks_.prefetch(slots[i + kAhead]);
+      __builtin_prefetch(&table_.view_.headers[slots[i + kAhead] / 4]);
+    }
     const uint32_t slot = slots[i];
     marks_.warm(slot);
     const uint8_t epoch = marks_.epoch(slot);
@@ -339,7 +345,9 @@ bool ColdTier::erase_cold(int64_t key, uint64_t hash) {
     std::memcpy(&head, record.data(), sizeof(head));
     if (head.key != key) continue;
     drop_cold(hash, candidates.place[i]);
-    return !table_.expired(hash, head, reinterpret_cast<const float*>(record.data() + sizeof(head)));
+    if (!table_.expired(hash, head, reinterpret_cast<const float*>(record.data() + sizeof(head)))) return true;
+    __atomic_store_n(&table_.live_, table_.live_ - 1, __ATOMIC_RELAXED);  // it had gone, and was met only now
+    return false;
   }
   return false;
 }
@@ -352,9 +360,7 @@ void ColdTier::drop_cold(uint64_t hash, Place place) {
   log_->kill(place);
 }
 
-void ColdTier::mark_all_dirty() {
-  marks_.set_all(table_.slots_, epoch_);
-}
+void ColdTier::mark_all_dirty() { marks_.set_all(table_.slots_, epoch_); }
 
 void ColdTier::pin(const uint32_t* slots, size_t count) {
   for (size_t i = 0; i < count; ++i) ++marks_.pins(slots[i]);

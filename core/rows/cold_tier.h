@@ -55,7 +55,6 @@ class ColdTier {
   static constexpr uint32_t kSlabSlots = 4096;
 
   ColdTier(Table& table, std::unique_ptr<Log> log, bool evicts);
-  ~ColdTier();
 
   bool evicts() const { return evicts_; }
   Log& log() { return *log_; }

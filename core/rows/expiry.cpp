@@ -55,6 +55,10 @@ bool Expiry::removes(uint32_t shard, uint32_t last_step, uint64_t count, const f
   return std::sqrt(squares) < double{rules_.min_norm};
 }
 
+uint32_t Expiry::oldest(uint32_t shard) const {
+  return std::max(std::max(rules_.cutoff, cap_cutoffs_[shard]), std::max(rules_.count_cutoff, rules_.norm_cutoff));
+}
+
 void Expiry::harden(const SweepRules& rules) {
   rules_.cutoff = std::max(rules_.cutoff, rules.cutoff);
   rules_.count_cutoff = std::max(rules_.count_cutoff, rules.count_cutoff);

@@ -10,7 +10,8 @@
 // fewer sightings than `min_count` goes when its last step is before `count_cutoff`, one with a norm below `min_norm`
 // when it is before `norm_cutoff`. Cutoffs only rise, and a row that is not touched does not change, so whether a row
 // on SSD has expired can be told when it is met, from its record alone: sweeps never read the SSD for it. A cap on rows
-// sets a cutoff of its own for every shard.
+// sets a cutoff of its own for every shard. For the same reason a row that is made or set between two sweeps counts as
+// updated at `oldest`, so that it lives until the next sweep on every tier.
 #pragma once
 
 #include <cstdint>
@@ -67,6 +68,8 @@ class Expiry {
   Expiry() : cap_cutoffs_(kShards, 0) {}
 
   bool removes(uint32_t shard, uint32_t last_step, uint64_t count, const float* values, int dim) const;
+  // The earliest last step that no rule looks at.
+  uint32_t oldest(uint32_t shard) const;
   bool any() const { return any_; }
   void harden(const SweepRules& rules);  // the cutoffs
   void cap(uint32_t shard, uint32_t cutoff);

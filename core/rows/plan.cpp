@@ -53,7 +53,6 @@ void Plan::route(const std::vector<JobInput>& jobs) {
   for (size_t j = 0; j < jobs.size(); ++j) {
     Job& job = jobs_[j];
     job.table = jobs[j].table;
-    job.noted = false;
     job.feature_count = jobs[j].features.size();
     if (job.features.size() < job.feature_count) job.features.resize(job.feature_count);
     size_t begin = 0;
@@ -87,9 +86,10 @@ std::vector<std::unique_lock<Writer>> Plan::lock_tables() {
 
 // Requires: the table's writer lock.
 void Plan::let_go(Job& job) {
-  if (job.held) job.table->tier()->unpin(job.slots.data(), job.grouping.size());
+  const bool ours = job.generation == job.table->generation();  // else a clear() has taken the slots from everybody
+  if (job.held && ours) job.table->tier()->unpin(job.slots.data(), job.grouping.size());
+  if (ours) job.table->take_back(job.lent);
   job.held = job.current = false;
-  job.table->take_back(job.lent);
   job.lent.clear();
 }
 
@@ -135,19 +135,21 @@ void Plan::find_and_create() {
   for (size_t j = 0; j < job_count_; ++j) let_go(jobs_[j]);
   std::vector<char> missing(job_count_);
   std::vector<Table::Fresh> fresh(job_count_);
+  std::vector<char> pinned(job_count_);
   try {
     Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
       Job& job = jobs_[j];
       job.epoch = job.table->erase_epoch();
+      job.generation = job.table->generation();
       missing[j] = job.table->find_unique(job.grouping, job.slots.resize(job.grouping.size())) > 0;
     });
-    // What was found is held at once, so that making room for the rest cannot evict it.
-    for (size_t j = 0; j < job_count_; ++j)
-      if (ColdTier* tier = jobs_[j].table->tier()) tier->pin_found(jobs_[j].slots.data(), jobs_[j].grouping.size());
     Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
       Job& job = jobs_[j];
       ColdTier* tier = job.table->tier();
       job.arrivals.unique.clear();
+      // What was found is held before room is made for the rest.
+      if (tier) tier->pin_found(job.slots.data(), job.grouping.size());
+      pinned[j] = true;
       if (tier && tier->evicts() && missing[j]) tier->fetch(job.grouping, job.slots.data(), job.arrivals);
       if (missing[j]) judge(job);
     });
@@ -160,7 +162,8 @@ void Plan::find_and_create() {
     for (size_t j = 0; j < job_count_; ++j) jobs_[j].table->commit(fresh[j]);
   } catch (...) {
     for (size_t j = 0; j < job_count_; ++j) {
-      if (ColdTier* tier = jobs_[j].table->tier()) tier->unpin_found(jobs_[j].slots.data(), jobs_[j].grouping.size());
+      if (ColdTier* tier = jobs_[j].table->tier(); tier && pinned[j])
+        tier->unpin_found(jobs_[j].slots.data(), jobs_[j].grouping.size());
       jobs_[j].table->settle();
     }
     throw;
@@ -169,6 +172,7 @@ void Plan::find_and_create() {
     Job& job = jobs_[j];
     const Grouping& g = job.grouping;
     std::vector<uint32_t> at = fresh[j].at, from = fresh[j].from;
+    job.refused.clear();
     if (missing[j]) job.table->insert(std::move(fresh[j]), g.keys(), g.hashes(), job.slots.data(), &job.arrivals);
     if (ColdTier* tier = job.table->tier()) {
       for (uint32_t u : at) tier->pin(&job.slots[u], 1);
@@ -179,11 +183,10 @@ void Plan::find_and_create() {
     }
     for (size_t n = 0; n < from.size(); ++n) {
       if (from[n] != Table::kRefused) continue;
-      const uint32_t u = at[n];
-      if (!job.noted) job.table->admission()->note(g.hashes()[u], g.run_begin()[u + 1] - g.run_begin()[u]);
-      if (!job.held) job.lent.push_back(job.slots[u]);
+      job.refused.push_back(at[n]);
+      if (!job.held) job.lent.push_back(job.slots[at[n]]);
     }
-    job.noted = job.current = true;
+    job.current = true;
   });
   for (size_t j = 0; j < job_count_; ++j)
     if (ColdTier* tier = jobs_[j].table->tier(); tier && tier->evicts()) tier->rebalance();
@@ -323,8 +326,9 @@ void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix
 
   auto locks = lock_tables();
   if (stale() || lost()) find_and_create();
-  for (size_t j = 0; j < job_count_; ++j)
+  Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
     if (ColdTier* tier = jobs_[j].table->tier()) tier->touch(jobs_[j].slots.data(), jobs_[j].grouping.size());
+  });
   struct Task {
     size_t job, begin, end;
   };
@@ -358,7 +362,13 @@ void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix
     args.count_stream = table.count_stream();
     kernels().update[static_cast<int>(table.options().rule)](args);
   });
-  for (size_t j = 0; j < job_count_; ++j) let_go(jobs_[j]);
+  for (size_t j = 0; j < job_count_; ++j) {
+    Job& job = jobs_[j];
+    const uint32_t* begin = job.grouping.run_begin();
+    for (uint32_t u : job.refused) job.table->admission()->note(job.grouping.hashes()[u], begin[u + 1] - begin[u]);
+    job.refused.clear();
+    let_go(job);
+  }
   for (size_t j = 0; j < job_count_; ++j)
     if (ColdTier* tier = jobs_[j].table->tier(); tier && tier->evicts()) tier->rebalance();
 }

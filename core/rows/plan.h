@@ -104,13 +104,13 @@ class Plan {
     Grouping grouping;
     Buffer<uint32_t> slots;
     Buffer<float> copies;  // [unique, dim], by read()
-    uint64_t epoch = 0;
+    uint64_t epoch = 0, generation = 0;
     Arrivals arrivals;
     std::vector<Admission::Verdict> verdicts;  // empty: all admitted
+    std::vector<uint32_t> refused;             // unique keys; the update notes their sightings
     std::vector<uint32_t> lent;                // slots of refused keys, of a table without a tier
     bool held = false;                         // slots are pinned
     bool current = false;                      // slots were found and not let go since
-    bool noted = false;                        // refused sightings are in the sketch
   };
   enum class State { kEmpty, kRouted, kFetched, kRead };
 

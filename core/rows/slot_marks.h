@@ -48,6 +48,10 @@ class SlotMarks {
     set_place(slot, where);
   }
 
+  inline __attribute__((always_inline)) void prefetch(uint32_t slot) const {
+    __builtin_prefetch(places_.data() + slot * sizeof(Place), 1);
+    __builtin_prefetch(flags_.data() + slot, 1);
+  }
   void set_all(uint64_t slots, uint8_t epoch) { std::memset(flags_.data(), epoch << 2, slots); }
 
   static constexpr size_t kBytes = sizeof(Place) + 2;

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "rows/grouping.h"
+#include "rows/housekeeper.h"
 #include "threads/pool.h"
 
 namespace hotrow {
@@ -52,7 +53,7 @@ void store_values(char* to, const float* from, size_t count) {
 }
 
 constexpr size_t kAhead = 16;
-constexpr size_t kBulkPart = 16384;  // keys
+constexpr size_t kBulkPart = 16384, kLeastPart = 256;  // keys
 
 // Slots that a shard of this many rows takes at a time. Small, because on average half a block per shard is unused.
 uint32_t block_size(uint32_t rows) { return rows < 128 ? 4 : 8; }
@@ -102,12 +103,13 @@ Table::Table(TableOptions options, std::shared_ptr<Budget> budget)
       blocks_(kShards) {}
 
 Table::~Table() {
+  Housekeeper::shared().leave(tier_.get());
   budget_->leave(this);
   budget_->give_back(charged_);
 }
 
 void Table::attach(std::unique_ptr<Log> log, bool evicts) {
-  std::lock_guard lock(writer_);
+  std::unique_lock lock(writer_);
   if (tier_) throw std::logic_error("table '" + options_.name + "' has a log already");
   if (log->options().row_bytes != view_.row_bytes) throw std::logic_error("the log is for rows of another width");
   if (evicts && slots_ != 0) throw std::logic_error("an SSD tier is given to a table before its first row");
@@ -126,6 +128,8 @@ void Table::attach(std::unique_ptr<Log> log, bool evicts) {
     budget_->join(this);
   }
   settle();
+  lock.unlock();  // the housekeeper takes a table's lock inside its own
+  Housekeeper::shared().join(tier_.get());
 }
 
 size_t Table::reclaimable() const { return tier_ ? tier_->active_slabs() * tier_->slab_bytes() : 0; }
@@ -228,7 +232,10 @@ Table::Fresh Table::prepare(const uint64_t* hashes, const uint32_t* slots, const
   }
   if (fresh.at.empty()) return fresh;
 
-  if (tier_ && tier_->evicts()) tier_->make_room(fresh.at.size());
+  if (tier_ && tier_->evicts()) {
+    tier_->make_room(fresh.at.size());
+    promised_ = fresh.at.size();
+  }
   const uint64_t slots_after = slots_ + fresh_slots(fresh, hashes);
   if (slots_after >= kNoSlot - kFirstSlotCode)
     throw BudgetExceeded("table '" + options_.name + "' would pass 4 billion rows in one process; use more ranks");
@@ -322,7 +329,7 @@ void Table::insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uin
       __atomic_store_n(&group.key[lane], keys[i], __ATOMIC_RELAXED);
       if (from >= kRefused) {
         store_initial(keys[i], row);
-        group.stamp[lane] = from == kFresh ? stamp_of(0) : 0;
+        group.stamp[lane] = from == kFresh ? stamp_of(expiry_.oldest(shard)) : 0;
         group.count[lane] = 0;
         if (tier_) tier_->marks().reset(slot, from == kFresh ? tier_->epoch() : kClean, kNoPlace);
         if (from == kRefused) continue;
@@ -357,6 +364,7 @@ void Table::settle() {
   if (now < charged_) budget_->give_back(charged_ - now);
   if (now > charged_) budget_->take(now - charged_);
   charged_ = now;
+  promised_ = 0;
 }
 
 // Requires: the writer lock. A failure leaves the table as it was.
@@ -386,8 +394,13 @@ void Table::create(const Grouping& grouping, uint32_t* slots) {
 }
 
 // A table over SSD takes many keys in parts: not all of them may fit into DRAM at once.
+size_t Table::bulk_part() const {
+  if (!budget_->limit()) return kBulkPart;
+  return std::clamp(budget_->limit() / 4 / (view_.row_bytes + kHeaderBytes), kLeastPart, kBulkPart);
+}
+
 void Table::find_or_create(const int64_t* keys, size_t count, uint32_t* slots) {
-  const size_t part = tier_ && tier_->evicts() ? kBulkPart : std::max<size_t>(count, 1);
+  const size_t part = tier_ && tier_->evicts() ? bulk_part() : std::max<size_t>(count, 1);
   for (size_t at = 0; at < count; at += part) find_or_create_some(keys + at, std::min(part, count - at), slots + at);
 }
 
@@ -411,12 +424,12 @@ size_t Table::find_unique(const Grouping& grouping, uint32_t* slots) const {
 
 void Table::assign(const int64_t* keys, size_t count, const float* rows, int row_floats, const uint64_t* counts,
                    const uint32_t* last_steps) {
-  if (tier_ && tier_->evicts() && count > kBulkPart) {
+  if (const size_t part = bulk_part(); tier_ && tier_->evicts() && count > part) {
     if (Scratch::of_keys(keys, count).grouping.size() != count)
       throw std::invalid_argument("assign: duplicate keys; give each key once");
-    for (size_t at = 0; at < count; at += kBulkPart)
-      assign(keys + at, std::min(kBulkPart, count - at), rows + at * row_floats, row_floats,
-             counts ? counts + at : nullptr, last_steps ? last_steps + at : nullptr);
+    for (size_t at = 0; at < count; at += part)
+      assign(keys + at, std::min(part, count - at), rows + at * row_floats, row_floats, counts ? counts + at : nullptr,
+             last_steps ? last_steps + at : nullptr);
     return;
   }
   auto& [grouping, slots] = Scratch::of_keys(keys, count);
@@ -437,7 +450,8 @@ void Table::assign(const int64_t* keys, size_t count, const float* rows, int row
         group.count[lane] =
             add_count(0, counts[from], [&] { return draw(count_stream_, grouping.keys()[u], 0, 0)[0]; });
       }
-      if (last_steps) group.stamp[lane] = stamp_of(last_steps[from]);
+      const uint32_t step = last_steps ? last_steps[from] : step_of(group.stamp[lane]);
+      group.stamp[lane] = stamp_of(std::max(step, expiry_.oldest(shard_of(grouping.hashes()[u]))));
     }
   });
 }

@@ -65,6 +65,8 @@ class Table : public BudgetMember {
   uint64_t slots() const { return __atomic_load_n(&slots_, __ATOMIC_RELAXED); }
   // Rises whenever a slot may have changed its owner; slots found before are then to be found again.
   uint64_t erase_epoch() const { return erase_epoch_.load(std::memory_order_acquire); }
+  // Rises when the table is cleared; pins and lent slots of before are then nobody's.
+  uint64_t generation() const { return generation_; }
   RowView view() const { return view_; }
   uint64_t count_stream() const { return count_stream_; }
   Writer& writer() const { return writer_; }
@@ -162,6 +164,7 @@ class Table : public BudgetMember {
   uint64_t fresh_slots(const Fresh& fresh, const uint64_t* hashes) const;
   uint32_t take_slot(uint32_t shard);
   size_t holds() const;
+  size_t bulk_part() const;
   void clear_index();
   size_t prefetch_some(const int64_t* keys, size_t count);
   void find_or_create_some(const int64_t* keys, size_t count, uint32_t* slots);
@@ -188,8 +191,10 @@ class Table : public BudgetMember {
   std::vector<SlotBlock> blocks_;  // by shard: slots that are its own and still unused
   std::vector<uint32_t> free_;     // slots of erased rows, last freed first used
   uint64_t slots_ = 0, live_ = 0;
-  size_t charged_ = 0;  // bytes taken from the budget
+  size_t charged_ = 0;   // bytes taken from the budget
+  size_t promised_ = 0;  // free slots that a batch between prepare and insert will take
   std::atomic<uint64_t> erase_epoch_{0};
+  uint64_t generation_ = 0;
   std::unique_ptr<ColdTier> tier_;
   std::unique_ptr<Admission> admission_;
   Expiry expiry_;

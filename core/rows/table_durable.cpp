@@ -8,6 +8,7 @@
 #include <optional>
 #include <thread>
 
+#include "rows/housekeeper.h"
 #include "rows/table.h"
 #include "threads/pool.h"
 
@@ -72,8 +73,8 @@ uint64_t Table::sweep(const SweepRules& rules) {
   return erased;
 }
 
-// Each shard keeps its share of the newest rows. Whether a shard is over it is decided by all its rows that have not
-// expired, on SSD too: they are read, but only when the table as a whole may be over.
+// Each shard keeps its share of the newest rows, once the table as a whole is over the cap. Only rows that have not
+// expired count, on SSD too: they are read, but only when there may be too many (live_ counts expired ones on SSD).
 void Table::cap_rows(uint64_t max_rows) {
   const uint64_t share = std::max<uint64_t>(1, max_rows / kShards);
   std::vector<std::vector<uint32_t>> steps(kShards);
@@ -95,6 +96,9 @@ void Table::cap_rows(uint64_t max_rows) {
     for (size_t i = 0; i < heads.size(); ++i)
       note(heads[i].key, heads[i].stamp, heads[i].count, rows.data() + i * width_);
   }
+  uint64_t total = 0;
+  for (const auto& of_shard : steps) total += of_shard.size();
+  if (total <= max_rows) return;
   for (uint32_t shard = 0; shard < kShards; ++shard) {
     if (steps[shard].size() <= share) continue;
     // The smallest step of which no more than `share` rows are at least as new.
@@ -129,9 +133,13 @@ void Table::scan_cold(uint32_t shard, std::vector<RecordHead>& heads, std::vecto
 
 size_t Table::prefetch(const int64_t* keys, size_t count) {
   if (!tier_ || !tier_->evicts()) return 0;
-  constexpr size_t kPart = 16384;
+  const size_t part = bulk_part();
   size_t came = 0;
-  for (size_t at = 0; at < count; at += kPart) came += prefetch_some(keys + at, std::min(kPart, count - at));
+  try {
+    for (size_t at = 0; at < count; at += part) came += prefetch_some(keys + at, std::min(part, count - at));
+  } catch (const BudgetExceeded&) {
+    // Batches hold the rest of DRAM: what did not come up is read when it is needed.
+  }
   return came;
 }
 
@@ -188,15 +196,19 @@ void Table::clear_index() {
 }
 
 void Table::clear() {
-  std::optional<LogOptions> log;
+  std::unique_ptr<Log> log;
   bool evicts = false;
+  // Compaction waits for the writer's lock inside the housekeeper's, so it is kept away before that is taken.
+  Housekeeper::Away away(tier_.get());
   {
     std::lock_guard lock(writer_);
     if (tier_) {
       if (tier_->snapshot_active()) throw std::logic_error("clear: the table is being saved");
-      log = tier_->log().options();
+      // The new log before the old one goes: where the disk refuses, the table keeps its tier for the next try.
+      log = std::make_unique<Log>(tier_->log().options());
       evicts = tier_->evicts();
       budget_->leave(this);
+      away.stay();
       tier_.reset();
     }
     clear_index();
@@ -210,6 +222,7 @@ void Table::clear() {
     __atomic_store_n(&slots_, uint64_t{0}, __ATOMIC_RELAXED);
     __atomic_store_n(&live_, uint64_t{0}, __ATOMIC_RELAXED);
     erase_epoch_.fetch_add(1, std::memory_order_acq_rel);
+    ++generation_;
     expiry_ = Expiry();
     if (admission_) std::fill(admission_->counters().begin(), admission_->counters().end(), 0);
     if (evicts) {
@@ -219,7 +232,7 @@ void Table::clear() {
       settle();
     }
   }
-  if (log) attach(std::make_unique<Log>(*log), evicts);
+  if (log) attach(std::move(log), evicts);
 }
 
 // --- snapshots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,11 +41,20 @@ def format_size(count: float) -> str:
     >>> format_size(1610612736)
     '1.5 GiB'
     """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+    return in_units(count, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+
+
+def in_units(count: float, base: int, units: Sequence[str]) -> str:
+    """A number in the largest unit that keeps it at least 1; each unit is `base` times the one before.
+
+    >>> in_units(1_234_567, 1000, ("", "k", "M"))
+    '1.2M'
+    """
+    power = 0
+    while abs(count) >= base and power + 1 < len(units):
+        count /= base
+        power += 1
+    return f"{count:.0f}{units[0]}" if power == 0 else f"{count:.1f}{units[power]}"
 
 
 @dataclass(frozen=True)

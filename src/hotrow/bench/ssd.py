@@ -20,18 +20,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from hotrow import _core
 from hotrow.bench.harness import Result, higher, lower, timing
 from hotrow.bench.rows import resident
 from hotrow.config import Memory
 from hotrow.errors import OptionError
-from hotrow.nn import EmbeddingCollection
+from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.optim import SGD
 from hotrow.table import Table, TableRows
+from hotrow.train.trainer import Trainer
 
 ROWS, DIM, BATCH, BATCHES, DEPTH, THREADS = 4_000_000, 64, 65_536, 9, 128, 2
 RAM_BAR, WRITTEN = 16.0, 1_000_000
+PAUSE_ROWS, PAUSE_BAR = 10_000_000, 100.0
 KEY_STEP = 0x9E3779B97F4A7C1  # keys are spread like hashes, for everybody
 
 
@@ -59,6 +62,9 @@ def results() -> Iterator[Result | str]:
         code = f"from hotrow.bench.ssd import measure_ram; print(measure_ram({os.path.join(folder, 'ram')!r}))"
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         yield lower("ssd/ram_per_row", "bytes a row", float(out.stdout.split()[-1]), "bar", RAM_BAR)
+        yield "a checkpoint of 10 million rows"
+        pause = measure_pause(os.path.join(folder, "checkpoints"))
+        yield lower("ssd/checkpoint_pause", "ms", 1e3 * pause, "bar", PAUSE_BAR)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -160,6 +166,21 @@ def rocksdb(folder: str) -> tuple[float, float]:
         assert len(found) == BATCH and all(value is not None for value in found)
     db.close()
     return -(-WRITTEN // 65536) * 65536 / writing, BATCH / timing(reading[1:]).median
+
+
+def measure_pause(folder: str) -> float:
+    """Seconds that a save keeps training waiting, with all of 10 million rows changed; the longer of two saves."""
+    collection = EmbeddingCollection([Table("t", dim=16)], optimizer=SGD(lr=0.1))
+    for at in range(0, PAUSE_ROWS, 1 << 17):
+        collection.tables[0].create(torch.arange(at, min(PAUSE_ROWS, at + (1 << 17))).mul_(KEY_STEP))
+    trainer = Trainer(Recommender(collection, nn.Identity()), checkpoints=folder)
+    pauses = []
+    for _ in range(2):
+        pauses.append(trainer.save(wait=False).pause_seconds)
+        trainer.wait()
+        collection.tables[0].assign(torch.tensor([0]), torch.zeros(1, 16))
+        collection.steps += 1
+    return max(pauses)
 
 
 def measure_ram(folder: str) -> float:

@@ -125,11 +125,11 @@ class EmbeddingCollection(nn.Module):
         work = lookups[0] if len(lookups) == 1 else Merged(lookups)
         work.update(self.steps + 1, grad_scale)
         self.steps += 1
-        times = [int(lookup.batch.time.max()) for lookup in lookups if lookup.batch.time is not None]
+        times = [time.max() for lookup in lookups if (time := lookup.batch.time) is not None and time.numel()]
         for lookup in lookups:
             self._release(lookup)
         for rows in self.tables:
-            rows.committed(self.steps, max(times, default=None))
+            rows.committed(self.steps, int(max(times)) if times else None)
 
     def discard(self) -> None:
         """Forget gradients that wait for `step()`."""

@@ -28,7 +28,7 @@ def parse_time(text: str, option: str = "time") -> int:
     5400000
     """
     match = _TIME.fullmatch(text) if isinstance(text, str) else None
-    if match is None or match[2] not in _TIME_UNITS:
+    if match is None or match[2] not in _TIME_UNITS or float(match[1]) * _TIME_UNITS[match[2]] < 1:
         raise OptionError(f"{option}={text!r} is not a span of time; write a number and a unit, such as '30d' or '12h'")
     return int(float(match[1]) * _TIME_UNITS[match[2]])
 
@@ -73,9 +73,9 @@ class Admission:
 
 @dataclass(frozen=True)
 class Expiry:
-    """Which rows go at a sweep: not updated for `steps` updates or for `time` of event time; seen less than `min_count`
-    times or with a norm below `min_norm` (once they have not been updated for `grace` updates); the oldest beyond
-    `max_rows` (each of the 1,024 shards keeps its share).
+    """Which rows go at a sweep: not updated for more than `steps` updates, or for `time` of event time (to its 256th);
+    seen less than `min_count` times or with a norm below `min_norm` (once they have not been updated for more than
+    `grace` updates, `every` if not given); the oldest beyond `max_rows` (each of the 1,024 shards keeps its share).
 
     >>> Expiry(steps=100_000, every=1000).every
     1000
@@ -117,16 +117,25 @@ class Expiry:
 
 
 class Clock:
-    """Which update a moment of event time belongs to: (update, largest event time so far), noted as updates land."""
+    """Which update a moment of event time belongs to, for rows that may be `span` milliseconds old.
 
-    def __init__(self) -> None:
+    A mark is (update, largest event time so far), made when time has moved on by a 256th of the span. An update between
+    two marks counts as the later one's, so a row never expires early, and late by no more than that.
+    """
+
+    PARTS = 256
+
+    def __init__(self, span: int = 0) -> None:
+        self.span = span
         self.marks: list[tuple[int, int]] = []
 
     def note(self, step: int, watermark: int | None) -> bool:
         """The update `step` landed, with events up to `watermark`; whether that moved the clock."""
-        if watermark is None or (self.marks and watermark <= self.marks[-1][1]):
+        if watermark is None or (self.marks and watermark < self.marks[-1][1] + max(1, self.span // self.PARTS)):
             return False
         self.marks.append((step, watermark))
+        while len(self.marks) > 1 and self.marks[1][1] <= watermark - self.span:
+            del self.marks[0]
         return True
 
     def to_json(self) -> str:
@@ -134,21 +143,13 @@ class Clock:
         return json.dumps(self.marks)
 
     @staticmethod
-    def from_json(text: str) -> Clock:
+    def from_json(text: str, span: int = 0) -> Clock:
         """As it was saved."""
-        clock = Clock()
+        clock = Clock(span)
         clock.marks = [(int(step), int(time)) for step, time in json.loads(text or "[]")]
         return clock
 
-    def last_before(self, age: int) -> int:
-        """The last noted update of which every event is at least `age` milliseconds old; 0 where there is none."""
-        if not self.marks:
-            return 0
-        limit = self.marks[-1][1] - age
-        step = 0
-        for index, (at, watermark) in enumerate(self.marks):
-            if watermark > limit:
-                del self.marks[: max(0, index - 1)]
-                break
-            step = at
-        return step
+    def last_before(self) -> int:
+        """The last marked update of which every event is at least `span` old; 0 where there is none."""
+        limit = self.marks[-1][1] - self.span if self.marks else 0
+        return max((step for step, watermark in self.marks if watermark <= limit), default=0)

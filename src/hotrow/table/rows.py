@@ -1,7 +1,7 @@
 """A table's rows, for people and tools: read, set, erase and look at them by key.
 
 Training and serving go through `Lookup`, a whole batch at a time. What is here is for importing weights, inspecting,
-exporting, and tests. Rows are found in tier order; this version has one tier, DRAM.
+exporting, and tests. Rows are found in tier order: DRAM, then SSD.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TableRows:
         self.table = table
         self.optimizer = table.optimizer or optimizer
         self.store = HostStore(table.name, table.dim, self.optimizer, table.initial, seed, budget)
-        self.clock = Clock()
+        self.clock = Clock(self._span())
         if table.admission is not None:
             self.store.set_admission(table.admission.after, table.admission.probability, table.admission.sketch_bytes)
 
@@ -88,7 +88,7 @@ class TableRows:
 
     def loaded(self) -> None:
         """A snapshot was loaded into the store: take its clock over."""
-        self.clock = Clock.from_json(self.store.notes)
+        self.clock = Clock.from_json(self.store.notes, self._span())
 
     def committed(self, step: int, watermark: int | None) -> int:
         """The update `step` has landed, with event times up to `watermark`: sweep if it is time.
@@ -98,13 +98,13 @@ class TableRows:
         rules = self.table.expiry
         if rules is None:
             return 0
-        if step % max(1, rules.every // 16) == 0 and self.clock.note(step, watermark):
+        if rules.time is not None and self.clock.note(step, watermark):
             self.store.notes = self.clock.to_json()
         if step % rules.every:
             return 0
         cutoffs = [step - rules.steps] if rules.steps is not None else []
-        if rules.time is not None:
-            cutoffs.append(self.clock.last_before(parse_time(rules.time)) + 1)
+        if rules.time is not None and (old := self.clock.last_before()):
+            cutoffs.append(old + 1)
         grace = max(0, step - (rules.grace if rules.grace is not None else rules.every))
         return self.store.sweep(
             cutoff=max([0, *cutoffs]),
@@ -114,6 +114,9 @@ class TableRows:
             min_norm=rules.min_norm or 0.0,
             max_rows=rules.max_rows or 0,
         )
+
+    def _span(self) -> int:
+        return 0 if self.table.expiry is None or self.table.expiry.time is None else parse_time(self.table.expiry.time)
 
     def state(self, rows: Rows) -> dict[str, Tensor]:
         """The optimizer state inside scanned rows, by name."""

@@ -7,6 +7,7 @@ checkpoint: checkpoints hold links to the segments they need, so nothing that wa
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Sequence
 
 from hotrow import _core
@@ -35,5 +36,13 @@ class SsdFolder:
             self._lock = _core.lock_folder(self.path)
         # Write buffers are part of the budget: a hundredth of it for all of them.
         buffer = min(MOST_BUFFER, max(LEAST_BUFFER, memory.dram_bytes // 100 // len(tables) // 4096 * 4096))
+        _allow_many_files()
         for rows in tables:
             rows.store.attach(os.path.join(self.path, rows.table.name), evicts=True, buffer=buffer)
+
+
+def _allow_many_files() -> None:
+    """A log keeps one descriptor for each segment of 64 MiB: as many as the system lets this process have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

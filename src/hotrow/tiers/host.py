@@ -88,7 +88,8 @@ class HostStore:
         keys = _keys(keys)
         values = torch.empty(keys.numel(), self.dim, dtype=torch.float32, device="cpu")
         found = torch.empty(keys.numel(), dtype=torch.bool, device="cpu")
-        self.core.read(keys, values, found)
+        with core_errors():
+            self.core.read(keys, values, found)
         return values, found
 
     def assign(
@@ -113,7 +114,8 @@ class HostStore:
 
     def erase(self, keys: Tensor) -> int:
         """Remove rows; returns how many there were."""
-        return int(self.core.erase(_keys(keys)))
+        with core_errors():
+            return int(self.core.erase(_keys(keys)))
 
     def scan(self, chunk: int = 65536) -> Iterator[Rows]:
         """All rows, in chunks: those in DRAM in slot order, then those on SSD alone. For a table at rest."""
@@ -126,7 +128,8 @@ class HostStore:
                 break
             yield Rows(keys[:count], values[:count], counts[:count], steps[:count])
         for shard in range(SHARDS if self.core.evicts else 0):
-            cold = [torch.from_numpy(array) for array in self.core.scan_cold(shard)]
+            with core_errors():
+                cold = [torch.from_numpy(array) for array in self.core.scan_cold(shard)]
             if cold[0].numel():
                 yield Rows(cold[0], cold[3], cold[1], cold[2])
 
@@ -162,7 +165,10 @@ class HostStore:
             return int(self.core.prefetch(_keys(keys)))
 
     def tier(self) -> dict[str, int]:
-        """What the SSD tier has done and holds: hits, misses, evictions, bytes on disk, reads and writes."""
+        """What the SSD tier has done and holds: hits, misses, evictions, bytes on disk, reads and writes.
+
+        Space amplification is disk_bytes / live_bytes; compaction keeps it near 2 at most.
+        """
         return dict(self.core.tier())
 
     @property
@@ -272,11 +278,13 @@ class HostPlan:
 
     def read(self) -> None:
         """Copy the rows without creating or counting anything."""
-        self.core.read()
+        with core_errors():
+            self.core.read()
 
     def gather(self, outputs: Sequence[Tensor]) -> None:
         """Pool into one [bags, dim] matrix per feature (for pooling "none", one row per id)."""
-        self.core.gather([_matrix(output) for output in outputs])
+        with core_errors():
+            self.core.gather([_matrix(output) for output in outputs])
 
     def update(
         self,

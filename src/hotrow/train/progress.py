@@ -8,6 +8,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from hotrow.config import in_units
+
 
 def human(count: float) -> str:
     """A count for people.
@@ -15,11 +17,7 @@ def human(count: float) -> str:
     >>> human(1234567)
     '1.2M'
     """
-    for unit in ("", "k", "M", "G"):
-        if abs(count) < 1000:
-            return f"{count:.0f}{unit}" if unit == "" else f"{count:.1f}{unit}"
-        count /= 1000
-    return f"{count:.1f}T"
+    return in_units(count, 1000, ("", "k", "M", "G", "T"))
 
 
 class ProgressView:
