@@ -116,7 +116,8 @@ void bind_durable(nb::module_& m) {
   table
       .def(
           "attach",
-          [](Table& t, const std::string& folder, bool evicts, size_t buffer_bytes, uint64_t segment_bytes, int depth) {
+          [](Table& t, const std::string& folder, bool evicts, size_t buffer_bytes, uint64_t segment_bytes, int depth,
+             nb::object) {
             nb::gil_scoped_release release;
             LogOptions options{folder, t.options().name, static_cast<uint32_t>(t.width() * sizeof(float))};
             options.buffer_bytes = buffer_bytes;
@@ -125,8 +126,10 @@ void bind_durable(nb::module_& m) {
             t.attach(std::make_unique<Log>(options), evicts);
           },
           nb::arg("folder"), nb::arg("evicts"), nb::arg("buffer_bytes") = size_t{1} << 20,
-          nb::arg("segment_bytes") = uint64_t{64} << 20, nb::arg("depth") = 128,
-          "Put a log below the rows; with `evicts`, DRAM becomes a cache over it.")
+          nb::arg("segment_bytes") = uint64_t{64} << 20, nb::arg("depth") = 128, nb::arg("lock") = nb::none(),
+          nb::keep_alive<1, 8>(),
+          "Put a log below the rows; with `evicts`, DRAM becomes a cache over it. `lock` is held as long as the table "
+          "lives, which may be longer than whoever made it: a batch or a save may still use it.")
       .def_prop_ro("has_log", [](const Table& t) { return t.tier() != nullptr; })
       .def_prop_ro("evicts", [](const Table& t) { return t.tier() && t.tier()->evicts(); })
       .def("tier",

@@ -179,6 +179,12 @@ bool ColdTier::grow_slab() {
   return true;
 }
 
+void ColdTier::claim(size_t rows) {
+  claimed_ = rows + held_;
+  while (active_slabs_ * kSlabSlots < claimed_ && (grow_slab() || table_.budget_->reclaim(table_))) {
+  }
+}
+
 void ColdTier::make_room(size_t rows) {
   while (table_.free_.size() < rows) {
     if (grow_slab()) continue;
@@ -256,6 +262,7 @@ void ColdTier::evict_slots(const uint32_t* slots, size_t count) {
 }
 
 bool ColdTier::release_slab() {
+  if (claimed_ && (active_slabs_ - 1) * kSlabSlots < claimed_) return false;
   for (uint64_t slab = active_.size(); slab-- > 0;) {
     if (!active_[slab]) continue;
     const auto first = static_cast<uint32_t>(slab * kSlabSlots);
@@ -363,14 +370,16 @@ void ColdTier::drop_cold(uint64_t hash, Place place) {
 void ColdTier::mark_all_dirty() { marks_.set_all(table_.slots_, epoch_); }
 
 void ColdTier::pin(const uint32_t* slots, size_t count) {
-  for (size_t i = 0; i < count; ++i) ++marks_.pins(slots[i]);
+  for (size_t i = 0; i < count; ++i) held_ += marks_.pins(slots[i])++ == 0;
 }
 
 void ColdTier::unpin(const uint32_t* slots, size_t count) {
   for (size_t i = 0; i < count; ++i) {
     uint8_t& pins = marks_.pins(slots[i]);
     // A slot whose row was erased meanwhile, or never admitted, waited for its last holder.
-    if (--pins == 0 && table_.view_.headers[slots[i] / 4].stamp[slots[i] % 4] == 0) table_.free_.push_back(slots[i]);
+    if (--pins != 0) continue;
+    --held_;
+    if (table_.view_.headers[slots[i] / 4].stamp[slots[i] % 4] == 0) table_.free_.push_back(slots[i]);
   }
 }
 
@@ -433,7 +442,11 @@ size_t ColdTier::compact(size_t most_records) {
   if (places.empty()) return 0;
   const uint32_t record_bytes = log_->record_bytes();
   std::vector<char> records(places.size() * record_bytes);
-  log_->read(places.data(), places.size(), records.data());
+  try {
+    log_->read(places.data(), places.size(), records.data());
+  } catch (const std::out_of_range&) {
+    return places.size() * record_bytes;  // all of it died and was dropped meanwhile
+  }
   std::lock_guard lock(table_.writer_);
   for (size_t i = 0; i < places.size(); ++i) {
     if (!log_->alive(places[i])) continue;

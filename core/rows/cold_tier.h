@@ -69,6 +69,10 @@ class ColdTier {
   // The rows of keys[i] for i in `absent`, for readers: values to out + i * dim; found[i] (may be null).
   void read(const int64_t* keys, const std::vector<uint32_t>& absent, float* out, bool* found) const;
 
+  // Slots for a batch of this many keys beside those that others hold, as far as the budget and other tables can spare
+  // them. Before the batch's own rows are pinned: then every slab of a busy table has a pinned row and none can go.
+  void claim(size_t rows);
+  void unclaim() { claimed_ = 0; }
   // Free slots for this many rows, from the budget or by eviction. Throws BudgetExceeded.
   void make_room(size_t rows);
   // Evicts until the budget has its reserve again.
@@ -133,6 +137,8 @@ class ColdTier {
   std::vector<bool> active_;  // by slab
   uint64_t active_slabs_ = 0;
   uint64_t hand_ = 0;
+  size_t held_ = 0;     // slots with pins
+  size_t claimed_ = 0;  // slots that a batch in work needs
   uint8_t epoch_ = 1;
   std::optional<Snapshot> snapshot_;
   std::vector<Place> compacting_;  // what is left of the segment in work

@@ -99,6 +99,7 @@ void Plan::release() {
     if (!job.held && job.lent.empty()) continue;
     std::lock_guard lock(job.table->writer());
     let_go(job);
+    if (ColdTier* tier = job.table->tier(); tier && tier->evicts()) tier->rebalance();
   }
 }
 
@@ -133,6 +134,8 @@ void Plan::fetch(uint32_t step) {
 // Requires: the tables' writer locks. Memory for all tables is taken before any of them changes.
 void Plan::find_and_create() {
   for (size_t j = 0; j < job_count_; ++j) let_go(jobs_[j]);
+  for (size_t j = 0; j < job_count_; ++j)
+    if (ColdTier* tier = jobs_[j].table->tier(); tier && tier->evicts()) tier->claim(jobs_[j].grouping.size());
   std::vector<char> missing(job_count_);
   std::vector<Table::Fresh> fresh(job_count_);
   std::vector<char> pinned(job_count_);
@@ -166,6 +169,11 @@ void Plan::find_and_create() {
         tier->unpin_found(jobs_[j].slots.data(), jobs_[j].grouping.size());
       jobs_[j].table->settle();
     }
+    for (size_t j = 0; j < job_count_; ++j) try {
+        if (ColdTier* tier = jobs_[j].table->tier(); tier && tier->evicts()) tier->rebalance();
+      } catch (...) {
+        // What went wrong first is what the caller has to know.
+      }
     throw;
   }
   Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
@@ -188,6 +196,8 @@ void Plan::find_and_create() {
     }
     job.current = true;
   });
+  for (size_t j = 0; j < job_count_; ++j)
+    if (ColdTier* tier = jobs_[j].table->tier()) tier->unclaim();
   for (size_t j = 0; j < job_count_; ++j)
     if (ColdTier* tier = jobs_[j].table->tier(); tier && tier->evicts()) tier->rebalance();
 }

@@ -365,6 +365,7 @@ void Table::settle() {
   if (now > charged_) budget_->take(now - charged_);
   charged_ = now;
   promised_ = 0;
+  if (tier_) tier_->unclaim();
 }
 
 // Requires: the writer lock. A failure leaves the table as it was.

@@ -33,12 +33,12 @@ class SsdFolder:
                 f"give at least {format_size(least)} (beside the rows of a batch, and 10 bytes for each row on SSD)"
             )
         with core_errors():
-            self._lock = _core.lock_folder(self.path)
+            lock = _core.lock_folder(self.path)
         # Write buffers are part of the budget: a hundredth of it for all of them.
         buffer = min(MOST_BUFFER, max(LEAST_BUFFER, memory.dram_bytes // 100 // len(tables) // 4096 * 4096))
         _allow_many_files()
         for rows in tables:
-            rows.store.attach(os.path.join(self.path, rows.table.name), evicts=True, buffer=buffer)
+            rows.store.attach(os.path.join(self.path, rows.table.name), evicts=True, buffer=buffer, lock=lock)
 
 
 def _allow_many_files() -> None:

@@ -139,10 +139,13 @@ class HostStore:
 
     # --- SSD ---
 
-    def attach(self, folder: str, evicts: bool, buffer: int = 1 << 20) -> None:
-        """Keep a log of the rows in `folder`; with `evicts`, DRAM becomes a cache over it."""
+    def attach(self, folder: str, evicts: bool, buffer: int = 1 << 20, lock: Any = None) -> None:
+        """Keep a log of the rows in `folder`; with `evicts`, DRAM becomes a cache over it.
+
+        `lock` is held for as long as anybody uses the rows: a batch or a save may outlive this store.
+        """
         with core_errors():
-            self.core.attach(folder, evicts, buffer)
+            self.core.attach(folder, evicts, buffer, lock=lock)
 
     @property
     def has_log(self) -> bool:
