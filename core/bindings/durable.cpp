@@ -127,7 +127,7 @@ void bind_durable(nb::module_& m) {
           },
           nb::arg("folder"), nb::arg("evicts"), nb::arg("buffer_bytes") = size_t{1} << 20,
           nb::arg("segment_bytes") = uint64_t{64} << 20, nb::arg("depth") = 128, nb::arg("lock") = nb::none(),
-          nb::keep_alive<1, 8>(),
+          nb::keep_alive<1, 7>(),
           "Put a log below the rows; with `evicts`, DRAM becomes a cache over it. `lock` is held as long as the table "
           "lives, which may be longer than whoever made it: a batch or a save may still use it.")
       .def_prop_ro("has_log", [](const Table& t) { return t.tier() != nullptr; })

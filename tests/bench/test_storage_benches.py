@@ -1,0 +1,69 @@
+"""The benches of the SSD tier run from front to back, on a few rows."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hotrow import _core
+from hotrow.bench import ssd, tiers
+from hotrow.bench.harness import Result
+from hotrow.nn import EmbeddingCollection
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HOTROW_BENCH_DIR", str(tmp_path))
+    threads = _core.threads(), torch.get_num_threads()
+    yield
+    _core.set_threads(threads[0])
+    torch.set_num_threads(threads[1])
+    assert not list(tmp_path.iterdir())  # they clean up
+
+
+def test_the_ssd_bench_stands_beside_raw_reads_and_rocksdb(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rocksdict")
+    few = {"ROWS": 60_000, "BATCH": 2000, "BATCHES": 3, "WRITTEN": 65_536, "PAUSE_ROWS": 20_000}
+    for name, value in few.items():
+        monkeypatch.setattr(ssd, name, value)
+    run = subprocess.run
+
+    def run_with_few(command: list[str], **options: Any) -> Any:
+        """The child that measures RAM: enough rows for some of them to be cold."""
+        return run([*command[:-1], "import hotrow.bench.ssd as s; s.ROWS = 500_000; " + command[-1]], **options)
+
+    monkeypatch.setattr(ssd.subprocess, "run", run_with_few)
+    monkeypatch.setattr(ssd, "collection_in", small_dram(ssd.collection_in))
+    rows = [row for row in ssd.results() if isinstance(row, Result)]
+    assert [(row.name, row.peer) for row in rows] == [
+        ("ssd/read", "raw"),
+        ("ssd/read", "rocksdb"),
+        ("ssd/write", "rocksdb"),
+        ("ssd/ram_per_row", "bar"),
+        ("ssd/checkpoint_pause", "bar"),
+    ]
+    assert all(row.value > 0 and row.peer_value > 0 for row in rows)
+
+
+def small_dram(make: Callable[[str, str], EmbeddingCollection]) -> Callable[..., EmbeddingCollection]:
+    """Less DRAM than rows, though they are few; as much as is asked for where all are to be in DRAM first."""
+    return lambda folder, dram="64MiB": make(folder, "8MiB" if dram == "64MiB" else dram)
+
+
+def test_the_tiers_bench_trains_in_dram_and_over_ssd(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TABLES": 2, "KEYS": 30_000, "BATCH": 256, "STEPS": 5, "WARMUP": 1, "DRAM": 9 << 20}.items():
+        monkeypatch.setattr(tiers, name, value)
+    rows = {row.name: row for row in tiers.results() if isinstance(row, Result)}
+    assert {name: row.peer for name, row in rows.items()} == {
+        "tiers/train": "dram",
+        "tiers/device": "raw",
+        "tiers/hit_rate": "all",
+        "tiers/dram": "budget",
+    }
+    assert 0 < rows["tiers/hit_rate"].value < 100
+    assert rows["tiers/dram"].value <= rows["tiers/dram"].peer_value

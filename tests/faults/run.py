@@ -1,0 +1,202 @@
+"""A training run in a process of its own, made to be killed: it says what it is doing, and whoever listens may strike.
+
+    with Run(folder, Options(ssd=True)) as run:
+        run.reach("save", 2)         # its second save has just begun
+        run.kill()
+    result = finish(folder, Options(ssd=True))
+
+Runs are forked from a server that has torch loaded, so a kill costs milliseconds and not the seconds of an import.
+Small segments and an unbounded compaction make the log's background work as busy as that of a run of days.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "train"))
+
+import torch
+import torch._dynamo  # an optimizer's first step imports it, which takes longer than the whole run
+from runs import SHAPE, bits, make_trainer
+
+import hotrow as hr
+from hotrow import _core
+from hotrow.data.synthetic import SyntheticClicks
+from hotrow.tiers.host import HostStore, Snapshot
+
+PHASES = ("start", "load", "step", "save")
+STEPS, EVERY = 60, 3
+SEGMENT, DRAM = 256 << 10, "12MiB"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where rows live, and how the run is to be disturbed by itself."""
+
+    ssd: bool = True
+    checkpoints: bool = True
+
+
+def clicks(steps: int = STEPS) -> SyntheticClicks:
+    return SyntheticClicks(examples=steps * 1024, batch_size=1024, keys=300_000, shape=SHAPE)
+
+
+def over_ssd(folder: Path, options: Options, **more: Any) -> hr.Trainer:
+    """A trainer whose rows (800 bytes each) outgrow DRAM by a factor of two when they live over SSD."""
+    memory = hr.Memory(dram=DRAM, ssd=folder / "ssd") if options.ssd else None
+    saves = {"checkpoints": folder / "checkpoints", "checkpoint_every": EVERY, "keep": 2} if options.checkpoints else {}
+    return make_trainer(dim=64, memory=memory, **{**saves, **more})
+
+
+def digest(trainer: hr.Trainer) -> dict[str, str]:
+    """`bits` by part, each as a checksum: what two equal runs agree on."""
+    return {name: hashlib.sha256(_canonical(value)).hexdigest() for name, value in bits(trainer).items()}
+
+
+def _canonical(value: Any) -> bytes:
+    if isinstance(value, dict):
+        return b"{" + b",".join(repr(k).encode() + b":" + _canonical(value[k]) for k in sorted(value, key=repr)) + b"}"
+    return value if isinstance(value, bytes) else repr(value).encode()
+
+
+def small_segments(patch: Callable[[type, str, Any], None] = setattr, size: int = SEGMENT) -> None:
+    """From here on, a log's segments are small, and so is the buffer before them."""
+
+    def attach(store: HostStore, folder: str, evicts: bool, buffer: int = 1 << 20, lock: Any = None) -> None:
+        with hr.tiers.host.core_errors():
+            store.core.attach(folder, evicts, min(buffer, size // 4), size, lock=lock)
+
+    patch(HostStore, "attach", attach)
+
+
+def _announce(owner: Any, name: str, say: Callable[[], None]) -> None:
+    real = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        say()
+        return real(*args, **options)
+
+    setattr(owner, name, call)
+
+
+def train(folder: Path, options: Options, pipe: Connection | None = None) -> None:
+    """The whole run, resumed where there is something to resume; its result goes to result.json."""
+    warnings.simplefilter("error")  # a kill never damages a checkpoint: nothing may be passed over
+    torch.set_num_threads(1)
+    _core.set_compaction_rate(1 << 40)
+    small_segments()
+    if pipe is not None:
+        pipe.send("start")
+        _announce(HostStore, "load_snapshot", lambda: pipe.send("load"))
+        _announce(Snapshot, "finish", lambda: pipe.send("save"))
+        _announce(hr.EmbeddingCollection, "step", lambda: pipe.send("step"))
+    trainer = over_ssd(folder, options)
+    report = trainer.fit(clicks(), resume=options.checkpoints, progress=False)
+    tiers = [rows.store.tier() for rows in trainer.model.embeddings.tables]
+    result = {
+        "digest": digest(trainer),
+        "losses": report.losses,
+        "resumed_from": report.resumed_from,
+        "evicted": sum(tier["evicted"] for tier in tiers),
+        "compacted": sum(tier["compacted_bytes"] for tier in tiers),
+        "compaction_errors": sum(tier["compaction_errors"] for tier in tiers),
+        "over_budget": options.ssd and trainer.model.embeddings.budget.used > trainer.model.embeddings.budget.limit,
+    }
+    (folder / "result.json.tmp").write_text(json.dumps(result))
+    os.rename(folder / "result.json.tmp", folder / "result.json")
+
+
+class Run:
+    """One process that trains, and what it said."""
+
+    def __init__(self, folder: Path, options: Options) -> None:
+        self.folder = folder
+        self.pipe, theirs = _context().Pipe(duplex=False)
+        self.process = _context().Process(target=train, args=(folder, options, theirs))
+        self.process.start()
+        theirs.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def reach(self, phase: str, times: int, seconds: float = 60) -> bool:
+        """Wait until it says so for the `times`-th time; False if it came to its end first."""
+        deadline = time.monotonic() + seconds
+        try:
+            while times:
+                if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError(f"the run hangs: no {phase!r} in {seconds:.0f} s")
+                times -= self.pipe.recv() == phase
+        except EOFError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL: no handler, no flush, no goodbye."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+    def result(self) -> dict[str, Any]:
+        """Wait for the end."""
+        self.reach("the end", 1)
+        self.process.join()
+        assert self.process.exitcode == 0, f"the run ended with {self.process.exitcode}; its error is above"
+        return dict(json.loads((self.folder / "result.json").read_text()))
+
+
+def finish(folder: Path, options: Options) -> dict[str, Any]:
+    """Let a run come to its end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with Run(folder, options) as run:
+        return run.result()
+
+
+def use_folder(folder: Path, kind: str, pipe: Connection) -> None:
+    """Train and save with `folder` for its rows or for its checkpoints, without root's rights; says what was raised."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    try:
+        memory = hr.Memory(dram=DRAM, ssd=folder) if kind == "ssd" else None
+        trainer = make_trainer(folder if kind == "checkpoints" else None, memory=memory)
+        trainer.fit(clicks(), steps=1, progress=False)
+        trainer.save()
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+
+
+def as_nobody(folder: Path, kind: str) -> str:
+    """What `use_folder` says in a process of its own."""
+    ours, theirs = _context().Pipe(duplex=False)
+    process = _context().Process(target=use_folder, args=(folder, kind, theirs))
+    process.start()
+    theirs.close()
+    words = str(ours.recv()) if ours.poll(60) else "it hangs"
+    process.kill()
+    process.join()
+    return words
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["run"])
+    here = str(Path(__file__).parent)
+    if here not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # the server reads it when it starts
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    return context
