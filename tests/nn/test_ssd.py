@@ -285,7 +285,7 @@ print(worst - before, len(collection.tables[0]) * collection.tables[0].store.wid
 
 
 def test_rows_indexes_and_buffers_stay_inside_the_budget_as_the_system_counts_them(tmp_path: Path) -> None:
-    """Rows are nearly 5 times dram=. The allowance is for what is not rows: a batch's keys, vectors, gradients and records."""
+    """Rows are nearly 5 times dram=. The allowance is for what is not rows: a batch's keys, vectors and gradients."""
     allowance = 24 << 20
     run = subprocess.run(
         [sys.executable, "-c", CHILD, str(tmp_path)], capture_output=True, text=True, timeout=120, env={**os.environ}

@@ -45,7 +45,7 @@ class SsdMachine(StoreMachine):
 
     @rule(keys=st.lists(few_keys, min_size=1, max_size=8))
     def seal_and_compact(self, keys: list[int]) -> None:
-        """Rows that come and go leave dead records behind; a snapshot seals the segment, so that it can be compacted."""
+        """Rows that come and go leave dead records; a snapshot seals the segment, so that it can be compacted."""
         if self.snapshot is None:
             self.save()
             self.finish(load=False)
