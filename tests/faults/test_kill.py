@@ -72,7 +72,6 @@ def test_resumed_over_the_other_memory(tmp_path: Path, uninterrupted: dict[str, 
     check(result, uninterrupted, tmp_path)
 
 
-@pytest.mark.xfail(strict=True, reason="open_logs() looks for them only if it has a log of its own to open")
 def test_the_log_of_a_dead_process_is_removed_by_a_run_over_ssd(tmp_path: Path) -> None:
     with Run(tmp_path, Options(ssd=False)) as run:
         assert run.reach("save", 3)

@@ -37,12 +37,12 @@ def open_logs(embeddings: EmbeddingCollection, folder: Path) -> None:
             f"{known} is gone: it had the rows' log of this model, which lasts as long as the model. Load the last "
             "checkpoint into a new model, and leave a folder of checkpoints where it is while its trainer lives"
         )
+    for left in folder.glob(f"{PREFIX}*"):
+        _remove_if_free(left)
     without = [rows for rows in embeddings.tables if not rows.store.has_log]
     if not without:
         return
     durable.make(folder)
-    for left in folder.glob(f"{PREFIX}*"):
-        _remove_if_free(left)
     home = folder / f"{PREFIX}{os.getpid()}-{next(_numbers)}"
     with core_errors():
         lock = _core.lock_folder(str(home))
