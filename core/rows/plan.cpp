@@ -99,7 +99,12 @@ void Plan::release() {
     if (!job.held && job.lent.empty()) continue;
     std::lock_guard lock(job.table->writer());
     let_go(job);
-    if (ColdTier* tier = job.table->tier(); tier && tier->evicts()) tier->rebalance();
+    // The reserve can wait: where the disk refuses, the next fetch makes room or says so. Destructors call this.
+    try {
+      if (ColdTier* tier = job.table->tier(); tier && tier->evicts()) tier->rebalance();
+    } catch (const std::exception&) {
+      job.table->settle();
+    }
   }
 }
 

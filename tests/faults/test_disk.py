@@ -297,6 +297,46 @@ def test_a_disk_that_cannot_be_read_is_told_by_whoever_reads(tmp_path: Path, mon
         assert torch.equal(trainer.predict(batch), expected), name
 
 
+def test_a_batch_may_go_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Letting go of its rows makes room for others, which may have to write; it is no place for an error."""
+    small_segments(monkeypatch.setattr, SMALL)
+    faults = _core.install_faults()
+    trainer = over_ssd(tmp_path, Options(ssd=True, checkpoints=False))
+    tables, refused = trainer.model.embeddings.tables, 0
+    for batch, _ in clicks(200).batches():
+        lookup = trainer.model.embeddings.route(batch).fetch()
+        calls = faults.calls
+        faults.fail(1, errno.ENOSPC, repeat=True)
+        del lookup
+        refused += faults.calls > calls
+        faults.heal()
+        if refused == 3:
+            break
+    assert refused == 3
+    assert sum(len(chunk.keys) for chunk in tables[0].scan()) == len(tables[0])
+
+
+@pytest.mark.parametrize(
+    "ssd",
+    [
+        True,
+        pytest.param(
+            False,
+            marks=pytest.mark.xfail(strict=True, reason="the rows' log goes with the model, whatever is being saved"),
+        ),
+    ],
+)
+def test_a_save_behind_training_outlives_its_trainer(tmp_path: Path, ssd: bool) -> None:
+    trainer = open_trainer(tmp_path) if ssd else make_trainer(tmp_path / "checkpoints")
+    trainer.fit(few_clicks(), steps=3, progress=False)
+    trainer.save(wait=False)
+    thread = trainer.saver._thread
+    del trainer
+    gc.collect()
+    thread.join()  # type: ignore[union-attr]
+    assert [open_checkpoint(path).step for path in list_checkpoints(tmp_path / "checkpoints")] == [3]
+
+
 def test_a_batch_that_an_error_left_half_done_does_not_disturb_what_is_loaded(tmp_path: Path) -> None:
     """Its slots are pinned until it goes, and they belong to rows that loading has replaced."""
     trainer = open_trainer(tmp_path)

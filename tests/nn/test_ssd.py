@@ -18,7 +18,7 @@ from hotrow.data import Cursor
 from hotrow.errors import CheckpointError, MemoryBudgetError, OptionError, StorageError
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.optim import SGD, Adam
-from hotrow.table import Table, TableRows
+from hotrow.table import Admission, Table, TableRows
 from hotrow.train.trainer import Trainer
 
 TABLES = [
@@ -244,6 +244,11 @@ def test_a_budget_too_small_for_its_tables_is_refused_at_once(tmp_path: Path) ->
     with pytest.raises(MemoryBudgetError, match=r"dram=1\.0 MiB is too small for 3 tables over ssd=; give at least"):
         trainer_of(Memory(dram="1MiB", ssd=tmp_path))
     trainer_of(Memory(dram=SMALL, ssd=tmp_path))  # the folder was not left locked
+    sketch = [Table("t", dim=4, admission=Admission(after=2, sketch="16MiB"))]
+    with pytest.raises(
+        MemoryBudgetError, match=r"dram=16\.0 MiB is too small for 1 tables over ssd=; give at least 18\."
+    ):
+        EmbeddingCollection(sketch, memory=Memory(dram="16MiB", ssd=tmp_path))
 
 
 CHILD = """

@@ -120,7 +120,7 @@ class Clock:
     """Which update a moment of event time belongs to, for rows that may be `span` milliseconds old.
 
     A mark is (update, largest event time so far), made when time has moved on by a 256th of the span. An update between
-    two marks counts as the later one's, so a row never expires early, and late by no more than that.
+    two marks counts as the later one's, so a row may expire a little late, never early.
     """
 
     PARTS = 256

@@ -27,6 +27,7 @@ class SsdFolder:
     def __init__(self, memory: Memory, tables: Sequence[TableRows]) -> None:
         self.path = os.path.abspath(os.fspath(memory.ssd or "."))
         least = LEAST_FIXED + sum(LEAST_BUFFER + LEAST_SLOTS * (rows.store.width * 4 + SLOT_BYTES) for rows in tables)
+        least += sum(rows.memory()["sketch_bytes"] for rows in tables)
         if memory.dram_bytes < least:
             raise MemoryBudgetError(
                 f"dram={format_size(memory.dram_bytes)} is too small for {len(tables)} tables over ssd=; "
