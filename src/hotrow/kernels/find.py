@@ -1,0 +1,150 @@
+"""Keys to slots: one 64-byte load of the set, eight compares.
+
+Keys are laid out table by table; a block of keys mostly lies in one table, which it finds by counting the tables that
+begin before it, and it visits the others only where it crosses into them. The search loads nothing but the keys and
+their sets: 72 bytes a key in, 4 out. Of a batch in flight, found slots are pinned in the same pass (every writer of a
+slot writes the same number, so no order matters), and the number of absent keys is added up on the device, from
+which the host learns whether there is anything to fetch.
+
+find_rows copies the rows in the same kernel, for lookups that end there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hotrow.errors import BatchError
+from hotrow.kernels.mixing import hash_key, set_of
+from hotrow.kernels.sets import SetIndex, check
+
+BLOCK, WARPS = 256, 4
+ROWS_ELEMENTS, ROWS_WARPS = 4096, 4  # of a block in find_rows: keys * padded dim
+
+
+@triton.jit
+def table_at(begins, position, TABLES: tl.constexpr, PADDED: tl.constexpr):
+    """The last table that begins at or before a position: a scalar."""
+    at = tl.arange(0, PADDED)
+    inner = (at > 0) & (at < TABLES)
+    begin = tl.load(begins + at, mask=inner, other=0)
+    return tl.sum((inner & (begin <= position)).to(tl.int32), axis=0)
+
+
+@triton.jit
+def sets_of(hashes, at, start, last, begins, first, count, only, TABLES: tl.constexpr, PADDED: tl.constexpr):
+    """Sets of a block of hashes at rising positions `at`, of which `start` is the first and `last` the last valid."""
+    if TABLES == 1:
+        sets = ((hashes >> 32) * only.to(tl.uint64) >> 32).to(tl.int32)
+    else:
+        table = table_at(begins, start, TABLES, PADDED)
+        until = table_at(begins, last, TABLES, PADDED)
+        sets = set_of(hashes, tl.load(first + table), tl.load(count + table))
+        while table < until:  # a range() of loaded numbers fails in the interpreter with numpy 2.4
+            table += 1
+            inside = at >= tl.load(begins + table)
+            sets = tl.where(inside, set_of(hashes, tl.load(first + table), tl.load(count + table)), sets)
+    return sets
+
+
+@triton.jit
+def way_of(index_keys, sets, keys, valid):
+    """The slot that holds each key in its set, or -1."""
+    ways = tl.arange(0, 8)
+    held = tl.load(index_keys + sets[:, None] * 8 + ways[None, :], mask=valid[:, None], other=0)
+    way = tl.max(tl.where(held == keys[:, None], ways[None, :], -1), axis=1)
+    return tl.where(valid & (way >= 0), sets * 8 + way, -1)
+
+
+@triton.jit(do_not_specialize=["n", "only", "batch"])
+def find_kernel(
+    index_keys, pins, first, count, keys, begins, slots, missing, rows, out, n, only, batch,
+    TABLES: tl.constexpr, PADDED: tl.constexpr, PIN: tl.constexpr, MISSING: tl.constexpr,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0) * BLOCK
+    at = start + tl.arange(0, BLOCK)
+    valid = at < n
+    key = tl.load(keys + at, mask=valid, other=0)
+    last = tl.minimum(start + BLOCK, n) - 1
+    sets = sets_of(hash_key(key), at, start, last, begins, first, count, only, TABLES, PADDED)
+    slot = way_of(index_keys, sets, key, valid)
+    tl.store(slots + at, slot, mask=valid)
+    found = slot >= 0
+    if PIN:
+        tl.store(pins + slot, tl.full([BLOCK], batch, tl.int32), mask=found)
+    if MISSING:
+        absent = tl.sum((valid & (slot < 0)).to(tl.int32), axis=0)
+        if absent > 0:
+            tl.atomic_add(missing, absent, sem="relaxed")
+    if DIM > 0:
+        column = tl.arange(0, DIM_PADDED)
+        wanted = column[None, :] < DIM
+        row = tl.load(
+            rows + slot.to(tl.int64)[:, None] * STRIDE + column[None, :], mask=found[:, None] & wanted, other=0.0
+        )
+        tl.store(out + at.to(tl.int64)[:, None] * DIM + column[None, :], row, mask=valid[:, None] & wanted)
+
+
+def find(
+    index: SetIndex,
+    keys: torch.Tensor,
+    begins: torch.Tensor,
+    batch: int = 0,
+    missing: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Slots of keys, int32 [n], -1 where absent. Table t's keys are at positions begins[t] to begins[t + 1].
+
+    With batch > 0 the found slots are pinned for that batch, whose number is above all earlier ones. `missing`, int32
+    [1], becomes the number of absent keys.
+    """
+    return _launch(index, keys, begins, batch, missing, None, 0, None)
+
+
+def find_rows(
+    index: SetIndex,
+    rows: torch.Tensor,
+    dim: int,
+    keys: torch.Tensor,
+    out: torch.Tensor,
+    begins: torch.Tensor,
+    batch: int = 0,
+    missing: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """find, and the first `dim` columns of the rows [capacity, stride] into out [n, dim]; zeros where absent."""
+    if rows.dim() != 2 or rows.shape[0] != index.capacity or rows.stride(1) != 1 or not 0 < dim <= rows.shape[1]:
+        raise BatchError(f"rows is {list(rows.shape)}; it must be [{index.capacity}, {dim} or more], rows contiguous")
+    if out.shape != (keys.numel(), dim) or out.dtype != rows.dtype or not out.is_contiguous():
+        raise BatchError(f"out is {out.dtype} {list(out.shape)}; it must be {rows.dtype} [{keys.numel()}, {dim}]")
+    return _launch(index, keys, begins, batch, missing, rows, dim, out)
+
+
+def _launch(
+    index: SetIndex,
+    keys: torch.Tensor,
+    begins: torch.Tensor,
+    batch: int,
+    missing: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    dim: int,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    check("keys", keys, torch.int64, None, index.device)
+    check("begins", begins, torch.int32, index.tables + 1, index.device)
+    if missing is not None:
+        check("missing", missing, torch.int32, 1, index.device)
+        missing.zero_()
+    n = keys.numel()
+    slots = torch.empty(n, dtype=torch.int32, device=index.device)
+    if n == 0:
+        return slots
+    padded = triton.next_power_of_2(dim) if dim else 1
+    block, warps = (BLOCK, WARPS) if not dim else (min(BLOCK, max(16, ROWS_ELEMENTS // padded)), ROWS_WARPS)
+    find_kernel[(triton.cdiv(n, block),)](
+        index.keys, index.pins, index.first, index.count, keys, begins, slots, slots if missing is None else missing,
+        slots if rows is None else rows, slots if out is None else out, n, index.counts[0], batch,
+        TABLES=index.tables, PADDED=triton.next_power_of_2(index.tables), PIN=batch > 0, MISSING=missing is not None,
+        DIM=dim, DIM_PADDED=padded, STRIDE=rows.stride(0) if rows is not None else 0, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return slots

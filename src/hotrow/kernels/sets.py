@@ -1,0 +1,82 @@
+"""The index of rows in HBM: sets of eight ways, whole 64-bit keys, several tables in one structure.
+
+slot = set * 8 + way, and a key's row lies in another array at its slot. A set's eight keys are 64 bytes that lie
+together, so a find costs one memory access. Every int64 is a valid key: an empty way of a set holds a key that can
+never live in that set (the key whose hash is 0 lives in its table's first set, the one whose hash is 2^64 - 1 in its
+last; the first set uses the latter, all others the former). Hence a table has at least two sets.
+
+Per slot also: `pins`, the number of the last batch that holds the row, which must not be evicted while that number is
+above the last settled batch's; and `scores`, higher is hotter. Batches are numbered from 1; 0 is nobody.
+
+The object only owns the tensors. find.py reads it, insert.py and touch.py change it, on the caller's stream; two
+streams must be ordered by the caller. Nothing synchronises with the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hotrow.errors import BatchError, OptionError
+from hotrow.kernels.mixing import HIGHEST, LOWEST
+
+WAYS = 8
+POLICIES = ("lru", "lfu")
+
+
+class SetIndex:
+    """Keys, pins and scores of the slots of several tables; empty at first."""
+
+    WAYS = WAYS
+
+    def __init__(self, sets_per_table: Sequence[int], device: torch.device | str) -> None:
+        counts = [int(count) for count in sets_per_table]
+        if not counts or min(counts) < 2:
+            raise OptionError(f"every table needs at least 2 sets ({2 * WAYS} rows) in HBM, got {counts}; raise hbm=")
+        self.sets = sum(counts)
+        if self.sets * WAYS >= 1 << 31:
+            raise OptionError(f"{self.sets * WAYS:,} slots do not fit in int32; split the tables over several indices")
+        self.counts = counts
+        self.tables = len(counts)
+        self.count = torch.tensor(counts, dtype=torch.int64, device=device)
+        self.first = torch.tensor([sum(counts[:t]) for t in range(len(counts))], dtype=torch.int64, device=device)
+        self.device = self.count.device
+        self.keys = torch.empty(self.sets, WAYS, dtype=torch.int64, device=device)
+        self.pins = torch.empty(self.capacity, dtype=torch.int32, device=device)
+        self.scores = torch.empty(self.capacity, dtype=torch.float32, device=device)
+        self.clear()
+
+    @property
+    def capacity(self) -> int:
+        """Slots: eight a set."""
+        return self.sets * WAYS
+
+    def clear(self) -> None:
+        """Forget every key."""
+        self.keys.fill_(LOWEST)
+        self.keys[self.first] = HIGHEST
+        self.pins.zero_()
+        self.scores.zero_()
+
+    def occupied(self) -> torch.Tensor:
+        """Which slots hold a key, bool [capacity]."""
+        taken = self.keys != LOWEST
+        taken[self.first] = self.keys[self.first] != HIGHEST
+        return taken.view(-1)
+
+    def bytes(self) -> int:
+        """Device memory of the index: 16 bytes a slot."""
+        parts = (self.keys, self.pins, self.scores, self.first, self.count)
+        return sum(part.numel() * part.element_size() for part in parts)
+
+
+def check(name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int | None, device: torch.device) -> None:
+    """Requires: one dimension of `size` (where given), contiguous, this type, this device."""
+    if tensor.dtype != dtype or tensor.device != device or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise BatchError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            f"{'' if tensor.is_contiguous() else ', not contiguous'}; it must be {dtype} of one dimension on {device}"
+        )
+    if size is not None and tensor.numel() != size:
+        raise BatchError(f"{name} has {tensor.numel()} entries, it must have {size}")
