@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 
+from hotrow.kernels.layout import Items, RowLayout, Source
 from hotrow.kernels.mixing import GOLDEN, MULTIPLIERS
 from hotrow.kernels.sets import WAYS, SetIndex
 
@@ -99,3 +103,125 @@ def touch(score: float, batch: int, policy: str, half_life: float) -> float:
     now = batch / half_life
     high, low = max(score, now), min(score, now)
     return high + math.log2(1 + 2 ** (low - high))
+
+
+# --- the rows: gather, runs, update, counts, rounding ---------------------------------------------------------------
+
+
+def row_places(source: Source, slots: torch.Tensor) -> list[torch.Tensor]:
+    """The row of each slot, as a view."""
+    cache = source.capacity
+    return [source.rows[s] if s < cache else source.extra[s - cache] for s in slots.tolist()]  # type: ignore[index]
+
+
+def row_values(source: Source, layout: RowLayout, slots: torch.Tensor) -> torch.Tensor:
+    """Values in fp32, zeros where the slot is -1."""
+    every = source.rows if source.extra is None else torch.cat([source.rows, source.extra])
+    values = layout.values(every).float()
+    if layout.dtype == "int8":
+        scale, bias = every[:, layout.state_offset, None], every[:, layout.state_offset + 1, None]
+        values = values * scale + bias
+    return torch.where(slots[:, None] >= 0, values[slots.clamp(min=0).long()], 0.0)
+
+
+def pool(values: torch.Tensor, offsets: torch.Tensor | None, scales: torch.Tensor | None) -> torch.Tensor:
+    """Rows [N, dim] to items, each bag summed in order."""
+    if scales is not None:
+        values = values * scales[:, None]
+    if offsets is None:
+        return values
+    begins, lengths = offsets[:-1].long(), offsets.diff()
+    out = torch.zeros(len(lengths), values.shape[1], device=values.device)
+    for i in range(max(lengths.tolist(), default=0)):
+        more = lengths > i
+        out[more] = out[more] + values[begins[more] + i]
+    return out
+
+
+def group(slots: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
+    """Positions by slot and then by place, the start of each run and the end of all, and the slots of the runs."""
+    values = slots.tolist()
+    order = sorted(range(len(values)), key=lambda i: (values[i], i))
+    starts = [i for i in range(len(order)) if i == 0 or values[order[i]] != values[order[i - 1]]]
+    return order, [*starts, len(order)], [values[order[start]] for start in starts]
+
+
+def sum_runs(
+    slots: torch.Tensor, items: Items, gradients: Sequence[torch.Tensor | None], dim: int, piece: int
+) -> tuple[torch.Tensor, list[bool]]:
+    """The summed gradient of each run [runs, dim], and whether it has any; long runs piece by piece."""
+    order, starts, _ = group(slots)
+    begins = items.begins.tolist()
+    item_of = items.item_of.tolist() if items.item_of is not None else list(range(len(order)))
+    features = [f for f in range(len(begins) - 1) for _ in range(begins[f], begins[f + 1])]
+    sums, given = [], []
+    for start, end in itertools.pairwise(starts):
+        partials = []
+        for first in range(start, end, piece):
+            rows = []
+            for position in order[first : min(first + piece, end)]:
+                item = item_of[position]
+                matrix = gradients[features[item]]
+                if matrix is not None:
+                    row = matrix[item - begins[features[item]]].float()
+                    rows.append(row if items.scales is None else row * items.scales[position])
+            if rows:
+                partials.append(_in_order(rows))
+        given.append(bool(partials))
+        sums.append(_in_order(partials) if partials else torch.zeros(dim))
+    return torch.stack(sums) if sums else torch.zeros(0, dim), given
+
+
+def _in_order(rows: list[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(torch.add, rows)
+
+
+def philox(counter: tuple[int, int, int, int], key: int) -> tuple[int, int, int, int]:
+    """philox of core/random/philox.h, on unsigned numbers."""
+    word = 0xFFFFFFFF
+    k0, k1 = key & word, key >> 32 & word
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = b >> 32 ^ c1 ^ k0, b & word, a >> 32 ^ c3 ^ k1, a & word
+        k0, k1 = (k0 + 0x9E3779B9) & word, (k1 + 0xBB67AE85) & word
+    return c0, c1, c2, c3
+
+
+def draw(stream: int, key: int, step: int, block: int) -> tuple[int, int, int, int]:
+    """draw of core/random/philox.h, of signed or unsigned numbers."""
+    return philox((key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF, step, block), stream & 0xFFFFFFFFFFFFFFFF)
+
+
+def add_count(code: int, seen: int, stream: int, key: int, step: int) -> int:
+    """add_count of core/rows/header.h."""
+    total = ((code & 4095) << (code >> 12)) + seen
+    exponent = 0
+    while exponent < 15 and total >> exponent > 4095:
+        exponent += 1
+    mantissa, rest = total >> exponent, total & ((1 << exponent) - 1)
+    if rest and draw(stream, key, step, 0)[0] >> (32 - exponent) < rest:
+        mantissa += 1
+    if mantissa > 4095:
+        if exponent == 15:
+            return 15 << 12 | 4095
+        mantissa, exponent = mantissa >> 1, exponent + 1
+    return exponent << 12 | mantissa
+
+
+def draws(stream: int, key: int, step: int, dim: int) -> list[int]:
+    """A row's random words: element e has word e % 4 of block e / 4."""
+    return [word for block in range(-(-dim // 4)) for word in draw(stream, key, step, block)][:dim]
+
+
+def round_by_chance(value: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 to a multiple of the type's last place: the one below, or above with the chance of what is cut off."""
+    digits, lowest, cut = (7, -126, 16) if dtype == torch.bfloat16 else (10, -14, 13)
+    size = value.double().abs()
+    exponent = torch.frexp(size).exponent - 1
+    place = torch.ldexp(torch.ones_like(size), exponent.clamp(min=lowest) - digits)
+    whole = (size / place).floor()
+    part = ((size / place - whole) * 2**cut).floor()
+    up = part + (bits & (2**cut - 1)) >= 2**cut
+    rounded = ((whole + up) * place).clamp(max=torch.finfo(dtype).max)
+    return torch.where(value.isfinite(), rounded.copysign(value.double()), value.double()).to(dtype)
