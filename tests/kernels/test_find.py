@@ -104,6 +104,23 @@ def test_rows_come_with_the_slots(device: torch.device, draw: Any, filled: Any, 
     assert torch.equal(out, reference.find_rows(slots, rows, dim))
 
 
+@pytest.mark.gpu
+def test_ten_million_keys() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device("cuda", torch.cuda.current_device())
+    index = SetIndex([300_000, 2, 200_000], device)
+    counts = [6_000_000, 1, 3_999_999]
+    keys = torch.arange(10_000_000, device=device) - 5_000_000
+    tables = tables_of(counts).to(device)
+    sets = reference.set_of(reference.hash_key(keys), index.first[tables], index.count[tables])
+    index.keys[sets[::7], 3] = keys[::7]
+    missing = torch.empty(1, dtype=torch.int32, device=device)
+    slots = find(index, keys, begins_of(counts, device), missing=missing)
+    assert torch.equal(slots, reference.find(index, keys, tables))
+    assert missing.item() == (slots < 0).sum()
+
+
 def test_clear_forgets(device: torch.device, draw: Any, filled: Any) -> None:
     keys = draw(60)
     index = filled([9], keys)
@@ -127,3 +144,12 @@ def test_what_does_not_fit_is_said(device: torch.device) -> None:
     with pytest.raises(BatchError, match="out is"):
         keys = torch.zeros(3, dtype=torch.int64, device=device)
         find_rows(index, torch.zeros(16, 4, device=device), 4, keys, torch.zeros(3, 3, device=device), begins)
+
+
+def test_the_bench_runs_small(device: torch.device) -> None:
+    from hotrow.bench import hbm_find
+
+    found = list(hbm_find.results(capacity=256, keys=16, repeats=2, cached=128, draws=150, batches=6))
+    rows = {result.name: result for result in found if not isinstance(result, str)}
+    assert len(rows) == 4 * 3 + 2 and all(result.value > 0 for result in rows.values())
+    assert rows["hbm/hit_rate/lru"].ratio > 0.9 and rows["hbm/hit_rate/lfu"].ratio > 0.9

@@ -190,3 +190,32 @@ def test_what_does_not_fit_is_said(device: torch.device) -> None:
         insert_and_evict(index, rows, keys, values[:2], keys.int(), batch=1, settled=0)
     nothing = insert_and_evict(index, rows, keys[:0], values[:0], keys[:0].int(), batch=1, settled=0)
     assert nothing.number.item() == 0 and nothing.values.shape == (0, 4)
+
+
+@pytest.mark.gpu
+def test_a_large_stream_leaves_the_same_index_twice_and_loses_no_row() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device("cuda", torch.cuda.current_device())
+    ends = []
+    for _ in range(2):
+        index = SetIndex([20_000, 7_000], device)
+        rows = torch.zeros(index.capacity, 4, device=device)
+        g = torch.Generator(device).manual_seed(0)
+        inside = 0
+        for batch in range(1, 9):
+            keys = torch.unique(torch.randint(-(2**62), 2**62, (100_000,), device=device, generator=g) >> 43)
+            keys = keys[torch.randperm(len(keys), device=device, generator=g)]
+            tables = (keys & 1).int()
+            values = keys[:, None].float().expand(-1, 4).contiguous()
+            was = reference.find(index, keys, tables.long())
+            out = insert_and_evict(index, rows, keys, values, tables, batch=batch, settled=batch - 1)
+            number = int(out.number)
+            inside += int(((was < 0) & (out.slots >= 0)).sum()) - number
+            assert int(index.occupied().sum()) == inside
+            assert torch.equal(reference.find(index, keys, tables.long()), out.slots)
+            assert torch.equal(rows[out.slots[out.slots >= 0].long()], values[out.slots >= 0])
+            assert torch.equal(out.values[:number], out.keys[:number, None].float().expand(-1, 4))
+            assert (reference.find(index, out.keys[:number], out.keys[:number] & 1) == -1).all()
+        ends.append([index.keys, index.pins, index.scores, rows, out.keys[:number], out.slots])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
