@@ -88,7 +88,8 @@ void bind_store(nb::module_& m) {
       .def_prop_ro("limit", &Budget::limit)
       .def_prop_ro("used", &Budget::used);
 
-  nb::class_<Table>(m, "Table")
+  nb::class_<Table> table(m, "Table");
+  table
       .def(
           "__init__",
           [](Table* self, std::string name, int dim, int rule, const std::vector<std::tuple<int, float>>& state,
@@ -188,8 +189,8 @@ void bind_store(nb::module_& m) {
 
   bind_durable(m);
 
-  nb::class_<Plan>(m, "Plan")
-      .def(nb::init<>())
+  nb::class_<Plan> plan(m, "Plan");
+  plan.def(nb::init<>())
       .def("route", &route, nb::arg("jobs"))
       .def("fetch", &Plan::fetch, nb::arg("step") = 0, nb::call_guard<nb::gil_scoped_release>())
       .def("release", &Plan::release, nb::call_guard<nb::gil_scoped_release>())
@@ -217,6 +218,8 @@ void bind_store(nb::module_& m) {
       .def_prop_ro("ids", &Plan::ids)
       .def_prop_ro("unique", &Plan::unique)
       .def_prop_ro("bytes", &Plan::bytes);
+
+  bind_device(table, plan);
 }
 
 }  // namespace hotrow::bindings

@@ -1,12 +1,17 @@
 #include "rows/plan.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
 #include "threads/pool.h"
 
 namespace hotrow {
 namespace {
+
+inline __attribute__((always_inline)) void prefetch_row(const char* row, size_t bytes) {
+  for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+}
 
 constexpr size_t kBagsPerTask = 1024;
 constexpr size_t kCheckFloats = 64 << 10;
@@ -25,6 +30,7 @@ void Plan::take(Feature& feature, const FeatureInput& input) {
   feature.pooling = input.pooling;
   feature.has_offsets = input.offsets != nullptr;
   feature.has_weights = input.weights != nullptr;
+  feature.has_seen = input.seen != nullptr;
   feature.has_scale = false;
   if (!input.offsets && input.bags != input.count)
     throw std::invalid_argument("without offsets a feature needs exactly one id per example");
@@ -40,6 +46,7 @@ void Plan::take(Feature& feature, const FeatureInput& input) {
     if (!fits) throw std::invalid_argument("offsets must start at 0, never fall, and end at the number of ids");
   }
   if (input.weights) std::copy_n(input.weights, input.count, feature.weights.resize(input.count));
+  if (input.seen) std::copy_n(input.seen, input.count, feature.seen.resize(input.count));
 }
 
 Plan::~Plan() { release(); }
@@ -115,6 +122,25 @@ bool Plan::lost() const {
   return false;
 }
 
+// How often a batch has a unique key.
+uint32_t Plan::sightings(const Job& job, size_t unique) {
+  const uint32_t *begin = job.grouping.run_begin(), *run = job.grouping.run();
+  uint32_t total = 0;
+  for (uint32_t at = begin[unique]; at < begin[unique + 1]; ++at) {
+    size_t f = 0;
+    while (run[at] >= job.features[f].begin + job.features[f].count) ++f;
+    const Feature& feature = job.features[f];
+    if (!feature.has_seen) return begin[unique + 1] - begin[unique];  // the same for all features
+    total += feature.seen[run[at] - feature.begin];
+  }
+  return total;
+}
+
+void Plan::note_refused(Job& job) {
+  for (uint32_t u : job.refused) job.table->admission()->note(job.grouping.hashes()[u], sightings(job, u));
+  job.refused.clear();
+}
+
 // Which of the keys without a row get one.
 void Plan::judge(Job& job) {
   const Admission* admission = job.table->admission();
@@ -124,7 +150,7 @@ void Plan::judge(Job& job) {
   job.verdicts.assign(g.size(), Admission::Verdict::kAdmit);
   for (size_t u = 0; u < g.size(); ++u)
     if (job.slots[u] == kNoSlot)
-      job.verdicts[u] = admission->judge(g.keys()[u], g.hashes()[u], g.run_begin()[u + 1] - g.run_begin()[u], step_);
+      job.verdicts[u] = admission->judge(g.keys()[u], g.hashes()[u], sightings(job, u), step_);
   for (uint32_t u : job.arrivals.unique) job.verdicts[u] = Admission::Verdict::kAdmit;
 }
 
@@ -379,13 +405,82 @@ void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix
   });
   for (size_t j = 0; j < job_count_; ++j) {
     Job& job = jobs_[j];
-    const uint32_t* begin = job.grouping.run_begin();
-    for (uint32_t u : job.refused) job.table->admission()->note(job.grouping.hashes()[u], begin[u + 1] - begin[u]);
-    job.refused.clear();
+    note_refused(job);
     let_go(job);
   }
   for (size_t j = 0; j < job_count_; ++j)
     if (ColdTier* tier = jobs_[j].table->tier(); tier && tier->evicts()) tier->rebalance();
+}
+
+void Plan::places(uint32_t* slots, uint32_t* steps, uint32_t* counts) const {
+  require(state_ == State::kFetched, "places: fetch first");
+  size_t base = 0;
+  for (size_t j = 0; j < job_count_; ++j) {
+    const Job& job = jobs_[j];
+    const HeaderGroup* headers = job.table->view().headers;
+    const uint32_t* inverse = job.grouping.inverse();
+    std::vector<char> refused(job.refused.empty() ? 0 : job.grouping.size());
+    for (uint32_t u : job.refused) refused[u] = 1;
+    Pool::shared().run(static_cast<int>((job.grouping.positions() + kBagsPerTask - 1) / kBagsPerTask), [&](int t) {
+      for (size_t p = t * kBagsPerTask, end = std::min(job.grouping.positions(), p + kBagsPerTask); p < end; ++p) {
+        const uint32_t u = inverse[p], slot = job.slots[u];
+        slots[base + p] = slot;
+        steps[base + p] = !refused.empty() && refused[u] ? ~0u : step_of(headers[slot / 4].stamp[slot % 4]);
+        counts[base + p] = headers[slot / 4].count[slot % 4];
+      }
+    });
+    base += job.grouping.positions();
+  }
+}
+
+void Plan::copy_rows(float* out, size_t stride) const {
+  require(state_ == State::kFetched, "copy_rows: fetch first");
+  constexpr size_t kRows = 256;
+  struct Part {
+    const Job* job;
+    size_t begin, end;
+    float* out;
+  };
+  std::vector<Part> parts;
+  for (size_t j = 0; j < job_count_; ++j) {
+    const size_t count = jobs_[j].grouping.positions();
+    for (size_t p = 0; p < count; p += kRows) parts.push_back({&jobs_[j], p, std::min(count, p + kRows), out});
+    out += count * stride;
+  }
+  Pool::shared().run(static_cast<int>(parts.size()), [&](int t) {
+    const Job& job = *parts[t].job;
+    const RowView view = job.table->view();
+    constexpr size_t kAhead = 4;
+    for (size_t p = parts[t].begin; p < parts[t].end; ++p) {
+      if (p + kAhead < parts[t].end)
+        prefetch_row(view.rows + size_t{job.slots[job.grouping.inverse()[p + kAhead]]} * view.row_bytes,
+                     view.row_bytes);
+      std::memcpy(parts[t].out + p * stride, view.rows + size_t{job.slots[job.grouping.inverse()[p]]} * view.row_bytes,
+                  view.row_bytes);
+    }
+  });
+}
+
+void Plan::hold() {
+  require(state_ == State::kFetched, "hold: fetch first");
+  for (size_t j = 0; j < job_count_; ++j) {
+    Job& job = jobs_[j];
+    ColdTier* tier = job.table->tier();
+    if (!tier || !tier->evicts()) continue;
+    std::lock_guard lock(job.table->writer());
+    std::vector<char> refused(job.grouping.size());
+    for (uint32_t u : job.refused) refused[u] = 1;
+    for (size_t u = 0; u < job.grouping.size(); ++u)
+      if (!refused[u]) tier->pin(&job.slots[u], 1);
+  }
+}
+
+void Plan::commit() {
+  for (size_t j = 0; j < job_count_; ++j) {
+    std::lock_guard lock(jobs_[j].table->writer());
+    note_refused(jobs_[j]);
+  }
+  release();
 }
 
 size_t Plan::ids() const {

@@ -28,6 +28,7 @@ struct FeatureInput {
   size_t bags;
   const float* weights;  // null: all one
   Pooling pooling;
+  const uint32_t* seen = nullptr;  // how often each key was seen, where the caller has taken duplicates out; null: once
 };
 
 struct JobInput {
@@ -79,6 +80,17 @@ class Plan {
   // (usually one that holds all gradients). Nothing is changed if it throws.
   void update(const std::vector<Matrix>& gradients, const std::vector<Matrix>& checked, const UpdateOptions& options);
 
+  // --- for rows that go on to a GPU (table_device.cpp): one position per key, in the order given to route ---
+  // Slot, step and count code of every position, all tables' one after another. Where admission refused, the slot is
+  // lent until release and the step is 2^32 - 1.
+  void places(uint32_t* slots, uint32_t* steps, uint32_t* counts) const;
+  // Whole rows of every position into out[position * stride], those that were refused included.
+  void copy_rows(float* out, size_t stride) const;
+  // Rows stay in their slots beyond release, until Table::unhold. Tables whose rows never leave DRAM need none.
+  void hold();
+  // The batch's update has landed elsewhere: note what admission refused, and let go.
+  void commit();
+
   size_t ids() const;
   size_t unique() const;
   size_t bytes() const;
@@ -90,11 +102,12 @@ class Plan {
   struct Feature {
     size_t begin, count, bags;  // its positions in the job
     Pooling pooling;
-    bool has_offsets, has_weights;
+    bool has_offsets, has_weights, has_seen;
     Buffer<uint32_t> offsets;
     Buffer<float> weights;
     Buffer<uint32_t> bag;  // of each position; for update
     Buffer<float> scale;   // of each position's gradient; for update
+    Buffer<uint32_t> seen;
     bool has_scale = false;
   };
   struct Job {
@@ -119,6 +132,8 @@ class Plan {
   std::vector<std::unique_lock<Writer>> lock_tables();
   void find_and_create();
   void judge(Job& job);
+  static uint32_t sightings(const Job& job, size_t unique);
+  void note_refused(Job& job);
   void let_go(Job& job);
   bool lost() const;
   bool stale() const;

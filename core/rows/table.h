@@ -135,6 +135,22 @@ class Table : public BudgetMember {
   // Removes every row, on SSD too. Requires: no reader, no plan that holds slots.
   void clear();
 
+  // --- rows that are on a GPU (table_device.cpp): their slots here are held (Plan::hold) and out of date meanwhile ---
+  // Rows come back: values from rows[i * stride], unless the GPU writes those itself, with their steps and count codes.
+  // Called before the values change: what a snapshot still wants of them is captured first. Slots of kNoSlot and rows
+  // whose step is not above `clean` are passed over. Requires: slots unique.
+  void lower(const uint32_t* slots, size_t count, const float* rows, size_t stride, const uint32_t* steps,
+             const uint32_t* counts, uint32_t clean);
+  void unhold(const uint32_t* slots, size_t count);  // kNoSlot is passed over
+  // Whether each slot holds a row: a sweep may have removed it.
+  void alive(const uint32_t* slots, size_t count, bool* alive) const;
+  // Where rows lie: slot i at data + i * row_bytes, for ever; `bytes` of it are in use now.
+  struct RowMemory {
+    char* data;
+    size_t bytes, row_bytes;
+  };
+  RowMemory row_memory() const { return {rows_.data(), rows_.committed(), view_.row_bytes}; }
+
   // Live slots in rising order from `start`, at most `most`; returns the slot to go on from, or slots() at the end.
   uint64_t scan(uint64_t start, size_t most, std::vector<uint32_t>& live) const;
   // Whole rows of one shard that are on SSD alone, expired ones left out. Requires: no writer runs.

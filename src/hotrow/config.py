@@ -61,6 +61,8 @@ def in_units(count: float, base: int, units: Sequence[str]) -> str:
 class Memory:
     """How much memory rows may take, by tier. Leave a tier out and it is not used; without `dram` there is no limit.
 
+    `hbm` is a cache in GPU memory over the rows below; a row that is there keeps its place in DRAM.
+
     `ssd` is a folder: rows that do not fit into `dram` live there. It belongs to one process at a time, and what is in
     it matters only as long as that runs; what must survive is in checkpoints.
 
@@ -76,11 +78,16 @@ class Memory:
         if self.dram is not None:
             parse_size(self.dram, "dram")
         if self.hbm is not None:
-            raise OptionError(f"hbm={self.hbm!r}: this version keeps rows in DRAM and on SSD; leave hbm= out")
+            parse_size(self.hbm, "hbm")
         if self.ssd is not None and (not isinstance(self.ssd, (str, os.PathLike)) or not str(self.ssd)):
             raise OptionError(f"ssd={self.ssd!r}: give a folder on a local disk, such as ssd='/data/rows'")
         if self.ssd is not None and self.dram is None:
             raise OptionError(f"ssd={str(self.ssd)!r} without dram=: say how much DRAM the cache over it may take")
+
+    @property
+    def hbm_bytes(self) -> int:
+        """The HBM budget in bytes; 0 means that HBM is not used."""
+        return 0 if self.hbm is None else parse_size(self.hbm, "hbm")
 
     @property
     def dram_bytes(self) -> int:

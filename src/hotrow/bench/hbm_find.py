@@ -6,7 +6,7 @@ figures are in HKV. CUDA events lie around each call, behind a millisecond of id
 launch, which a training loop hides the same way, is not in them.
 
 The bytes that must move a key, over 4.3 TB/s: slots, 8 + 64 + 4 = 76 (57 billion keys/s); rows of dim 8, 140 (31) and
-of dim 32, 332 (13); insert-and-evict at dim 32, about 400 to 850 with its sort (11 to 5). Random 64-byte reads over
+of dim 32, 332 (13); insert-and-evict at dim 32, 640 to 900 with its sort (6.7 to 4.8). Random 64-byte reads over
 gigabytes reach about a third of that; anchors.md has 18 to 20 for slots alone and 8.7 with rows of dim 32.
 
 `hit_rate`: Zipf 1.05 draws over ten times the capacity go batch by batch through our cache and through an exact, fully

@@ -306,7 +306,6 @@ def update(
     rounding_streams are int64 [T]; keys int64 [N] by position. A run's key and table are those of its first position. A
     run with no gradient at all changes only its meta.
     """
-    n = runs.order.numel()
     if len(gradients) != items.tables.numel():
         raise BatchError(f"{items.tables.numel()} features need as many gradients or None, got {len(gradients)}")
     if items.offsets is not None and items.item_of is None:
@@ -315,47 +314,82 @@ def update(
         raise BatchError("int8 rows are read-only; keep rows that are trained in fp32, fp16 or bf16")
     if layout.dtype != "fp32" and rounding_streams is None:
         raise BatchError(f"{layout.dtype} rows need rounding_streams")
-    if n == 0:
+    if runs.order.numel() == 0:
         return
     source.check(layout)
-    device, block = runs.order.device, layout.block
-    given = matrices(gradients, layout.dim, device)
-    gradient_type = TRITON[given.dtype]
-    features, tables = items.tables.numel(), coefficients.shape[0]
-    scaled, missing = items.scales is not None, given.missing > 0
-    rows, partial_rows = max(1, tuning.elements * tuning.warps // block), max(2, tuning.partial_elements // block)
+    work = locate(layout, runs, items, gradients, coefficients.shape[0], tuning)
+    partial(layout, runs, work, tuning)
+    last_steps, counts, more_steps, more_counts, stride = _meta(meta, source, work.addresses)
+    rows = max(1, tuning.elements * tuning.warps // layout.block)
+    warps = max(tuning.warps, min(8, layout.block // 512))
+    most = _multiprocessors(work.addresses.device) * max(1, tuning.programs // warps)
+    _apply_kernel[(min(triton.cdiv(runs.order.numel(), rows), most),)](
+        source.rows, source.rows if source.extra is None else source.extra, runs.starts, runs.slots, runs.number,
+        runs.order, keys, work.addresses, work.scales, work.partials, work.given, work.run_tables, coefficients,
+        coefficients if clips is None else clips, streams, streams if rounding_streams is None else rounding_streams,
+        last_steps, counts, more_steps, more_counts, flag, source.capacity, step, float(grad_scale),
+        RULE=rule, DIM=layout.dim, D=layout.block, STRIDE=layout.stride, STATE=layout.state_offset, TYPE=layout.type,
+        GRADIENT=work.type, ALIGNED=work.aligned, SCALED=work.scaled, MISSING=work.missing,
+        TABLES=coefficients.shape[0], CLIP=clips is not None, HAS_EXTRA=source.extra is not None, META=meta is not None,
+        META_STRIDE=stride, PIECE=tuning.piece, R=rows, AHEAD=tuning.ahead, num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
 
+
+@dataclass(frozen=True)
+class Work:
+    """What the launches of one update hand on. A tensor that is not needed is another one, never read."""
+
+    addresses: Tensor  # int64 [N], by sorted position
+    scales: Tensor  # float32 [N], likewise
+    run_tables: Tensor  # int32 [N], by run
+    partials: Tensor  # float32 [2 * N / piece, block]
+    given: Tensor  # int32, how many gradients went into each partial sum
+    type: tl.dtype
+    aligned: bool
+    scaled: bool
+    missing: bool
+
+
+def locate(
+    layout: RowLayout, runs: Runs, items: Items, gradients: Sequence[Tensor | None], tables: int, tuning: Tuning
+) -> Work:
+    """The addresses of the sorted positions' gradients, and room for the sums."""
+    n, device, features = runs.order.numel(), runs.order.device, items.tables.numel()
+    found = matrices(gradients, layout.dim, device)
+    scaled, missing = items.scales is not None, found.missing > 0
     addresses = torch.empty(n, dtype=torch.int64, device=device)
-    scales = torch.empty(n, dtype=torch.float32, device=device) if scaled else addresses
-    run_tables = torch.empty(n, dtype=torch.int32, device=device) if tables > 1 else addresses
     halves = 2 * triton.cdiv(n, tuning.piece)
-    partials = torch.empty(halves, block, dtype=torch.float32, device=device)
-    some = torch.empty(halves, dtype=torch.int32, device=device) if missing else addresses
+    work = Work(
+        addresses,
+        torch.empty(n, dtype=torch.float32, device=device) if scaled else addresses,
+        torch.empty(n, dtype=torch.int32, device=device) if tables > 1 else addresses,
+        torch.empty(halves, layout.block, dtype=torch.float32, device=device),
+        torch.empty(halves, dtype=torch.int32, device=device) if missing else addresses,
+        TRITON[found.dtype],
+        found.aligned,
+        scaled,
+        missing,
+    )
     _locate_kernel[(triton.cdiv(n, LOCATE_BLOCK),)](
         runs.order, runs.run_of, addresses if items.item_of is None else items.item_of, items.begins, items.tables,
-        items.scales if scaled else addresses, given.table, addresses, scales, run_tables, n,
+        items.scales if scaled else addresses, found.table, addresses, work.scales, work.run_tables, n,
         FEATURES=features, HALVINGS=(features - 1).bit_length(), BAGS=items.item_of is not None, SCALED=scaled,
         TABLES=tables, BLOCK=LOCATE_BLOCK, num_warps=4,
     )  # fmt: skip
-    if n > tuning.piece:
-        _partial_kernel[(triton.cdiv(halves, partial_rows),)](
-            addresses, scales, runs.run_of, runs.starts, runs.slots, partials, some, n,
-            DIM=layout.dim, D=block, TYPE=gradient_type, ALIGNED=given.aligned, SCALED=scaled, MISSING=missing,
-            PIECE=tuning.piece, R=partial_rows, AHEAD=tuning.partial_ahead, num_warps=max(1, block // 512),
-            enable_fp_fusion=False,
-        )  # fmt: skip
-    last_steps, counts, more_steps, more_counts, stride = _meta(meta, source, addresses)
-    warps = max(tuning.warps, min(8, block // 512))
-    programs = min(triton.cdiv(n, rows), _multiprocessors(device) * max(1, tuning.programs // warps))
-    _apply_kernel[(programs,)](
-        source.rows, source.rows if source.extra is None else source.extra, runs.starts, runs.slots, runs.number,
-        runs.order, keys, addresses, scales, partials, some, run_tables, coefficients,
-        coefficients if clips is None else clips, streams, streams if rounding_streams is None else rounding_streams,
-        last_steps, counts, more_steps, more_counts, flag, source.capacity, step, float(grad_scale),
-        RULE=rule, DIM=layout.dim, D=block, STRIDE=layout.stride, STATE=layout.state_offset, TYPE=layout.type,
-        GRADIENT=gradient_type, ALIGNED=given.aligned, SCALED=scaled, MISSING=missing, TABLES=tables,
-        CLIP=clips is not None, HAS_EXTRA=source.extra is not None, META=meta is not None, META_STRIDE=stride,
-        PIECE=tuning.piece, R=rows, AHEAD=tuning.ahead, num_warps=warps, enable_fp_fusion=False,
+    return work
+
+
+def partial(layout: RowLayout, runs: Runs, work: Work, tuning: Tuning) -> None:
+    """Sums of the pieces of long runs."""
+    n, block = runs.order.numel(), layout.block
+    if n <= tuning.piece:
+        return
+    rows = max(2, tuning.partial_elements // block)
+    _partial_kernel[(triton.cdiv(work.partials.shape[0], rows),)](
+        work.addresses, work.scales, runs.run_of, runs.starts, runs.slots, work.partials, work.given, n,
+        DIM=layout.dim, D=block, TYPE=work.type, ALIGNED=work.aligned, SCALED=work.scaled, MISSING=work.missing,
+        PIECE=tuning.piece, R=rows, AHEAD=tuning.partial_ahead, num_warps=max(1, min(8, block // 512)),
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 

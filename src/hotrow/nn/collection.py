@@ -11,8 +11,8 @@ Pipelines prepare lookups ahead: `route(batch)`, then `fetch()` on what it retur
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,12 @@ from hotrow.config import Memory
 from hotrow.errors import OptionError, choices
 from hotrow.optim import Optimizer, RowWiseAdagrad
 from hotrow.table import Lookup, Table, TableRows
-from hotrow.table.lookup import Layout, Merged
+from hotrow.table.lookup import Layout, Merged, Plan
 from hotrow.table.ssd import SsdFolder
 from hotrow.tiers.host import Budget, HostPlan
+
+if TYPE_CHECKING:
+    from hotrow.table.hot import HotRows
 
 
 class EmbeddingCollection(nn.Module):
@@ -42,6 +45,7 @@ class EmbeddingCollection(nn.Module):
         optimizer: Optimizer | None = None,
         memory: Memory | None = None,
         seed: int = 0,
+        device: str | torch.device | None = None,
     ) -> None:
         super().__init__()
         _check_tables(tables)
@@ -52,11 +56,15 @@ class EmbeddingCollection(nn.Module):
         self.tables = [TableRows(table, self.optimizer, seed, self.budget) for table in tables]
         self._ssd = SsdFolder(self.memory, self.tables) if self.memory.ssd is not None else None
         self.steps = 0
-        self._layout = Layout(self.tables)
+        self.device = _device(self.memory, device)
+        self.hot = _hot_rows(self.tables, self.memory, self.device)
+        for rows in self.tables:
+            rows.hot = self.hot
+        self._layout = Layout(self.tables, self.device, _plans(self.hot))
         self._waiting: list[Lookup] = []
-        self._plans: list[HostPlan] = []
+        self._plans: list[Plan] = []
         # Something that requires a gradient, so that backward reaches the rows. Not a parameter: nobody optimizes it.
-        self._anchor = torch.zeros(0, requires_grad=True)
+        self._anchor = torch.zeros(0, requires_grad=True, device=self.device)
 
     @property
     def features(self) -> dict[str, int]:
@@ -128,8 +136,18 @@ class EmbeddingCollection(nn.Module):
         times = [time.max() for lookup in lookups if (time := lookup.batch.time) is not None and time.numel()]
         for lookup in lookups:
             self._release(lookup)
-        for rows in self.tables:
-            rows.committed(self.steps, int(max(times)) if times else None)
+        watermark = int(max(times)) if times else None
+        sweeps = self.hot is not None and any(rows.sweeps_at(self.steps) for rows in self.tables)
+        if sweeps:
+            self.flush()
+        gone = sum([rows.committed(self.steps, watermark) for rows in self.tables])
+        if sweeps and gone and self.hot is not None:
+            self.hot.prune()
+
+    def flush(self) -> None:
+        """Bring rows that are newer in HBM down to DRAM. Whoever reads rows below calls it first."""
+        if self.hot is not None:
+            self.hot.flush()
 
     def discard(self) -> None:
         """Forget gradients that wait for `step()`."""
@@ -175,11 +193,46 @@ class _Gather(torch.autograd.Function):
         return None, None, None, None
 
 
+def _device(memory: Memory, device: str | torch.device | None) -> torch.device:
+    if memory.hbm is None:
+        if device is not None and torch.device(device).type != "cpu":
+            raise OptionError(
+                f"device={str(device)!r} without hbm=: say how much GPU memory rows may take, such as hbm='8GiB'"
+            )
+        return torch.device("cpu")
+    chosen = torch.device(device or "cuda")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError(f"hbm={memory.hbm!r} needs a GPU, and torch sees none; leave hbm= out to keep rows in DRAM")
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def _hot_rows(tables: Sequence[TableRows], memory: Memory, device: torch.device) -> HotRows | None:
+    if memory.hbm is None:
+        return None
+    try:
+        from hotrow.table.hot import HotRows
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise OptionError(f"hbm={memory.hbm!r} needs Triton, which is not installed: pip install triton") from None
+    return HotRows(tables, memory, device)
+
+
+def _plans(hot: HotRows | None) -> Callable[[], Plan]:
+    if hot is None:
+        return HostPlan
+    from hotrow.table.hot_plan import HotPlan
+
+    return lambda: HotPlan(hot)
+
+
 def pad(ids: Jagged, values: Tensor) -> tuple[Tensor, Tensor]:
     """[ids, dim] to [batch, longest, dim], zeros behind each sequence, and the mask of what is real."""
-    lengths = ids.lengths()
+    lengths = ids.lengths().to(values.device)
     longest = max(1, int(lengths.max())) if lengths.numel() else 1
-    mask = torch.arange(longest) < lengths.unsqueeze(1)
+    mask = torch.arange(longest, device=values.device) < lengths.unsqueeze(1)
     flat = values.new_zeros(ids.size * longest, values.shape[1])
     padded = flat.index_copy(0, mask.flatten().nonzero().squeeze(1), values)
     return padded.view(ids.size, longest, values.shape[1]), mask

@@ -28,10 +28,11 @@ class Recommender(nn.Module):
     def __init__(self, embeddings: EmbeddingCollection, tower: nn.Module) -> None:
         super().__init__()
         self.embeddings = embeddings
-        self.tower = tower
+        self.tower = tower.to(embeddings.device)
 
     def forward(self, batch: KeyedBatch | Lookup) -> Tensor:
         """Logits of a batch, or of a lookup that was prepared ahead."""
         examples = batch.batch if isinstance(batch, Lookup) else batch
-        logits: Tensor = self.tower(self.embeddings(batch), examples.dense)
+        dense = None if examples.dense is None else examples.dense.to(self.embeddings.device, non_blocking=True)
+        logits: Tensor = self.tower(self.embeddings(batch), dense)
         return logits.float()

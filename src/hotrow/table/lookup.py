@@ -14,8 +14,9 @@ by two of them gets the sum of its gradients and one step of the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,26 @@ from hotrow.batch import Jagged, KeyedBatch
 from hotrow.errors import BatchError, choices
 from hotrow.table.rows import TableRows
 from hotrow.tiers.host import HostPlan, HostStore, Update
+
+
+class Plan(Protocol):
+    """A batch's way through the tiers: HostPlan over DRAM and SSD, HotPlan with HBM above them."""
+
+    def route(self, jobs: Sequence[tuple[HostStore, Sequence[tuple[Jagged, str]]]]) -> None: ...
+    def fetch(self, step: int = 0) -> None: ...
+    def read(self) -> None: ...
+    def gather(self, outputs: Sequence[Tensor]) -> None: ...
+    def update(
+        self,
+        gradients: Sequence[Tensor | None],
+        checked: Sequence[Tensor],
+        updates: Sequence[Update],
+        step: int,
+        grad_scale: float,
+    ) -> None: ...
+    def release(self) -> None: ...
+    @property
+    def unique(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -45,8 +66,15 @@ class Place:
 class Layout:
     """Which feature goes to which table and where its vectors come out. Made once for a collection."""
 
-    def __init__(self, tables: Sequence[TableRows]) -> None:
+    def __init__(
+        self,
+        tables: Sequence[TableRows],
+        device: torch.device | None = None,
+        new_plan: Callable[[], Plan] = HostPlan,
+    ) -> None:
         self.tables = list(tables)
+        self.device = device or torch.device("cpu")
+        self.new_plan = new_plan
         self.places: list[Place] = []
         self.width = 0
         for rows in tables:
@@ -84,11 +112,11 @@ Gradients = list[Tensor | None]
 class Lookup:
     """One batch's rows, from its keys to its update."""
 
-    def __init__(self, layout: Layout, batch: KeyedBatch, plan: HostPlan | None = None, step: int = 0) -> None:
+    def __init__(self, layout: Layout, batch: KeyedBatch, plan: Plan | None = None, step: int = 0) -> None:
         self.layout = layout
         self.batch = batch
         self.step = step  # the update that this batch will be part of
-        self.plan = plan or HostPlan()
+        self.plan = plan or layout.new_plan()
         self.gradients: Gradients | None = None  # by feature, in the layout's order
         self.done = False
 
@@ -109,10 +137,10 @@ class Lookup:
 
     def gather(self) -> tuple[Tensor, list[Tensor]]:
         """The pooled matrix [batch, width], and each feature's output: a slice of it, or [ids, dim] for a sequence."""
-        pooled = _empty(self.batch.size, self.layout.width)
+        pooled = self._empty(self.batch.size, self.layout.width)
         slices = self.layout.split(pooled)
         outputs = [
-            _empty(self.batch.ids[place.feature].values.numel(), place.table.table.dim) if part is None else part
+            self._empty(self.batch.ids[place.feature].values.numel(), place.table.table.dim) if part is None else part
             for place, part in zip(self.layout.places, slices, strict=True)
         ]
         self.plan.gather(outputs)
@@ -122,7 +150,7 @@ class Lookup:
         """Keep the gradients that backward brought, one or None per feature; a second call adds to them."""
         if self.done:
             raise BatchError("backward through rows that step() has changed since; run the forward pass again")
-        arrived = [_plain(gradient) for gradient in gradients]
+        arrived = [_plain(gradient, self.layout.device) for gradient in gradients]
         if self.gradients is not None:
             arrived = [_add(a, b) for a, b in zip(self.gradients, arrived, strict=True)]
         self.gradients = arrived
@@ -132,6 +160,9 @@ class Lookup:
         if self.gradients is None:
             raise BatchError("update before backward: this lookup has no gradients yet")
         self.plan.update(self.gradients, joined(self.gradients), self.layout.updates(step), step, grad_scale)
+
+    def _empty(self, rows: int, columns: int) -> Tensor:
+        return torch.empty(rows, columns, dtype=torch.float32, device=self.layout.device)
 
 
 class Merged:
@@ -143,7 +174,7 @@ class Merged:
 
     def update(self, step: int, grad_scale: float = 1.0) -> None:
         """As `Lookup.update`, with the gradients of all of them."""
-        plan = HostPlan()
+        plan = self.layout.new_plan()
         parts = [self.layout.jobs(lookup.batch) for lookup in self.lookups]
         plan.route([(jobs[0][0], [f for _, features in jobs for f in features]) for jobs in zip(*parts, strict=True)])
         plan.fetch(step)
@@ -184,16 +215,12 @@ def _adjacent(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def _empty(rows: int, columns: int) -> Tensor:
-    return torch.empty(rows, columns, dtype=torch.float32, device="cpu")
-
-
-def _plain(gradient: Tensor | None) -> Tensor | None:
+def _plain(gradient: Tensor | None, device: torch.device) -> Tensor | None:
     """Float32 rows with unit stride, copied only where they are not."""
     if gradient is None:
         return None
-    if gradient.requires_grad or gradient.dtype != torch.float32 or gradient.device.type != "cpu":
-        gradient = gradient.detach().to("cpu", torch.float32)
+    if gradient.requires_grad or gradient.dtype != torch.float32 or gradient.device.type != device.type:
+        gradient = gradient.detach().to(device, torch.float32)
     unit = gradient.shape[1] <= 1 or gradient.stride(1) == 1
     rows = gradient.shape[0] <= 1 or gradient.stride(0) >= gradient.shape[1]
     return gradient if unit and rows else gradient.contiguous()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,13 @@ class HotKey:
     last_step: int
 
 
+class Hot(Protocol):
+    """A cache above the store (hot.py)."""
+
+    def flush(self) -> None: ...
+    def drop(self) -> None: ...
+
+
 class TableRows:
     """The rows of one table.
 
@@ -44,6 +51,7 @@ class TableRows:
         self.optimizer = table.optimizer or optimizer
         self.store = HostStore(table.name, table.dim, self.optimizer, table.initial, seed, budget)
         self.clock = Clock(self._span())
+        self.hot: Hot | None = None  # a cache above, set by the collection
         if table.admission is not None:
             self.store.set_admission(table.admission.after, table.admission.probability, table.admission.sketch_bytes)
 
@@ -55,6 +63,7 @@ class TableRows:
 
     def read(self, keys: Tensor) -> Tensor:
         """Values [n, dim]; a key without a row reads its initial values and stays without one."""
+        self.settle()
         return self.store.read(keys)[0]
 
     def contains(self, keys: Tensor) -> Tensor:
@@ -69,15 +78,29 @@ class TableRows:
         self, keys: Tensor, values: Tensor, counts: Tensor | None = None, last_steps: Tensor | None = None
     ) -> None:
         """Set rows: `values` is [n, dim], or [n, width] with the optimizer's state behind the values."""
+        self.cool()
         self.store.assign(keys, values, counts, last_steps)
 
     def erase(self, keys: Tensor) -> int:
         """Remove rows; returns how many there were. A batch that sees the key again starts it anew."""
+        self.cool()
         return self.store.erase(keys)
 
     def scan(self, chunk: int = 65536) -> Iterator[Rows]:
         """All rows with their optimizer state, counts and last steps, chunk by chunk."""
+        self.settle()
         return self.store.scan(chunk)
+
+    def settle(self) -> None:
+        """Make the store below hold the newest of every row: whoever reads it directly calls this first."""
+        if self.hot is not None:
+            self.hot.flush()
+
+    def cool(self) -> None:
+        """Settle, and keep no row above the store: whoever changes it directly calls this first."""
+        if self.hot is not None:
+            self.hot.flush()
+            self.hot.drop()
 
     def prefetch(self, keys: Tensor) -> Ticket:
         """Start bringing rows of these keys up from SSD and return at once; `wait()` on what it returns if you must.
@@ -89,6 +112,10 @@ class TableRows:
     def loaded(self) -> None:
         """A snapshot was loaded into the store: take its clock over."""
         self.clock = Clock.from_json(self.store.notes, self._span())
+
+    def sweeps_at(self, step: int) -> bool:
+        """Whether rows may be removed after that update."""
+        return self.table.expiry is not None and step % self.table.expiry.every == 0
 
     def committed(self, step: int, watermark: int | None) -> int:
         """The update `step` has landed, with event times up to `watermark`: sweep if it is time.

@@ -137,6 +137,39 @@ class HostStore:
         """Rows and bytes: payload (what rows hold), and what rows, headers and index take."""
         return dict(self.core.memory())
 
+    # --- a GPU above ---
+
+    def lower(
+        self, slots: Tensor, rows: Tensor | None, steps: Tensor, counts: Tensor, clean: int, stride: int = 0
+    ) -> None:
+        """Rows come back from a GPU by slot: values (None: the GPU writes them itself, after this), steps, counts.
+
+        Slots of -1 and rows not updated since step `clean` are passed over. All int32.
+        """
+        address = 0 if rows is None else rows.data_ptr()
+        with core_errors():
+            self.core.lower(slots, address, stride, steps, counts, clean)
+
+    def unhold(self, slots: Tensor) -> None:
+        """Rows in these slots may leave DRAM again."""
+        self.core.unhold(slots)
+
+    def alive(self, slots: Tensor) -> Tensor:
+        """Whether each slot still holds a row."""
+        out = torch.empty(slots.numel(), dtype=torch.bool, device="cpu")
+        self.core.alive(slots, out)
+        return out
+
+    @property
+    def evicts(self) -> bool:
+        """Whether rows may leave DRAM for SSD."""
+        return bool(self.core.evicts)
+
+    def row_memory(self) -> tuple[int, int, int]:
+        """Where rows lie: address of slot 0, bytes in use, bytes from slot to slot. The address never changes."""
+        address, used, stride = self.core.row_memory()
+        return int(address), int(used), int(stride)
+
     # --- SSD ---
 
     def attach(self, folder: str, evicts: bool, buffer: int = 1 << 20, lock: Any = None) -> None:
@@ -316,6 +349,43 @@ class HostPlan:
     def unique(self) -> int:
         """Unique keys in the batch, table by table."""
         return int(self.core.unique)
+
+
+class HostLift:
+    """A batch's missing keys on their way up to a GPU: found, read from SSD or created, and held in DRAM meanwhile."""
+
+    def __init__(self) -> None:
+        self.core = _core.Plan()
+
+    def fetch(self, jobs: Sequence[tuple[HostStore, Tensor, Tensor]], step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots, last steps and count codes (int32) of each table's unique keys, seen so often in the batch.
+
+        A key that admission refuses has step -1; its slot has its initial row until `commit` or `release`.
+        """
+        with core_errors():
+            self.core.route_unique(
+                [(store.core, keys.data_ptr(), seen.data_ptr(), keys.numel()) for store, keys, seen in jobs]
+            )
+            self.core.fetch(step)
+            found = tuple(torch.empty(self.core.ids, dtype=torch.int32, device="cpu") for _ in range(3))
+            self.core.places(*found)
+        return found  # type: ignore[return-value]
+
+    def copy_rows(self, out: Tensor) -> None:
+        """Whole rows into out[i], a float32 matrix."""
+        self.core.copy_rows(out.data_ptr(), out.stride(0))
+
+    def hold(self) -> None:
+        """Admitted rows keep their slots until `HostStore.unhold`."""
+        self.core.hold()
+
+    def commit(self) -> None:
+        """The batch's update has landed: sightings of refused keys count."""
+        self.core.commit()
+
+    def release(self) -> None:
+        """The batch came to nothing."""
+        self.core.release()
 
 
 @contextmanager

@@ -45,6 +45,7 @@ class Contents:
     scaler: dict[str, Any]
     metrics: Metrics
     rng: Tensor
+    gpu_rng: Tensor | None
     features: FeatureSpec | None
 
 
@@ -128,7 +129,7 @@ def read(checkpoint: Checkpoint) -> Contents:
             f"{checkpoint.path} has a random state of {rng.numel()} bytes and this torch uses "
             f"{torch.get_rng_state().numel()}; load it with the torch that made it"
         )
-    return Contents(dense, optimizer, scaler, metrics, rng, features)
+    return Contents(dense, optimizer, scaler, metrics, rng, state.get("rng.cuda"), features)
 
 
 def match_tables(
@@ -215,12 +216,15 @@ def apply(trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, Table
     trainer.place = Place(**checkpoint.manifest["fit"])
     trainer.features = contents.features or trainer.features
     torch.set_rng_state(contents.rng)
+    if contents.gpu_rng is not None and trainer.model.embeddings.device.type == "cuda":
+        torch.cuda.set_rng_state(contents.gpu_rng, trainer.model.embeddings.device)
     trainer.saver.loaded(checkpoint.path)
 
 
 def apply_rows(checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]]) -> None:
     """Rows become the saved ones."""
     for name, rows in pairs:
+        rows.cool()
         if name == rows.table.name:
             rows.store.load_snapshot(str(checkpoint.rows(name)))
             rows.loaded()

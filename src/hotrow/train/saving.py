@@ -68,6 +68,7 @@ def capture(trainer: Trainer, folder: Path, notes: dict[str, Any] | None = None)
     """The trainer as it is now, to be written into `folder`. Requires: a step boundary."""
     embeddings, optimizer = trainer.model.embeddings, trainer.dense_optimizer
     open_logs(embeddings, folder)
+    embeddings.flush()
     tensors: dict[str, dict[str, Tensor]] = {DENSE: {}, OPTIMIZER: {}, STATE: {}}
     for name, value in trainer.model.tower.state_dict().items():
         if not isinstance(value, Tensor):
@@ -76,6 +77,8 @@ def capture(trainer: Trainer, folder: Path, notes: dict[str, Any] | None = None)
             )
         tensors[DENSE][name] = packing.copy(value)
     tensors[STATE]["rng.cpu"] = torch.get_rng_state()
+    if embeddings.device.type == "cuda":
+        tensors[STATE]["rng.cuda"] = torch.cuda.get_rng_state(embeddings.device)
     fields: dict[str, Any] = {
         "step": embeddings.steps,
         "seed": embeddings.seed,

@@ -94,7 +94,7 @@ class Trainer:
         self.clip_dense_norm = clip_dense_norm
         self.checkpoints = None if checkpoints is None else Path(checkpoints)
         self.checkpoint_every = checkpoint_every
-        self.scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+        self.scaler = torch.amp.GradScaler(model.embeddings.device.type, enabled=precision == "fp16")
         self.metrics = Metrics()
         self.cursor: Cursor | None = None
         self.place = Place()
@@ -176,7 +176,7 @@ class Trainer:
                         break
                     with self._autocast():
                         logits = self.model(batch)
-                    metrics.update(logits, _labels(batch))
+                    metrics.update(logits.cpu(), _labels(batch).cpu())
                     examples += batch.size
                     ids += batch.id_count()
                     if view.due:
@@ -268,7 +268,7 @@ class Trainer:
     def _count(self, report: Report, result: tuple[Tensor, Tensor], batch: KeyedBatch, after: Cursor) -> None:
         logits, value = result
         self.cursor = after
-        self.metrics.update(logits, _labels(batch))
+        self.metrics.update(logits.cpu(), _labels(batch).cpu())
         self.place.examples += batch.size
         report.losses.append(float(value))
         report.examples += batch.size
@@ -289,7 +289,7 @@ class Trainer:
         return steps is not None and self.steps - self.place.first_step >= steps
 
     def _forward_backward(self, lookup: Lookup) -> tuple[Tensor, Tensor]:
-        labels = _labels(lookup.batch)
+        labels = _labels(lookup.batch).to(self.model.embeddings.device, non_blocking=True)
         with self._autocast():
             logits = self.model(lookup)
         value = self.loss(logits, labels) / self.accumulate
@@ -343,7 +343,7 @@ class Trainer:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = PRECISIONS[self.precision]
-        return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+        return nullcontext() if dtype is None else torch.autocast(self.model.embeddings.device.type, dtype=dtype)
 
     def _log(self, group: str, figures: dict[str, float]) -> None:
         if self.writer is not None:

@@ -1,0 +1,104 @@
+"""Rows in HBM: a write-back cache over slots of a host store, for several tables whose rows have one layout.
+
+A row's place here is its slot in a set-associative index (kernels/sets.py); beside it lie the slot that it keeps below
+(`hosts`), the step of its last update and its count. Below, a row that is here is out of date and does not move. Rows
+are brought down when their slot goes to another key, and all at once by `dirty` + `cleaned`.
+
+A batch holds its rows from `find` to `settle`: slots whose pin is above `settled` are never given away. A row that
+finds no room in its set lives in the batch's `extra` rows instead (slots from `capacity` on), and goes down right after
+the batch's update; `overflows` counts them. No result depends on which of the two it was.
+
+Who came and who went follows from the batches alone: no race decides anything. One thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hotrow.errors import MemoryBudgetError
+from hotrow.kernels.layout import RowLayout, Source
+from hotrow.kernels.sets import SetIndex
+
+META_BYTES = 8 + 4 + 4 + 3 * 4  # key, pin, score; host slot, step, count
+LEAST_SETS = 2
+
+
+class HbmTier:
+    """The cache of one group of tables. `sets` is how many sets of eight rows each table has."""
+
+    def __init__(self, layout: RowLayout, sets: Sequence[int], device: torch.device, policy: str = "lfu") -> None:
+        self.layout = layout
+        self.device = device
+        self.policy = policy
+        self.half_life = 512.0  # batches; for lfu
+        try:
+            self.index = SetIndex(sets, device)
+            self.rows = torch.empty(self.index.capacity, layout.stride, dtype=torch.float32, device=device)
+            self.hosts, self.steps, self.counts = (
+                torch.full((self.index.capacity,), -1, dtype=torch.int32, device=device) for _ in range(3)
+            )
+        except torch.OutOfMemoryError as error:
+            raise MemoryBudgetError(
+                f"hbm= does not fit on {device}: {str(error).split('.')[0]}. Lower hbm=, or free memory there"
+            ) from None
+        self.clean = 0  # rows whose last update is not after this step are below as they are here
+        self.batch = 0
+        self._held: set[int] = set()
+        self.hits = self.misses = self.overflows = self.evictions = 0
+
+    @property
+    def capacity(self) -> int:
+        """Slots."""
+        return int(self.index.capacity)
+
+    def source(self, extra: Tensor | None = None) -> Source:
+        """The rows, with a batch's own behind them."""
+        return Source(self.rows, extra)
+
+    def begin(self) -> int:
+        """A number for a batch that will hold rows."""
+        self.batch += 1
+        self._held.add(self.batch)
+        return self.batch
+
+    def settle(self, batch: int) -> None:
+        """That batch's rows may leave."""
+        self._held.discard(batch)
+
+    @property
+    def settled(self) -> int:
+        """The last batch up to which nobody holds anything."""
+        return min(self._held) - 1 if self._held else self.batch
+
+    def record(self, slots: Tensor, hosts: Tensor, steps: Tensor, counts: Tensor) -> None:
+        """What lies beside rows that have come into `slots` (of the cache, not extra)."""
+        where = slots.to(torch.int64)
+        self.hosts[where] = hosts
+        self.steps[where] = steps
+        self.counts[where] = counts
+
+    def dirty(self) -> Tensor:
+        """Slots whose rows are newer than below, int32, rising. Waits for the device."""
+        return ((self.hosts >= 0) & (self.steps > self.clean)).nonzero().squeeze(1).to(torch.int32)
+
+    def resident(self) -> Tensor:
+        """Slots with a row. Waits for the device."""
+        return (self.hosts >= 0).nonzero().squeeze(1).to(torch.int32)
+
+    def clear(self) -> None:
+        """Forget every row. Requires: nothing here is newer than below, or it is not wanted."""
+        self.index.clear()
+        self.hosts.fill_(-1)
+        self.clean = 0
+
+    def bytes(self) -> int:
+        """HBM held."""
+        return self.capacity * slot_bytes(self.layout)
+
+
+def slot_bytes(layout: RowLayout) -> int:
+    """HBM that one slot takes."""
+    return layout.stride * 4 + META_BYTES

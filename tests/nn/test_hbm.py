@@ -1,0 +1,234 @@
+"""Training with hot rows in HBM: the same bits for every budget, and what the CPU computes to rounding.
+
+Without a GPU the kernels are interpreted on CPU tensors, so batches are small here; `pytest -m gpu` runs the same tests
+on the device with larger ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hotrow import optim
+from hotrow.batch import Jagged, KeyedBatch
+from hotrow.config import Memory
+from hotrow.data import Cursor
+from hotrow.errors import GradientError, MemoryBudgetError, OptionError
+from hotrow.nn import EmbeddingCollection, Recommender
+from hotrow.table import Admission, Expiry, Table
+from hotrow.train.trainer import Trainer
+
+ROOMY, TIGHT, TINY = "4MiB", "48KiB", "12KiB"
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if (request.param == "cuda") == interpreted:
+        pytest.skip("this process interprets kernels" if interpreted else "this process compiles kernels")
+    return "cuda" if request.param == "cuda" else "cpu"
+
+
+class Tower(nn.Module):
+    """Over pooled vectors and a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = nn.Linear(8 + 8 + 8 + 4, 1)
+
+    def forward(self, vectors: dict[str, Tensor], dense: Tensor | None = None) -> Tensor:
+        history = (vectors["history"] * vectors["history_mask"].unsqueeze(-1)).sum(1)
+        return self.top(torch.cat([vectors["user"], vectors["clicked"], vectors["tags"], history], dim=1)).squeeze(1)
+
+
+class Clicks:
+    """Batches of random keys, the lower ones more often."""
+
+    def __init__(self, batches: int, size: int = 40, keys: int = 150, seed: int = 1) -> None:
+        self.all = [batch_of(seed * 1000 + i, size, keys) for i in range(batches)]
+        self.examples = batches * size
+
+    def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
+        start = 0 if cursor is None else int(cursor["batch"])
+        for i, batch in list(enumerate(self.all))[start:]:
+            yield batch, {"batch": i + 1}
+
+
+def batch_of(seed: int, size: int, most: int) -> KeyedBatch:
+    generator = torch.Generator().manual_seed(seed)
+
+    def keys(count: int) -> Tensor:
+        return (torch.rand(count, generator=generator) ** 2 * most).to(torch.int64) * 104_729 - 5_000_000
+
+    def bags(weights: bool = False) -> Jagged:
+        lengths = torch.randint(0, 4, (size,), generator=generator)
+        ids = keys(int(lengths.sum()))
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        return Jagged(ids, offsets, torch.rand(ids.numel(), generator=generator) if weights else None)
+
+    return KeyedBatch(
+        {"user": Jagged(keys(size)), "clicked": bags(), "history": bags(), "tags": bags(weights=True)},
+        labels=(torch.rand(size, generator=generator) < 0.4).float(),
+        time=torch.full((size,), seed * 1000, dtype=torch.int64),
+    )
+
+
+def tables(**policies: object) -> list[Table]:
+    return [
+        Table("user", dim=8, **policies),  # type: ignore[arg-type]
+        Table("item", dim=8, features={"clicked": "mean"}, **policies),  # type: ignore[arg-type]
+        Table("history", dim=4, features={"history": "none"}, optimizer=optim.SGD(lr=0.1)),
+        Table("tag", dim=8, features={"tags": "sum"}),
+    ]
+
+
+def trainer_of(memory: Memory | None, device: str | None = None, accumulate: int = 1, **policies: object) -> Trainer:
+    torch.manual_seed(0)
+    embeddings = EmbeddingCollection(
+        tables(**policies), optimizer=optim.Adam(lr=0.01), memory=memory, seed=4, device=device
+    )
+    return Trainer(Recommender(embeddings, Tower()), accumulate=accumulate)
+
+
+def rows_of(trainer: Trainer) -> dict[str, list[Tensor]]:
+    found = {}
+    for rows in trainer.model.embeddings.tables:
+        chunks = list(rows.scan())
+        keys = torch.cat([chunk.keys for chunk in chunks])
+        order = keys.argsort()
+        parts = [torch.cat([getattr(c, part) for c in chunks])[order] for part in ("values", "counts", "last_steps")]
+        found[rows.table.name] = [keys[order], *parts]
+    return found
+
+
+def assert_same(ours: Trainer, theirs: Trainer) -> None:
+    a, b = rows_of(ours), rows_of(theirs)
+    for name in a:
+        for x, y in zip(a[name], b[name], strict=True):
+            assert torch.equal(x, y), name
+    for p, q in zip(ours.model.tower.parameters(), theirs.model.tower.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def figures(trainer: Trainer) -> dict[str, int]:
+    assert trainer.model.embeddings.hot is not None
+    return trainer.model.embeddings.hot.report()
+
+
+def test_a_run_equals_the_cpu_to_rounding(device: str) -> None:
+    cpu, gpu = trainer_of(None), trainer_of(Memory(hbm=ROOMY), device)
+    reports = [trainer.fit(Clicks(6), progress=False) for trainer in (cpu, gpu)]
+    torch.testing.assert_close(torch.tensor(reports[0].losses), torch.tensor(reports[1].losses))
+    a, b = rows_of(cpu), rows_of(gpu)
+    for name in a:
+        assert torch.equal(a[name][0], b[name][0])
+        torch.testing.assert_close(a[name][1], b[name][1], rtol=1e-4, atol=1e-5)
+        assert torch.equal(a[name][2], b[name][2]) and torch.equal(a[name][3], b[name][3])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("ssd", [False, True])
+def test_every_budget_gives_the_same_bits(device: str, accumulate: int, ssd: bool, tmp_path: Path) -> None:
+    below = {"dram": "8MiB", "ssd": tmp_path} if ssd else {}
+    roomy = trainer_of(Memory(hbm=ROOMY), device, accumulate)
+    tight = trainer_of(Memory(hbm=TINY, **below), device, accumulate)
+    reports = [
+        trainer.fit(Clicks(6), evaluate=Clicks(1, seed=9), evaluate_every=2, progress=False)
+        for trainer in (roomy, tight)
+    ]
+    assert reports[0].losses == reports[1].losses
+    assert reports[0].evaluations == reports[1].evaluations and reports[0].evaluations
+    assert figures(roomy)["evictions"] == 0 and figures(roomy)["overflows"] == 0
+    assert figures(tight)["evictions"] > 50 and figures(tight)["overflows"] > 50
+    assert_same(roomy, tight)
+
+
+def test_admission_and_expiry_do_not_depend_on_the_cache(device: str) -> None:
+    policies = {
+        "admission": Admission(after=2, sketch="4KiB"),
+        "expiry": Expiry(steps=3, every=2, min_count=2, grace=2),
+    }
+    trainers = [trainer_of(memory, device if memory else None, **policies) for memory in
+                (None, Memory(hbm=ROOMY), Memory(hbm=TIGHT))]  # fmt: skip
+    for trainer in trainers:
+        trainer.fit(Clicks(7), progress=False)
+    assert_same(trainers[1], trainers[2])
+    cpu, gpu = rows_of(trainers[0]), rows_of(trainers[1])
+    for name in cpu:
+        for part in (0, 2, 3):
+            assert torch.equal(cpu[name][part], gpu[name][part])
+    assert 0 < len(trainers[1].model.embeddings.tables[0]) < 100
+
+
+def test_a_checkpoint_has_the_rows_that_are_in_hbm(device: str, tmp_path: Path) -> None:
+    straight = trainer_of(Memory(hbm=TIGHT), device)
+    straight.fit(Clicks(6), progress=False)
+    first = trainer_of(Memory(hbm=ROOMY), device)
+    first.fit(Clicks(6), steps=3, progress=False)
+    first.save(tmp_path)
+    other = trainer_of(Memory(hbm=TINY), device)
+    other.fit(Clicks(1, seed=5), progress=False)  # something else, that must be gone
+    other.load(tmp_path)
+    other.fit(Clicks(6), cursor=other.cursor, steps=3, progress=False)
+    assert_same(straight, other)
+
+
+def test_rows_are_read_set_and_erased_through_the_cache(device: str) -> None:
+    trainer = trainer_of(Memory(hbm=ROOMY), device)
+    trainer.fit(Clicks(2), progress=False)
+    users = trainer.model.embeddings.table("user")
+    batch = Clicks(1).all[0]
+    before = trainer.predict(batch)
+    key = batch.ids["user"].values[:1]
+    users.assign(key, users.read(key) + 1.0)
+    assert not torch.equal(trainer.predict(batch), before)
+    assert users.erase(key) == 1
+    assert not bool(users.contains(key))
+
+
+def test_a_bad_gradient_changes_nothing(device: str) -> None:
+    trainer = trainer_of(Memory(hbm=ROOMY), device)
+    trainer.fit(Clicks(2), progress=False)
+    before = rows_of(trainer)
+    embeddings = trainer.model.embeddings
+    vectors = embeddings(Clicks(1, seed=3).all[0])
+    (vectors["user"].sum() * float("nan") + vectors["clicked"].sum()).backward()
+    with pytest.raises(GradientError, match="NaN"):
+        embeddings.step()
+    embeddings.discard()
+    after = rows_of(trainer)
+    for name in before:
+        known = torch.isin(after[name][0], before[name][0])
+        for x, y in zip(before[name], after[name], strict=True):
+            assert torch.equal(x, y[known])
+    trainer.fit(Clicks(1, seed=4), progress=False)  # and nothing is held
+
+
+def test_budgets_that_cannot_work_are_refused_with_the_one_that_does(device: str, tmp_path: Path) -> None:
+    with pytest.raises(MemoryBudgetError, match=r"hbm=1\.0 KiB is too small for 4 tables; give at least"):
+        trainer_of(Memory(hbm="1KiB"), device)
+    with pytest.raises(MemoryBudgetError, match=r"a row in HBM keeps its place in DRAM\. Give dram= at least"):
+        trainer_of(Memory(hbm="64MiB", dram="8MiB", ssd=tmp_path), device)
+    with pytest.raises(OptionError, match="without hbm="):
+        EmbeddingCollection(tables(), device="cuda")
+    if device == "cpu":
+        with pytest.raises(OptionError, match="needs a GPU"):
+            EmbeddingCollection(tables(), memory=Memory(hbm="1MiB"))
+
+
+@pytest.mark.gpu
+def test_hbm_stays_inside_its_budget(device: str) -> None:
+    if device != "cuda":
+        pytest.skip("needs a CUDA device")
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    trainer = trainer_of(Memory(hbm="256MiB"), device)
+    assert torch.cuda.memory_allocated() - before <= 257 << 20
+    trainer.fit(Clicks(20, size=4096, keys=500_000), progress=False)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before <= 262 << 20  # with the tower and the last batch
