@@ -1,4 +1,4 @@
-"""Keys to slots: one 64-byte load of the set, eight compares.
+"""Keys to slots: one 64-byte load of the set, eight compares, and the same for the second choice where that fails.
 
 Keys are laid out table by table; a block of keys mostly lies in one table, which it finds by counting the tables that
 begin before it, and it visits the others only where it crosses into them. The search loads nothing but the keys and
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from hotrow.errors import BatchError
-from hotrow.kernels.mixing import hash_key, set_of
+from hotrow.kernels.mixing import half_of, hash_key, set_of
 from hotrow.kernels.sets import SetIndex, check
 
 BLOCK, WARPS = 256, 4
@@ -33,18 +33,18 @@ def table_at(begins, position, TABLES: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def sets_of(hashes, at, start, last, begins, first, count, only, TABLES: tl.constexpr, PADDED: tl.constexpr):
-    """Sets of a block of hashes at rising positions `at`, of which `start` is the first and `last` the last valid."""
+def sets_of(halves, at, start, last, begins, first, count, only, TABLES: tl.constexpr, PADDED: tl.constexpr):
+    """Sets of a block of half hashes at rising positions `at`, of which `start` is the first and `last` the last valid."""
     if TABLES == 1:
-        sets = ((hashes >> 32) * only.to(tl.uint64) >> 32).to(tl.int32)
+        sets = (halves * only.to(tl.uint64) >> 32).to(tl.int32)
     else:
         table = table_at(begins, start, TABLES, PADDED)
         until = table_at(begins, last, TABLES, PADDED)
-        sets = set_of(hashes, tl.load(first + table), tl.load(count + table))
+        sets = set_of(halves, tl.load(first + table), tl.load(count + table))
         while table < until:  # a range() of loaded numbers fails in the interpreter with numpy 2.4
             table += 1
             inside = at >= tl.load(begins + table)
-            sets = tl.where(inside, set_of(hashes, tl.load(first + table), tl.load(count + table)), sets)
+            sets = tl.where(inside, set_of(halves, tl.load(first + table), tl.load(count + table)), sets)
     return sets
 
 
@@ -68,8 +68,13 @@ def find_kernel(
     valid = at < n
     key = tl.load(keys + at, mask=valid, other=0)
     last = tl.minimum(start + BLOCK, n) - 1
-    sets = sets_of(hash_key(key), at, start, last, begins, first, count, only, TABLES, PADDED)
+    hash = hash_key(key)
+    sets = sets_of(half_of(hash, False), at, start, last, begins, first, count, only, TABLES, PADDED)
     slot = way_of(index_keys, sets, key, valid)
+    left = valid & (slot < 0)
+    if tl.max(left.to(tl.int32), axis=0) > 0:
+        sets = sets_of(half_of(hash, True), at, start, last, begins, first, count, only, TABLES, PADDED)
+        slot = tl.where(left, way_of(index_keys, sets, key, left), slot)
     tl.store(slots + at, slot, mask=valid)
     found = slot >= 0
     if PIN:

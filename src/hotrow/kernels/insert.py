@@ -1,7 +1,8 @@
 """New keys into their sets: which way each takes, whom it drives out.
 
-Keys come sorted by set, so the new keys of one set lie side by side, and a key learns its rank among them from its
-few neighbours. The r-th new key of a set takes the r-th best way: empty ways first, in way order, then ways that no
+A key goes to its first choice of set, unless five or more live there and fewer in its second. Keys are sorted by the set
+they go to, so the new keys of one set lie side by side, and a key learns its rank among them from its few neighbours.
+The r-th new key of a set takes the r-th best way: empty ways first, in way order, then ways that no
 batch in flight holds, lowest score first, lower way first among equals. A key that finds none gets slot -1; the
 caller keeps such rows elsewhere for the batch. Every choice is a function of the index and the sorted keys: no
 atomics, no races, the same victims on every run.
@@ -22,8 +23,8 @@ import triton.language as tl
 
 from hotrow.errors import BatchError, OptionError, choices
 from hotrow.kernels.find import way_of
-from hotrow.kernels.mixing import empty_key, hash_key, home_of
-from hotrow.kernels.sets import POLICIES, WAYS, SetIndex, check
+from hotrow.kernels.mixing import empty_key, half_of, hash_key, home_of
+from hotrow.kernels.sets import POLICIES, SPILL, WAYS, SetIndex, check
 
 BLOCK, WARPS = 256, 4
 SWAP_ELEMENTS, SWAP_WARPS = 4096, 4  # of a block that swaps rows: keys * padded dim
@@ -31,6 +32,8 @@ SWAP_ELEMENTS, SWAP_WARPS = 4096, 4  # of a block that swaps rows: keys * padded
 _NEVER = tl.constexpr(1 << 62)
 _HELD = tl.constexpr(-(1 << 40))  # below: the order of an empty way
 _WINDOW = tl.constexpr(2 * WAYS)
+_SPILL = tl.constexpr(SPILL)
+_NOWHERE = tl.constexpr((1 << 31) - 1)
 
 
 class Evicted(NamedTuple):
@@ -43,17 +46,40 @@ class Evicted(NamedTuple):
 
 
 @triton.jit
-def home_at(keys, tables, homes, first, count, at, valid, HOMES: tl.constexpr, TABLES: tl.constexpr):
-    """Homes of the keys at positions, -1 outside: read where they are known (HOMES), or worked out from the keys."""
-    if HOMES:
-        home = tl.load(homes + at, mask=valid, other=-1)
-    else:
-        table = at * 0
-        if TABLES:
-            table = tl.load(tables + at, mask=valid, other=0)
-        hash = hash_key(tl.load(keys + at, mask=valid, other=0))
-        home = tl.where(valid, home_of(hash, tl.load(first + table), tl.load(count + table)), -1)
-    return home
+def taken_ways(held, home):
+    """How many of the ways of each home hold a key."""
+    return tl.sum((held != empty_key(home)[:, None]).to(tl.int32), axis=1)
+
+
+@triton.jit(do_not_specialize=["n"])
+def target_kernel(
+    index_keys, first, count, keys, tables, number, homes, n,
+    TABLES: tl.constexpr, MIXED: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The home each key goes to, _NOWHERE after the real ones. MIXED: a present key's is the one that holds it."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = n
+    if NUMBER:
+        real = tl.minimum(n, tl.load(number))
+    valid = at < real
+    key = tl.load(keys + at, mask=valid, other=0)
+    table = at * 0
+    if TABLES:
+        table = tl.load(tables + at, mask=valid, other=0)
+    begin, size, hash = tl.load(first + table), tl.load(count + table), hash_key(key)
+    home, other = home_of(half_of(hash, False), begin, size), home_of(half_of(hash, True), begin, size)
+    ways = tl.arange(0, 8)[None, :]
+    held = tl.load(index_keys + (home >> 1)[:, None] * 8 + ways, mask=valid[:, None], other=0)
+    taken = taken_ways(held, home)
+    unsure = valid & (taken >= _SPILL)
+    if MIXED:
+        here = tl.max((held == key[:, None]).to(tl.int32), axis=1) > 0
+        unsure = valid & (here == 0)
+    beside = tl.load(index_keys + (other >> 1)[:, None] * 8 + ways, mask=unsure[:, None], other=0)
+    moves = unsure & (taken >= _SPILL) & (taken_ways(beside, other) < taken)
+    if MIXED:
+        moves |= unsure & (tl.max((beside == key[:, None]).to(tl.int32), axis=1) > 0)
+    tl.store(homes + at, tl.where(valid, tl.where(moves, other, home), _NOWHERE), mask=at < n)
 
 
 @triton.jit
@@ -73,16 +99,14 @@ def ranked_ways(index_keys, pins, scores, home, valid, settled):
 
 @triton.jit(do_not_specialize=["n", "settled"])
 def choose_kernel(
-    index_keys, pins, scores, first, count, keys, tables, homes, number, slots, found, ranks, counts, n, settled,
-    HOMES: tl.constexpr, TABLES: tl.constexpr, MIXED: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr,
+    index_keys, pins, scores, homes, order_of, slots, found, ranks, counts, n, settled,
+    MIXED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """MIXED: some keys are present (found[i] >= 0), and `ranks` gets each evicting key's place among its block's."""
+    """Homes are sorted. MIXED: some keys are present (found[i] >= 0), slots stay in the order of the homes, and `ranks`
+    gets each evicting key's place among its block's."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    real = n
-    if NUMBER:
-        real = tl.minimum(n, tl.load(number))
-    valid = at < real
-    home = home_at(keys, tables, homes, first, count, at, valid, HOMES, TABLES)
+    home = tl.load(homes + at, mask=at < n, other=_NOWHERE)
+    valid = home != _NOWHERE
     asks = valid
     if MIXED:
         present = tl.load(found + at, mask=valid, other=0)
@@ -98,7 +122,7 @@ def choose_kernel(
         step += 1
         before = at - step
         inside = same & (before >= 0)
-        same = inside & (home_at(keys, tables, homes, first, count, before, inside, HOMES, TABLES) == home)
+        same = inside & (tl.load(homes + before, mask=inside, other=-1) == home)
         counted = same
         if MIXED:
             counted = same & (tl.load(found + before, mask=same, other=0) < 0)
@@ -123,7 +147,9 @@ def choose_kernel(
         tl.store(ranks + at, tl.where(evicts, place, -1), mask=at < n)
         tl.store(counts + tl.program_id(0), tl.sum(evicts.to(tl.int32), axis=0))
         slot = tl.where(asks, slot, present)
-    tl.store(slots + at, slot, mask=at < n)
+        tl.store(slots + at, slot, mask=at < n)
+    else:
+        tl.store(slots + tl.load(order_of + at, mask=at < n, other=0), slot, mask=at < n)
 
 
 @triton.jit(do_not_specialize=["n", "batch"])
@@ -154,13 +180,6 @@ def erase_kernel(index_keys, pins, scores, first, slots, n, capacity, tables, BL
     tl.store(index_keys + slot, empty_key(home), mask=mask)
     tl.store(pins + slot, tl.zeros([BLOCK], tl.int32), mask=mask)
     tl.store(scores + slot, tl.zeros([BLOCK], tl.float32), mask=mask)
-
-
-@triton.jit(do_not_specialize=["n"])
-def home_kernel(first, count, keys, tables, homes, n, TABLES: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    home = home_at(keys, tables, homes, first, count, at, at < n, False, TABLES)
-    tl.store(homes + at, home, mask=at < n)
 
 
 @triton.jit(do_not_specialize=["n", "batch"])
@@ -218,19 +237,18 @@ def choose(
 ) -> torch.Tensor:
     """Slots for the first `number` (None: all) keys, int32 [n]; -1 where a set has no room, and after them.
 
-    Requires: keys are absent, unique and ordered by table, then unsigned hash, as dedup gives them. A row is in the way
-    of nobody once the last batch that holds it is at most `settled`. Every policy gives up its lowest score first.
+    Requires: keys are absent and unique; among those of one set, the earlier one has the choice. A row is in the way of
+    nobody once the last batch that holds it is at most `settled`. Every policy gives up its lowest score first.
     """
     if policy not in POLICIES:
         raise OptionError(f"there is no policy {policy!r}; {choices(policy, POLICIES)}")
     n = _checked(index, keys, tables, number)
     slots = torch.empty(n, dtype=torch.int32, device=index.device)
     if n:
+        homes, order = _targets(index, keys, tables, number, False)
         choose_kernel[(triton.cdiv(n, BLOCK),)](
-            index.keys, index.pins, index.scores, index.first, index.count, keys, slots if tables is None else tables,
-            slots, slots if number is None else number, slots, slots, slots, slots, n, settled,
-            HOMES=False, TABLES=tables is not None, MIXED=False, NUMBER=number is not None,
-            BLOCK=BLOCK, num_warps=WARPS,
+            index.keys, index.pins, index.scores, homes, order, slots, slots, slots, slots, n, settled,
+            MIXED=False, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return slots
 
@@ -288,18 +306,12 @@ def insert_and_evict(
     if n == 0:
         return out._replace(number=out.number.zero_())
     grid = (triton.cdiv(n, BLOCK),)
-    homes = ints(n)
-    home_kernel[grid](
-        index.first, index.count, keys, homes if tables is None else tables, homes, n,
-        TABLES=tables is not None, BLOCK=BLOCK, num_warps=WARPS,
-    )  # fmt: skip
-    homes, order = homes.sort(stable=True)
+    homes, order = _targets(index, keys, tables, None, True)
     found, chosen, ranks, counts = ints(n), ints(n), ints(n), ints(grid[0])
     pin_present_kernel[grid](index.keys, index.pins, keys, homes, order, found, n, batch, BLOCK=BLOCK, num_warps=WARPS)
     choose_kernel[grid](
-        index.keys, index.pins, index.scores, index.first, index.count, keys, homes, homes, homes,
-        chosen, found, ranks, counts, n, settled,
-        HOMES=True, TABLES=False, MIXED=True, NUMBER=False, BLOCK=BLOCK, num_warps=WARPS,
+        index.keys, index.pins, index.scores, homes, order, chosen, found, ranks, counts, n, settled,
+        MIXED=True, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     totals = counts.cumsum(0, dtype=torch.int32)
     padded = triton.next_power_of_2(dim)
@@ -311,6 +323,21 @@ def insert_and_evict(
         CHOSEN_BLOCK=BLOCK, BLOCK=block, num_warps=SWAP_WARPS,
     )  # fmt: skip
     return out._replace(number=totals[-1:])
+
+
+def _targets(
+    index: SetIndex, keys: torch.Tensor, tables: torch.Tensor | None, number: torch.Tensor | None, mixed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sets that keys go to, sorted, and the order that sorts them."""
+    n = keys.numel()
+    homes = torch.empty(n, dtype=torch.int32, device=index.device)
+    target_kernel[(triton.cdiv(n, BLOCK),)](
+        index.keys, index.first, index.count, keys, homes if tables is None else tables,
+        homes if number is None else number, homes, n,
+        TABLES=tables is not None, MIXED=mixed, NUMBER=number is not None, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+    sorted_homes, order = homes.sort(stable=True)
+    return sorted_homes, order
 
 
 def _checked(

@@ -1,8 +1,9 @@
 """Where a key lives: the hash that DRAM's shards use too, and the set that it picks.
 
 hash_key is core/hash/hash.h's: mix64(key + golden), a bijection of the 64-bit integers, so distinct keys never have
-one hash and `unhash` gives the key back. A table owns `count` sets from `first` on, and a key's set is the high half of
-its hash scaled to them: rising unsigned hash is rising set, so that keys sorted by hash read the index front to back.
+one hash and `unhash` gives the key back. A table owns `count` sets from `first` on. A key may live in two of them: the
+high half of its hash, scaled to them, is its first choice (rising unsigned hash is rising set, so that keys sorted by
+hash read the index front to back), the low half its second.
 
 A set is passed on as its *home*, set * 2 + (it is the first of its table): an empty way holds a key that can never
 live in its set (sets.py), and the first set has another one than the rest.
@@ -65,16 +66,22 @@ def unhash(x):
 
 
 @triton.jit
-def set_of(hash, first, count):
-    """The int32 set of a uint64 hash in a table that owns `count` sets from `first` on."""
-    scaled = ((hash >> 32) * count.to(tl.uint64)) >> 32
+def half_of(hash, SECOND: tl.constexpr):
+    """What of a hash picks the key's first or second choice of set."""
+    return hash & 0xFFFFFFFF if SECOND else hash >> 32
+
+
+@triton.jit
+def set_of(half, first, count):
+    """The int32 set that half a hash picks in a table that owns `count` sets from `first` on."""
+    scaled = (half * count.to(tl.uint64)) >> 32
     return scaled.to(tl.int32) + first.to(tl.int32)
 
 
 @triton.jit
-def home_of(hash, first, count):
+def home_of(half, first, count):
     """set * 2 + 1 for the first set of a table, set * 2 for the others."""
-    set = set_of(hash, first, count)
+    set = set_of(half, first, count)
     return set * 2 + (set == first.to(tl.int32)).to(tl.int32)
 
 

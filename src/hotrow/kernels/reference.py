@@ -11,7 +11,7 @@ import torch
 
 from hotrow.kernels.layout import Items, RowLayout, Source
 from hotrow.kernels.mixing import GOLDEN, MULTIPLIERS
-from hotrow.kernels.sets import WAYS, SetIndex
+from hotrow.kernels.sets import SPILL, WAYS, SetIndex
 
 # --- the index: mixing, find, dedup, insert, touch ------------------------------------------------------------------
 
@@ -38,8 +38,13 @@ def unsigned_order(hashes: torch.Tensor) -> torch.Tensor:
 
 
 def set_of(hashes: torch.Tensor, first: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """The set of each hash in a table that owns `count` sets from `first` on. Requires: count < 2^31."""
+    """The first choice of each hash in a table that owns `count` sets from `first` on. Requires: count < 2^31."""
     return first + (_shift(hashes, 32) * count >> 32)
+
+
+def second_set_of(hashes: torch.Tensor, first: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """The second choice."""
+    return first + ((hashes & 0xFFFFFFFF) * count >> 32)
 
 
 def tables_at(begins: torch.Tensor, n: int) -> torch.Tensor:
@@ -49,10 +54,12 @@ def tables_at(begins: torch.Tensor, n: int) -> torch.Tensor:
 
 def find(index: SetIndex, keys: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """Slots of keys, -1 where absent."""
-    sets = set_of(hash_key(keys), index.first[tables], index.count[tables])
-    match = index.keys[sets] == keys[:, None]
-    slots = sets * WAYS + match.int().argmax(dim=1)
-    return torch.where(match.any(dim=1), slots, -1).int()
+    found = torch.full_like(keys, -1)
+    for choice in (second_set_of, set_of):
+        sets = choice(hash_key(keys), index.first[tables], index.count[tables])
+        match = index.keys[sets] == keys[:, None]
+        found = torch.where(match.any(dim=1), sets * WAYS + match.int().argmax(dim=1), found)
+    return found.int()
 
 
 def find_rows(slots: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
@@ -79,11 +86,18 @@ def dedup(keys: torch.Tensor, tables: torch.Tensor | None) -> tuple[list[tuple[i
     return [(table, key) for table, _, key in unique], counts, inverse
 
 
+def target(index: SetIndex, keys: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    """The set that each new key goes to: its first choice, or the second where that is well filled and it is less so."""
+    taken = index.occupied().view(-1, WAYS).sum(dim=1)
+    first, second = (c(hash_key(keys), index.first[tables], index.count[tables]) for c in (set_of, second_set_of))
+    return torch.where((taken[first] < SPILL) | (taken[first] <= taken[second]), first, second)
+
+
 def choose(index: SetIndex, keys: torch.Tensor, tables: torch.Tensor, settled: int) -> list[int]:
     """The slot of each new key: the r-th of a set takes the r-th best way, and -1 when no way is left."""
     occupied = index.occupied().tolist()
     pins, scores = index.pins.tolist(), index.scores.tolist()
-    sets = set_of(hash_key(keys), index.first[tables], index.count[tables]).tolist()
+    sets = target(index, keys, tables).tolist()
     free: dict[int, list[int]] = {}
     slots = []
     for s in sets:

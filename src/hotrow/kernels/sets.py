@@ -1,7 +1,9 @@
 """The index of rows in HBM: sets of eight ways, whole 64-bit keys, several tables in one structure.
 
 slot = set * 8 + way, and a key's row lies in another array at its slot. A set's eight keys are 64 bytes that lie
-together, so a find costs one memory access. Every int64 is a valid key: an empty way of a set holds a key that can
+together, so a find costs one memory access, or two: a key whose first choice of set is well filled may live in its
+second (insert.py). That lets 60% of the slots fill up before any set overflows, so that rows that all fit stay; with one
+choice of eight ways a few of a thousand would drive each other out for ever at half that. Every int64 is a valid key: an empty way of a set holds a key that can
 never live in that set (the key whose hash is 0 lives in its table's first set, the one whose hash is 2^64 - 1 in its
 last; the first set uses the latter, all others the former). Hence a table has at least two sets.
 
@@ -22,6 +24,7 @@ from hotrow.errors import BatchError, OptionError
 from hotrow.kernels.mixing import HIGHEST, LOWEST
 
 WAYS = 8
+SPILL = 5  # keys in its first choice from which on a new key considers its second
 POLICIES = ("lru", "lfu")
 
 

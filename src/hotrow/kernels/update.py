@@ -64,10 +64,10 @@ class Tuning:
     """How the work is cut. Only `piece` changes results, by rounding."""
 
     piece: int = 32
-    elements: int = 512  # of a tile in apply, a warp; rows of a program = elements / block
+    elements: int = 256  # of a tile in apply, a warp; rows of a program = elements / block
     partial_elements: int = 512
     warps: int = 1
-    programs: int = 16  # of apply, per multiprocessor and warp
+    programs: int = 32  # of apply, per multiprocessor, of one warp
     ahead: int = 4  # gradients of a run that are read at once
     partial_ahead: int = 8
 

@@ -172,8 +172,7 @@ class Part:
         self._exchange(slots, unique.tables[:number], leaving, arriving, lift)
         hosts, steps, counts = to_device(torch.stack([arriving.hosts, arriving.steps, arriving.counts]), tier.device)
         here = slots if self.extra is None else torch.where(slots < tier.capacity, slots, -1)
-        score = self.batch / tier.half_life if tier.policy == "lfu" else float(self.batch)
-        place(tier.index, unique.keys[:number], here, unique.number, self.batch, score)
+        place(tier.index, unique.keys[:number], here, unique.number, self.batch, float("-inf"))  # touch() scores it
         if self.extra is not None:
             inside = here >= 0
             hosts, steps, counts, here = hosts[inside], steps[inside], counts[inside], here[inside]
@@ -185,7 +184,7 @@ class Part:
         """Positions of the ids without a slot, and their unique keys in order of their sets."""
         positions = compact(self.slots, count)
         tables = torch.bucketize(positions, self.begins[1:], right=True, out_int32=True)
-        return positions, dedup(self.keys[positions.long()], tables)
+        return positions, dedup(self.keys[positions.long()], tables, len(self.group.stores))
 
     def _settle_places(self, chosen: Tensor, leaving: Rows, arriving: Rows) -> Tensor:
         """The slots of the arriving rows; those that found no way, or are not admitted, get rows of the batch's own."""
