@@ -115,7 +115,7 @@ def _case(
     dtype: str = "fp32",
     seed: int = 0,
 ) -> Case:
-    """Rows, states, gradients and meta drawn at random; `counts` are the features' positions, table = feature % tables."""
+    """Rows, states, gradients and meta drawn at random. `counts` are the features' positions; tables take turns."""
     draws = torch.Generator().manual_seed(seed)
     layout = RowLayout(dim, tuple(part.width for part in optimizers[0].state(dim)), dtype)
     rows = torch.full((capacity + extra, layout.stride), float("nan"))
