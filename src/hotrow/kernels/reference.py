@@ -239,3 +239,11 @@ def round_by_chance(value: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype)
     up = part + (bits & (2**cut - 1)) >= 2**cut
     rounded = ((whole + up) * place).clamp(max=torch.finfo(dtype).max)
     return torch.where(value.isfinite(), rounded.copysign(value.double()), value.double()).to(dtype)
+
+
+def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes uint8 [n, dim], scales [n] and biases [n] of fp32 values: value = code * scale + bias."""
+    bias, high = values.min(dim=1).values, values.max(dim=1).values
+    scale = (high - bias) / 255
+    codes = ((values - bias[:, None]) / torch.where(scale > 0, scale, 1.0)[:, None] + 0.5).clamp(0, 255)
+    return codes.to(torch.uint8), scale, bias
