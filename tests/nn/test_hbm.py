@@ -228,7 +228,7 @@ def test_hbm_stays_inside_its_budget(device: str) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     trainer = trainer_of(Memory(hbm="256MiB"), device)
-    assert torch.cuda.memory_allocated() - before <= 257 << 20
+    assert torch.cuda.memory_allocated() - before <= 256 << 20
     trainer.fit(Clicks(20, size=4096, keys=500_000), progress=False)
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() - before <= 262 << 20  # with the tower and the last batch
+    assert torch.cuda.memory_allocated() - before <= 260 << 20  # with the tower and the last batch

@@ -58,7 +58,9 @@ class HotRows:
                 f"hbm={format_size(memory.hbm_bytes)} is too small for {sum(members)} tables; give at least "
                 f"{format_size(LEAST_SETS * of_one)}, better room for the rows of a batch"
             )
-        sets = memory.hbm_bytes // of_one
+        # The allocator rounds each tensor up to a megabyte or so.
+        rounding = min(memory.hbm_bytes // 64, len(layouts) * (6 << 20))
+        sets = max(LEAST_SETS, (memory.hbm_bytes - rounding) // of_one)
         held = sum(
             WAYS * sets * count * (layout.width * 4 + 24) for layout, count in zip(layouts, members, strict=True)
         )
