@@ -121,6 +121,10 @@ class Bench:
             run = timed(lambda i, t=tile: gather(source, layout, self.slots[i % BATCHES], self.items,
                         self.features(out), t))  # fmt: skip
             line(f"gather dim 128, tile {tile}", run, moved)
+        run = timed(
+            lambda i: gather(source, layout, self.slots[i % BATCHES], self.items, self.features(out), None, False)
+        )
+        line("gather dim 128, outputs into L2", run, moved)
         run = timed(lambda i: gather(source, layout, self.slots[i % BATCHES], self.items, slices))
         line("gather dim 128 into slices of one matrix", run, moved)
         for dim, state in ((64, ()), (32, ()), (128, (1,)), (128, (128, 128))):
@@ -202,7 +206,7 @@ class Bench:
                     line(f"update: partial, piece {piece}, elements {elements}, ahead {ahead}", run, share)
         for rule in rules:
             best = self.best(rule, [replace(base, elements=e, programs=p)
-                                    for e in (128, 256, 512) for p in (8, 16, 24, 32, 48, 100000)])  # fmt: skip
+                                    for e in (128, 256, 512) for p in (16, 24, 32, 64, 128, 256, 100000)])  # fmt: skip
             if not isinstance(rule, optim.RowWiseAdagrad):
                 self.best(rule, [replace(best, ahead=a) for a in (2, 8)] + [replace(best, piece=p) for p in (16, 64)])
             print(f"  best for {type(rule).__name__}: {best}")

@@ -62,3 +62,11 @@ def test_the_largest_number_is_finite(device: torch.device) -> None:
 def test_mixed_types_are_refused(device: torch.device) -> None:
     with pytest.raises(GradientError, match="one type"):
         check([torch.zeros(2, 2, device=device), torch.zeros(2, 2, device=device).half()], _flag(device))
+
+
+def test_expanded_gradients(device: torch.device) -> None:
+    flag = _flag(device)
+    check([torch.ones(1, 1, device=device).expand(5, 3), torch.zeros(3, 5, device=device).t()], flag)
+    assert flag.item() == 0
+    check([torch.full((1, 1), float("nan"), device=device).expand(5, 3)], flag)
+    assert flag.item() != 0

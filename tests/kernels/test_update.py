@@ -101,6 +101,9 @@ class Case:
 
 def _moved(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
     """On the device with the same strides."""
+    if 0 in matrix.stride():
+        one = matrix[tuple(slice(1) if stride == 0 else slice(None) for stride in matrix.stride())]
+        return one.to(device).expand(matrix.shape)
     like = torch.empty_strided(matrix.shape, matrix.stride(), dtype=matrix.dtype, device=device)
     return like.copy_(matrix)
 
@@ -161,9 +164,9 @@ def _slots(n: int, highest: int, seed: int = 0, lowest: int = 0) -> torch.Tensor
 
 
 @pytest.mark.parametrize("optimizer", RULES, ids=lambda rule: type(rule).__name__)
-@pytest.mark.parametrize("dim", [1, 8, 17, 128])
+@pytest.mark.parametrize("dim", [1, 17, 128])
 def test_every_rule_gives_the_bits_of_its_oracle(optimizer: Optimizer, dim: int, device: torch.device) -> None:
-    case = _case([optimizer], dim, _slots(60, 30))
+    case = _case([optimizer], dim, _slots(40, 25))
     _same(case.run(device), case.expect())
 
 
@@ -187,7 +190,7 @@ def test_small_batches(n: int, device: torch.device) -> None:
     _same(case.run(device), case.expect())
 
 
-@pytest.mark.parametrize("length", [31, 32, 33, 64, 65, 300, 3000])
+@pytest.mark.parametrize("length", [31, 32, 33, 64, 65, 3000])
 def test_one_row_owns_many_positions(length: int, device: torch.device) -> None:
     slots = torch.cat([torch.full((length,), 3, dtype=torch.int32), _slots(40, 10), torch.full((40,), 5).int()])
     case = _case([SGD(lr=0.01)], 8, slots[torch.randperm(len(slots), generator=torch.Generator().manual_seed(0))])
@@ -271,6 +274,13 @@ def test_half_precision_gradients(dtype: torch.dtype, device: torch.device) -> N
     case = _case([SGD(lr=0.1)], 8, torch.cat([_slots(30, 9), torch.full((50,), 3).int()]))
     case.gradients = [case.gradients[0].to(dtype)]  # type: ignore[union-attr]
     _same(case.run(device), case.expect())
+
+
+def test_gradients_that_autograd_expanded(device: torch.device) -> None:
+    case = _case([SGD(lr=0.1)], 8, _slots(12, 5))
+    for gradient in (torch.ones(1, 1).expand(12, 8), torch.randn(8).expand(12, 8), torch.randn(8, 12).t()):
+        expected = replace(case, gradients=[gradient.contiguous()]).expect()
+        _same(replace(case, gradients=[gradient]).run(device), expected)
 
 
 def test_a_row_does_not_depend_on_its_slot_or_on_other_rows(device: torch.device) -> None:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.errors import GradientError
-from hotrow.kernels.layout import TRITON, matrix_rows, small_table
+from hotrow.kernels.layout import TRITON, matrix_rows, small_table, with_columns_together
 
 BLOCK = 8192  # numbers a program
 STRETCH = 1024  # numbers in a row of a matrix without gaps, whatever its own shape; what is left over is its tail
@@ -56,7 +56,7 @@ def _check_kernel(
 
 def check(matrices: Sequence[Tensor], flag: Tensor) -> None:
     """flag, int32 [1], becomes 1 if any element of any matrix [n, d] is NaN or infinite. All of one type and d."""
-    given = [matrix for matrix in matrices if matrix.numel()]
+    given = [with_columns_together(matrix) for matrix in matrices if matrix.numel()]
     if not given:
         return
     dtype, columns, device = given[0].dtype, given[0].shape[1], given[0].device
@@ -64,8 +64,8 @@ def check(matrices: Sequence[Tensor], flag: Tensor) -> None:
     flat = all(matrix.is_contiguous() for matrix in given)
     if flat:
         columns = STRETCH
-    elif any(matrix.shape[1] != columns or (columns > 1 and matrix.stride(1) != 1) for matrix in given):
-        raise GradientError(f"gradients must be [n, {columns}] each with their columns side by side")
+    elif any(matrix.shape[1] != columns for matrix in given):
+        raise GradientError(f"gradients have {sorted({matrix.shape[1] for matrix in given})} columns; give one number")
     if any(matrix.dtype != dtype for matrix in given):
         raise GradientError(f"gradients are of types {sorted({str(matrix.dtype) for matrix in given})}; give one type")
     width = triton.next_power_of_2(columns)

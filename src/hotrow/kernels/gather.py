@@ -37,6 +37,7 @@ from hotrow.kernels.layout import (
 
 AHEAD = 4  # positions of a bag that are read at once
 ELEMENTS = 512  # of a tile a warp: sixteen floats a thread
+LARGE = 16 << 20  # bytes of output that would push rows out of L2
 
 
 @triton.jit(do_not_specialize=["items", "capacity"])
@@ -44,7 +45,7 @@ def _gather_kernel(
     rows, extra, slots, begins, offsets, scales, outputs, items, capacity,
     DIM: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, STATE: tl.constexpr, TYPE: tl.constexpr,
     OUT: tl.constexpr, ALIGNED: tl.constexpr, HAS_EXTRA: tl.constexpr, POOLED: tl.constexpr, SCALED: tl.constexpr,
-    FEATURES: tl.constexpr, FEATURES_PADDED: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr,
+    FEATURES: tl.constexpr, FEATURES_PADDED: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * R
     item = start + tl.arange(0, R)
@@ -75,7 +76,7 @@ def _gather_kernel(
         here = (item >= first) & (item < tl.load(begins + at + 1))
         address = tl.load(outputs + 2 * at) + (item - first).to(tl.int64) * tl.load(outputs + 2 * at + 1)
         place = matrix_rows(address, OUT, ALIGNED)
-        tl.store(place[:, None] + column[None, :], value, mask=here[:, None] & wanted[None, :])
+        tl.store(place[:, None] + column[None, :], value, mask=here[:, None] & wanted[None, :], cache_modifier=STORE)
 
 
 @triton.jit
@@ -117,10 +118,12 @@ def gather(
     items: Items,
     outputs: Sequence[Tensor],
     tile: tuple[int, int] | None = None,
+    past_cache: bool | None = None,
 ) -> None:
     """Fill one matrix [items of the feature, dim] a feature, of float32, float16 or bfloat16.
 
-    `tile` is (items a program, warps), for benchmarks; the default is fitted to the dim.
+    For benchmarks: `tile` is (items a program, warps), fitted to the dim by default; `past_cache`, whether outputs are
+    written so that they are the first to leave L2, by default where they are too many to stay there.
     """
     count = items.count(slots.numel())
     features = items.tables.numel()
@@ -134,13 +137,16 @@ def gather(
     source.check(layout)
     out = matrices(outputs, layout.dim, slots.device)
     r, warps = tile or default_tile(layout.block)
+    if past_cache is None:
+        past_cache = count * layout.dim * out.dtype.itemsize > LARGE
     _gather_kernel[(triton.cdiv(count, r),)](
         source.rows, source.rows if source.extra is None else source.extra, slots, items.begins,
         slots if items.offsets is None else items.offsets, slots if items.scales is None else items.scales, out.table,
         count, source.capacity, DIM=layout.dim, BLOCK=layout.block, STRIDE=layout.stride, STATE=layout.state_offset,
         TYPE=layout.type, OUT=TRITON[out.dtype], ALIGNED=out.aligned, HAS_EXTRA=source.extra is not None,
         POOLED=items.offsets is not None, SCALED=items.scales is not None, FEATURES=features,
-        FEATURES_PADDED=triton.next_power_of_2(features), R=r, AHEAD=AHEAD, num_warps=warps, enable_fp_fusion=False,
+        FEATURES_PADDED=triton.next_power_of_2(features), R=r, AHEAD=AHEAD,
+        STORE=".cs" if past_cache else "", num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -159,6 +159,11 @@ class Matrices:
     missing: int
 
 
+def with_columns_together(matrix: Tensor) -> Tensor:
+    """The matrix, or a copy where its columns are not side by side, as in a gradient that autograd expanded."""
+    return matrix if matrix.shape[1] == 1 or matrix.stride(1) == 1 else matrix.contiguous()
+
+
 def matrices(tensors: Sequence[Tensor | None], columns: int, device: torch.device) -> Matrices:
     """Describe matrices [any, columns] of one type, with columns side by side and rows anywhere."""
     dtype = next((tensor.dtype for tensor in tensors if tensor is not None), torch.float32)
