@@ -189,29 +189,30 @@ class Bench:
         for rule in rules:
             self.check_update(rule)
         layout, gradients = RowLayout(DIM), self.features(self.gradients[0])
-        work = locate(layout, self.runs[0], self.items, gradients, self.tables, DEFAULT)
         run = timed(lambda i: locate(layout, self.runs[i % BATCHES], self.items, gradients, self.tables, DEFAULT))
         line("update: locate", run, self.n * 20)
-        base = DEFAULT
+        lengths = self.runs[0].starts[: self.unique + 1].diff()
         for piece in (16, 32, 64):
-            for elements in (256, 512, 1024):
-                for ahead in (4, 8):
-                    if self.late():
-                        break
-                    tuning = replace(base, piece=piece, partial_elements=elements, partial_ahead=ahead)
-                    work = locate(layout, self.runs[0], self.items, gradients, self.tables, tuning)
-                    run = timed(lambda i, w=work, t=tuning: partial(layout, self.runs[0], w, t))
-                    lengths = self.runs[0].starts[: self.unique + 1].diff()
-                    share = int(lengths[lengths > piece].sum()) * DIM * 4
-                    line(f"update: partial, piece {piece}, elements {elements}, ahead {ahead}", run, share)
+            for changed in ({}, {"partial_ahead": 4}, {"partial_ahead": 16}, {"elements": 256}):
+                if self.late():
+                    break
+                tuning = replace(DEFAULT, piece=piece, **changed)
+                work = locate(layout, self.runs[0], self.items, gradients, self.tables, tuning)
+                run = timed(lambda i, w=work, t=tuning: partial(layout, self.runs[0], w, t))
+                share = int(lengths[lengths > piece].sum()) * DIM * 4
+                line(f"update: partial, piece {piece} {changed}", run, share)
         for rule in rules:
-            best = self.best(rule, [replace(base, elements=e, programs=p)
-                                    for e in (128, 256, 512) for p in (16, 24, 32, 64, 128, 256, 100000)])  # fmt: skip
-            if not isinstance(rule, optim.RowWiseAdagrad):
-                self.best(rule, [replace(best, ahead=a) for a in (2, 8)] + [replace(best, piece=p) for p in (16, 64)])
-            print(f"  best for {type(rule).__name__}: {best}")
-        self.best(optim.SGD(lr=0.01), [replace(base, elements=256, warps=w) for w in (2, 4)])
-        self.best(optim.SGD(lr=0.01), [base], "no meta", meta=False)
+            tunings = [replace(DEFAULT, programs=programs) for programs in (32, 64, 128, 256, 1000)]
+            tunings += [replace(DEFAULT, registers=registers) for registers in (None, 80)]
+            tunings += [replace(DEFAULT, elements=256, registers=registers) for registers in (None, 96, 128)]
+            tunings += [replace(DEFAULT, elements=256, ahead=2, registers=96), replace(DEFAULT, elements=512, ahead=2,
+                        registers=None)]  # fmt: skip
+            if isinstance(rule, optim.SGD):
+                tunings += [replace(DEFAULT, ahead=2), replace(DEFAULT, ahead=8, registers=None)]
+                tunings += [replace(DEFAULT, piece=16), replace(DEFAULT, piece=64)]
+            print(f"  best for {type(rule).__name__}: {self.best(rule, tunings)}")
+            self.best(rule, [DEFAULT], "coefficients of each table", shared=False)
+        self.best(optim.SGD(lr=0.01), [DEFAULT], "no meta", meta=False)
 
     def steps(self) -> None:
         """Forward, finite, group and update one behind the other, as a training step has them."""
@@ -235,10 +236,12 @@ class Bench:
     def layout(self, rule: optim.Optimizer) -> RowLayout:
         return RowLayout(DIM, tuple(part.width for part in rule.state(DIM)))
 
-    def updater(self, rule: optim.Optimizer, tuning: Tuning, meta: bool = True) -> Callable[..., None]:
+    def updater(
+        self, rule: optim.Optimizer, tuning: Tuning, meta: bool = True, shared: bool = True
+    ) -> Callable[..., None]:
         layout = self.layout(rule)
         source = self.source(layout)
-        coefficients = torch.zeros(self.tables, 8)
+        coefficients = torch.zeros(1 if shared else self.tables, 8)
         c = rule.coefficients(9)
         coefficients[:, : len(c)] = torch.tensor(c)
         coefficients = coefficients.to(DEVICE)
@@ -256,7 +259,7 @@ class Bench:
 
         return call
 
-    def best(self, rule: optim.Optimizer, tunings: list[Tuning], note: str = "", meta: bool = True) -> Tuning:
+    def best(self, rule: optim.Optimizer, tunings: list[Tuning], note: str = "", **options: bool) -> Tuning:
         layout = self.layout(rule)
         moved = (self.n + 2 * self.unique) * DIM * 4 + 2 * self.unique * sum(layout.state) * 4
         self.room.fill_(0.01)  # no state that was another rule's: square roots of specials are slow
@@ -267,7 +270,7 @@ class Bench:
                 break
             changed = {k: v for k, v in vars(tuning).items() if v != getattr(DEFAULT, k)}
             try:
-                run = timed(self.updater(rule, tuning, meta))
+                run = timed(self.updater(rule, tuning, **options))
             except Exception as error:
                 print(f"FAILED {changed}: {error!r}"[:300])
                 continue

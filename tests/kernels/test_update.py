@@ -12,7 +12,7 @@ from hotrow.errors import BatchError
 from hotrow.kernels import reference
 from hotrow.kernels.layout import Items, RowLayout, Source, spread
 from hotrow.kernels.runs import group
-from hotrow.kernels.update import DEFAULT, Meta, update
+from hotrow.kernels.update import DEFAULT, Meta, Tuning, update
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RowWiseAdagrad, clip
 
 RULES: list[Optimizer] = [
@@ -24,6 +24,7 @@ RULES: list[Optimizer] = [
     FTRL(lr=0.1, l1=0.02, l2=0.01),
 ]
 STEP = 7
+INTERPRETED = replace(DEFAULT, elements=1024)  # the interpreter takes as long for a wide tile as for a narrow one
 
 
 @dataclass
@@ -40,7 +41,9 @@ class Case:
     meta: Meta
     grad_scale: float = 1.0
 
-    def run(self, device: torch.device, flag: int = 0, tuning: object = DEFAULT) -> tuple[Source, Meta]:
+    def run(
+        self, device: torch.device, flag: int = 0, tuning: Tuning = DEFAULT, shared: bool = False
+    ) -> tuple[Source, Meta]:
         def there(x: torch.Tensor | None) -> torch.Tensor | None:
             return None if x is None else x.clone().to(device)
 
@@ -54,12 +57,16 @@ class Case:
             c = optimizer.coefficients(STEP)
             coefficients[t, : len(c)] = torch.tensor(c)
             clips[t] = torch.tensor([optimizer.clip_value or 0.0, optimizer.clip_norm or 0.0])
+        if shared:
+            coefficients, clips = coefficients[:1], clips[:1]
         streams = torch.arange(len(self.optimizers), device=device) * -(2**61) - 12345
+        if device.type == "cpu" and tuning is DEFAULT:
+            tuning = INTERPRETED
         update(
             source, self.layout, self.optimizers[0].code, group(self.slots.to(device)), items, gradients,
             self.keys.to(device), coefficients.to(device), clips.to(device) if clips.any() else None, streams,
             streams + 1, STEP, self.grad_scale, meta, torch.tensor([flag], dtype=torch.int32, device=device),
-            tuning,  # type: ignore[arg-type]
+            tuning,
         )  # fmt: skip
         back = [x.cpu() if x is not None else None for x in (source.rows, source.extra, *vars(meta).values())]
         return Source(back[0], back[1]), Meta(*back[2:])  # type: ignore[arg-type]
@@ -207,10 +214,10 @@ def test_runs_of_every_length_side_by_side(device: torch.device) -> None:
     _same(case.run(device), case.expect())
 
 
-@pytest.mark.parametrize("tuning", [{"piece": 8}, {"elements": 64, "programs": 3}, {"elements": 2048, "ahead": 2}])
+@pytest.mark.parametrize("tuning", [{}, {"piece": 8}, {"elements": 16, "programs": 3}, {"elements": 1024, "ahead": 2}])
 def test_how_the_work_is_cut_does_not_change_a_bit(tuning: dict[str, int], device: torch.device) -> None:
     case = _case([RowWiseAdagrad()], 16, torch.cat([_slots(40, 20), torch.full((70,), 3).int()]), extra=0)
-    _same(case.run(device, tuning=replace(DEFAULT, **tuning)), case.expect(tuning.get("piece", DEFAULT.piece)))
+    _same(case.run(device, tuning=Tuning(**tuning)), case.expect(tuning.get("piece", DEFAULT.piece)))
 
 
 def test_features_of_several_tables_and_their_own_coefficients(device: torch.device) -> None:
@@ -220,6 +227,14 @@ def test_features_of_several_tables_and_their_own_coefficients(device: torch.dev
     slots = _slots(66, 12) + 13 * torch.repeat_interleave(tables, torch.tensor(counts)).int()
     case = _case(rules, 8, slots, counts)
     _same(case.run(device), case.expect())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_tables_may_share_coefficients_and_keep_their_streams(dtype: str, device: torch.device) -> None:
+    rules: list[Optimizer] = [Adam(clip_norm=1.0)] * 3
+    slots = _slots(60, 12) + 13 * torch.arange(3).repeat_interleave(20).int()
+    case = _case(rules, 8, slots, [20, 20, 20], dtype=dtype)
+    _same(case.run(device, shared=True), case.expect())
 
 
 def test_extra_rows_and_absent_ones(device: torch.device) -> None:

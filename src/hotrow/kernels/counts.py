@@ -15,8 +15,8 @@ MAX_EXPONENT = tl.constexpr(15)
 
 @triton.jit
 def seen_in_all(code, seen):
-    """decode_count(code) + seen, int64. Up to MANTISSA this is also the new code."""
-    return ((code & MANTISSA).to(tl.int64) << (code >> 12).to(tl.int64)) + seen
+    """decode_count(code) + seen, uint32, of int32 numbers. Up to MANTISSA this is also the new code."""
+    return ((code & MANTISSA) << (code >> 12)).to(tl.uint32) + seen.to(tl.uint32)
 
 
 @triton.jit
@@ -25,14 +25,14 @@ def add_count(code, seen, stream, key, step):
     total = seen_in_all(code, seen)
     exponent = tl.zeros_like(total)
     for _ in tl.static_range(MAX_EXPONENT):
-        exponent += ((total >> exponent) > MANTISSA).to(tl.int64)
+        exponent += ((total >> exponent) > MANTISSA).to(tl.uint32)
     mantissa = total >> exponent
     rest = total - (mantissa << exponent)
     low, high = (key & 0xFFFFFFFF).to(tl.uint32), ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
     bits, _, _, _ = tl.philox(stream, low, high, (low * 0 + step).to(tl.uint32), low * 0)
-    draw = bits.to(tl.int64) >> (32 - tl.maximum(exponent, 1))
-    mantissa += ((rest != 0) & (draw < rest)).to(tl.int64)
+    up = (rest != 0) & ((bits >> (32 - tl.maximum(exponent, 1))) < rest)
+    mantissa += up.to(tl.uint32)
     full = mantissa > MANTISSA
     over = full & (exponent == MAX_EXPONENT)
-    shifted = (exponent + full.to(tl.int64)) << 12 | (mantissa >> full.to(tl.int64))
-    return tl.where(over, MAX_EXPONENT << 12 | MANTISSA, shifted).to(tl.int32)
+    shifted = (exponent + full.to(tl.uint32)) << 12 | (mantissa >> full.to(tl.uint32))
+    return tl.where(over, MAX_EXPONENT << 12 | MANTISSA, shifted.to(tl.int32))

@@ -36,7 +36,6 @@ from hotrow.kernels.layout import (
 )
 
 AHEAD = 4  # positions of a bag that are read at once
-ELEMENTS = 512  # of a tile a warp: sixteen floats a thread
 LARGE = 16 << 20  # bytes of output that would push rows out of L2
 
 
@@ -136,7 +135,7 @@ def gather(
         return
     source.check(layout)
     out = matrices(outputs, layout.dim, slots.device)
-    r, warps = tile or default_tile(layout.block)
+    r, warps = tile or default_tile(layout.block, items.offsets is not None)
     if past_cache is None:
         past_cache = count * layout.dim * out.dtype.itemsize > LARGE
     _gather_kernel[(triton.cdiv(count, r),)](
@@ -150,11 +149,10 @@ def gather(
     )  # fmt: skip
 
 
-def default_tile(block: int) -> tuple[int, int]:
-    """(items a program, warps): a warp holds ELEMENTS elements, wider rows take more warps."""
-    if block >= 4 * ELEMENTS:
-        return 1, min(8, block // ELEMENTS)
-    return max(1, ELEMENTS // block), 1
+def default_tile(block: int, pooled: bool) -> tuple[int, int]:
+    """(items a program, warps). A warp holds 512 elements; 128 of bags, whose rows then are all asked for at once."""
+    elements = 128 if pooled else 512
+    return max(1, elements // block), max(1, min(8, block // elements))
 
 
 def pool_into_one(

@@ -6,16 +6,16 @@ Three launches, none of which waits for the host:
   bags or matrices. 16 bytes a position.
 - partial: runs longer than PIECE are cut at multiples of PIECE from their own start and each piece is summed. One key
   can own thousands of positions, and one program walking them would be all that the GPU waits for.
-- apply: R runs a program, side by side. A short run's gradients are added in batch order, a long one's pieces in
-  order. So a sum depends on the run alone: not on its slot, on other runs, on R or on how many programs there are.
-  Then the rule, on rows that were asked for before the sums began.
+- apply: one run a warp (more where a row is narrower than a warp's 128 elements). A short run's gradients are added in
+  batch order, a long one's pieces in order. So a sum depends on the run alone: not on its slot, on other runs or on how
+  many programs there are. Then the rule, on rows that were asked for before the sums began.
 
 A piece's sum lies at 2 * (start / PIECE), plus one if it is its run's first. At most one of each kind can begin within
 PIECE positions, because a run that is cut is longer than that; so there is no list of pieces to build.
 
 apply runs on a fixed number of programs that step through the runs, since only the device knows how many there are,
-and each asks for its next runs before it works on these. There are several times as many programs as fit the GPU at
-once, so that none is left with a long share at the end. Where `flag` is set nothing at all is written.
+and each asks for its next runs and addresses before it works on these. There are several times as many programs as fit
+the GPU at once, so that none is left with a long share at the end. Where `flag` is set nothing at all is written.
 
 Bytes that must move at dim 128, fp32, W-gpu: 0.54 GB of gradients and twice the 380,012 rows: 0.93 GB for SGD, 0.95 for
 row-wise Adagrad, 1.7 for Adam; 0.22, 0.22 and 0.40 ms at 4.3 TB/s.
@@ -66,12 +66,11 @@ class Tuning:
     """How the work is cut. Only `piece` changes results, by rounding."""
 
     piece: int = 32
-    elements: int = 256  # of a tile in apply, a warp; rows of a program = elements / block
-    partial_elements: int = 512
-    warps: int = 1
+    elements: int = 128  # of a tile, a warp: rows of a program = elements / block
     programs: int = 128  # of apply, per multiprocessor
-    ahead: int = 4  # gradients of a run that are read at once
+    ahead: int = 4  # gradients of a run that apply reads at once
     partial_ahead: int = 8
+    registers: int | None = 64  # of a thread of apply, at most: then 32 programs of one warp fit a multiprocessor
 
 
 DEFAULT = Tuning()
@@ -108,39 +107,52 @@ def _locate_kernel(
 
 
 @triton.jit
-def _addresses_ahead(addresses, at, left, AHEAD: tl.constexpr):
+def _gradient(
+    address, scale, mask, column, wanted,
+    TYPE: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, MISSING: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The gradients [R, D] at addresses [R]; -0.0 where there is none."""
+    if MISSING:
+        mask = mask & (address != 0)
+    place = matrix_rows(address, TYPE, ALIGNED)[:, None] + column[None, :]
+    value = tl.load(place, mask=mask[:, None] & wanted[None, :], other=nothing(R, D).to(TYPE)).to(tl.float32)
+    if SCALED:
+        value = value * tl.load(scale, mask=mask, other=1.0)[:, None]
+    return value
+
+
+@triton.jit
+def _add_gradients(
+    total, some, addresses, scales, begin, count, done, end, column, wanted,
+    TYPE: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, MISSING: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Add gradients `done` to `count` of some runs to their totals, in order. `end` is no less than any count.
+
+    A step loads AHEAD gradients and the next step's addresses, then adds. `some` counts the gradients.
+    """
+    ahead = _addresses(addresses, begin + done, count - done, AHEAD)
+    for at in steps(done, end, AHEAD):
+        values = ()
+        for i in tl.static_range(AHEAD):
+            value = _gradient(ahead[i], scales + begin + at + i, at + i < count, column, wanted,
+                              TYPE, ALIGNED, SCALED, MISSING, R, D)  # fmt: skip
+            values = values + (value,)  # noqa: RUF005
+            if MISSING:
+                some += (ahead[i] != 0).to(tl.int32)
+        ahead = _addresses(addresses, begin + at + AHEAD, count - at - AHEAD, AHEAD)
+        for i in tl.static_range(AHEAD):
+            total = total + values[i]
+    return total, some
+
+
+@triton.jit
+def _addresses(addresses, at, left, AHEAD: tl.constexpr):
     found = ()
     for i in tl.static_range(AHEAD):
         found = found + (tl.load(addresses + at + i, mask=i < left, other=0),)  # noqa: RUF005
     return found
-
-
-@triton.jit
-def _sum(
-    addresses, scales, begin, count, column, wanted,
-    TYPE: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    AHEAD: tl.constexpr,
-):  # fmt: skip
-    """Sums of the gradients at `count` addresses from `begin` on, in order; and how many there were that are not 0."""
-    none = nothing(R, D)
-    total = none
-    some = tl.zeros([R], tl.int32)
-    ahead = _addresses_ahead(addresses, begin, count, AHEAD)
-    for done in steps(0, tl.max(count, axis=0), AHEAD):
-        values = ()
-        for i in tl.static_range(AHEAD):
-            given = ahead[i] != 0
-            some += given.to(tl.int32)
-            place = matrix_rows(ahead[i], TYPE, ALIGNED)
-            mask = given[:, None] & wanted[None, :]
-            value = tl.load(place[:, None] + column[None, :], mask=mask, other=none.to(TYPE)).to(tl.float32)
-            if SCALED:
-                value = value * tl.load(scales + begin + done + i, mask=given, other=1.0)[:, None]
-            values = values + (value,)  # noqa: RUF005
-        ahead = _addresses_ahead(addresses, begin + done + AHEAD, count - done - AHEAD, AHEAD)
-        for i in tl.static_range(AHEAD):
-            total = total + values[i]
-    return total, some
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -149,42 +161,64 @@ def _partial_kernel(
     DIM: tl.constexpr, D: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
     MISSING: tl.constexpr, PIECE: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    half = tl.program_id(0) * R + tl.arange(0, R)
-    stretch = half // 2  # PIECE sorted positions; the even half looks at the run of its first, the odd one of its last
+    stretch = tl.program_id(0) * R + tl.arange(0, R)  # of PIECE sorted positions
     low = stretch * PIECE
     high = tl.minimum(low + PIECE, n)
     real = low < n
-    run = tl.load(run_of + tl.where(half % 2 == 0, low, high - 1), mask=real, other=0)
-    start = tl.load(starts + run)
-    end = tl.load(starts + run + 1)
-    cut = tl.where(half % 2 == 0, start + tl.cdiv(tl.maximum(low - start, 0), PIECE) * PIECE, start)
-    mine = tl.where(half % 2 == 0, cut >= low, cut > low) & (cut < tl.minimum(high, end))
-    mine = mine & real & (end - start > PIECE) & (tl.load(slots + run) >= 0)
-    count = tl.where(mine, tl.minimum(end - cut, PIECE), 0)
     column = tl.arange(0, D)
-    total, some = _sum(addresses, scales, cut, count, column, column < DIM, TYPE, ALIGNED, SCALED, R, D, AHEAD)
-    place = 2 * stretch + (cut == start).to(tl.int32)
-    tl.store(partials + place.to(tl.int64)[:, None] * D + column[None, :], total, mask=mine[:, None])
-    if MISSING:
-        tl.store(given + place, some, mask=mine)
+    # Only the runs of the first and of the last position can have a piece that begins in here.
+    for last in tl.static_range(2):
+        run = tl.load(run_of + (high - 1 if last else low), mask=real, other=0)
+        start = tl.load(starts + run)
+        end = tl.load(starts + run + 1)
+        if last:
+            cut = start
+            mine = (cut > low) & (cut < high)
+        else:
+            cut = start + tl.cdiv(tl.maximum(low - start, 0), PIECE) * PIECE
+            mine = cut < tl.minimum(high, end)
+        mine = mine & real & (end - start > PIECE) & (tl.load(slots + run) >= 0)
+        count = tl.where(mine, tl.minimum(end - cut, PIECE), 0)
+        total, some = _add_gradients(
+            nothing(R, D), count * 0, addresses, scales, cut, count, 0, tl.max(count, axis=0), column, column < DIM,
+            TYPE, ALIGNED, SCALED, MISSING, R, D, AHEAD,
+        )  # fmt: skip
+        place = 2 * stretch + (cut == start).to(tl.int32)
+        tl.store(partials + place.to(tl.int64)[:, None] * D + column[None, :], total, mask=mine[:, None])
+        if MISSING:
+            tl.store(given + place, some, mask=mine)
 
 
 @triton.jit
-def _run_at(starts, slots, run, number):
+def _runs_at(starts, slots, run_tables, run, number, SHARED: tl.constexpr):
+    """Slot, first sorted position, length and table of some runs; no run has slot -1 and length 0."""
     real = run < number
     slot = tl.load(slots + run, mask=real, other=-1)
     begin = tl.load(starts + run, mask=real, other=0)
     end = tl.load(starts + run + 1, mask=real, other=0)
-    return slot, begin, tl.where(slot >= 0, end - begin, 0)
+    table = run * 0
+    if not SHARED:
+        table = tl.load(run_tables + run, mask=real, other=0)
+    return slot, begin, tl.where(slot >= 0, end - begin, 0), table
 
 
 @triton.jit
-def _add_partials(total, some, partials, given, begin, length, column, MISSING: tl.constexpr, PIECE: tl.constexpr,
-                  R: tl.constexpr, D: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+def _keys_and_streams(keys, order, begin, streams, run_tables, run, live, TABLES: tl.constexpr):
+    """What draws of these runs are keyed by."""
+    key = tl.load(keys + tl.load(order + begin, mask=live, other=0), mask=live, other=0)
+    table = run * 0
+    if TABLES > 1:
+        table = tl.load(run_tables + run, mask=live, other=0)
+    return key, tl.load(streams + table)
+
+
+@triton.jit
+def _add_partials(total, some, partials, given, begin, length, longest, column, MISSING: tl.constexpr,
+                  PIECE: tl.constexpr, R: tl.constexpr, D: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
     """The sums of runs that were cut, their pieces added in order. Other runs keep their total."""
     pieces = tl.where(length > PIECE, tl.cdiv(length, PIECE), 0)
     none = nothing(R, D)
-    for done in steps(0, tl.max(pieces, axis=0), AHEAD):
+    for done in steps(0, tl.where(longest > PIECE, tl.cdiv(longest, PIECE), 0), AHEAD):
         values = ()
         for i in tl.static_range(AHEAD):
             piece = done + i
@@ -206,16 +240,21 @@ def _apply_kernel(
     grad_scale,
     RULE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, STATE: tl.constexpr,
     TYPE: tl.constexpr, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, MISSING: tl.constexpr,
-    TABLES: tl.constexpr, CLIP: tl.constexpr, HAS_EXTRA: tl.constexpr, META: tl.constexpr, META_STRIDE: tl.constexpr,
-    PIECE: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr,
+    TABLES: tl.constexpr, SHARED: tl.constexpr, CLIP: tl.constexpr, HAS_EXTRA: tl.constexpr, META: tl.constexpr,
+    META_STRIDE: tl.constexpr, PIECE: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     runs = tl.load(number)
     runs = tl.where(tl.load(flag) == 0, runs, 0)
     column = tl.arange(0, D)
     wanted = column < DIM
-    slot, begin, length = _run_at(starts, slots, tl.program_id(0) * R + tl.arange(0, R), runs)
+    # A step needs to know its runs, then where their first gradients are, then the gradients. Each is asked for one
+    # step before, so that most steps wait for memory once: five of six runs of W-gpu have one gradient.
+    run = tl.program_id(0) * R + tl.arange(0, R)
+    skip = tl.num_programs(0) * R
+    slot, begin, length, table = _runs_at(starts, slots, run_tables, run, runs, SHARED)
+    next_slot, next_begin, next_length, next_table = _runs_at(starts, slots, run_tables, run + skip, runs, SHARED)
+    address = tl.load(addresses + begin, mask=length > 0, other=0)
     for tile in steps(tl.program_id(0), tl.cdiv(runs, R), tl.num_programs(0)):
-        run = tile * R + tl.arange(0, R)
         live = slot >= 0
         mask = live[:, None] & wanted[None, :]
         place = row_at(rows, extra, slot, capacity, STRIDE, HAS_EXTRA)
@@ -227,9 +266,6 @@ def _apply_kernel(
             first = tl.load(part, mask=mask, other=0.0)
             if RULE != rules.ADAGRAD:
                 second = tl.load(part + DIM, mask=mask, other=0.0)
-        table = tl.zeros([R], tl.int32)
-        if TABLES > 1:
-            table = tl.load(run_tables + run, mask=live, other=0)
         if META:
             stamp = row_at(last_steps, extra_last_steps, slot, capacity, META_STRIDE, HAS_EXTRA)
             counter = row_at(counts, extra_counts, slot, capacity, META_STRIDE, HAS_EXTRA)
@@ -237,11 +273,20 @@ def _apply_kernel(
         c = ()
         for i in tl.static_range(8):
             c = c + (tl.load(coefficients + table * 8 + i),)  # noqa: RUF005
-        next_slot, next_begin, next_length = _run_at(starts, slots, run + tl.num_programs(0) * R, runs)
-
         short = tl.where(length > PIECE, 0, length)
-        g, some = _sum(addresses, scales, begin, short, column, wanted, GRADIENT, ALIGNED, SCALED, R, D, AHEAD)
-        g, some = _add_partials(g, some, partials, given, begin, length, column, MISSING, PIECE, R, D, AHEAD)
+        g = _gradient(address, scales + begin, short > 0, column, wanted, GRADIENT, ALIGNED, SCALED, MISSING, R, D)
+        some = (address != 0).to(tl.int32)
+        next_address = tl.load(addresses + next_begin, mask=next_length > 0, other=0)
+        run = tile * R + tl.arange(0, R)
+        later = run + 2 * skip
+        last_slot, last_begin, last_length, last_table = _runs_at(starts, slots, run_tables, later, runs, SHARED)
+
+        longest = tl.max(length, axis=0)
+        g, some = _add_gradients(
+            g, some, addresses, scales, begin, short, 1, tl.minimum(longest, PIECE), column, wanted,
+            GRADIENT, ALIGNED, SCALED, MISSING, R, D, AHEAD,
+        )  # fmt: skip
+        g, some = _add_partials(g, some, partials, given, begin, length, longest, column, MISSING, PIECE, R, D, AHEAD)
         if MISSING:
             live_rows = live & (some > 0)
             mask = mask & live_rows[:, None]
@@ -265,8 +310,8 @@ def _apply_kernel(
         if TYPE == tl.float32:  # noqa: SIM300
             tl.store(place[:, None] + column[None, :], w, mask=mask)
         else:
-            key = tl.load(keys + tl.load(order + begin, mask=live, other=0), mask=live, other=0)
-            bits = draws(tl.load(rounding_streams + table), key, step, R, D)
+            key, stream = _keys_and_streams(keys, order, begin, rounding_streams, run_tables, run, live, TABLES)
+            bits = draws(stream, key, step, R, D)
             packed = place.to(tl.pointer_type(tl.int16))[:, None] + column[None, :]
             tl.store(packed, round_by_chance(w, bits, TYPE), mask=mask)
         if RULE != rules.SGD and RULE != rules.ROW_WISE_ADAGRAD:
@@ -277,11 +322,13 @@ def _apply_kernel(
         if META:
             total = seen_in_all(code, length)
             if tl.max(total, axis=0) > 4095:
-                seen_key = tl.load(keys + tl.load(order + begin, mask=live, other=0), mask=live, other=0)
-                total = add_count(code, length, tl.load(count_streams + table), seen_key, step).to(tl.int64)
+                owner, draw = _keys_and_streams(keys, order, begin, count_streams, run_tables, run, live, TABLES)
+                total = add_count(code, length, draw, owner, step).to(tl.uint32)
             tl.store(counter, total.to(tl.int32), mask=live)
             tl.store(stamp, tl.zeros([R], tl.int32) + step, mask=live)
-        slot, begin, length = next_slot, next_begin, next_length
+        slot, begin, length, table = next_slot, next_begin, next_length, next_table
+        next_slot, next_begin, next_length, next_table = last_slot, last_begin, last_length, last_table
+        address = next_address
 
 
 def update(
@@ -304,9 +351,9 @@ def update(
 ) -> None:
     """Apply one matrix of gradients [items of the feature, dim] a feature, or None, to the rows of a batch.
 
-    coefficients is float32 [T, 8] and clips [T, 2] (value, norm; 0 is off; None: no table clips); streams and
-    rounding_streams are int64 [T]; keys int64 [N] by position. A run's key and table are those of its first position. A
-    run with no gradient at all changes only its meta.
+    coefficients is float32 [T, 8] and clips [T, 2] (value, norm; 0 is off; None: no table clips), or both have one row
+    that holds for all tables, which is quicker. streams and rounding_streams are int64 [T]; keys int64 [N] by position.
+    A run's key and table are those of its first position. A run with no gradient at all changes only its meta.
     """
     if len(gradients) != items.tables.numel():
         raise BatchError(f"{items.tables.numel()} features need as many gradients or None, got {len(gradients)}")
@@ -320,11 +367,12 @@ def update(
         return
     source.check(layout)
     gradients = [g if g is None else with_columns_together(g) for g in gradients]  # a copy must live until the end
-    work = locate(layout, runs, items, gradients, coefficients.shape[0], tuning)
+    if clips is not None and clips.shape[0] != coefficients.shape[0]:
+        raise BatchError(f"coefficients has {coefficients.shape[0]} rows and clips {clips.shape[0]}; give as many")
+    work = locate(layout, runs, items, gradients, streams.numel(), tuning)
     partial(layout, runs, work, tuning)
     last_steps, counts, more_steps, more_counts, stride = _meta(meta, source, work.addresses)
-    rows = max(1, tuning.elements * tuning.warps // layout.block)
-    warps = max(tuning.warps, min(8, layout.block // 512))
+    rows, warps = _tile(layout, tuning)
     most = _multiprocessors(work.addresses.device) * tuning.programs
     _apply_kernel[(min(triton.cdiv(runs.order.numel(), rows), most),)](
         source.rows, source.rows if source.extra is None else source.extra, runs.starts, runs.slots, runs.number,
@@ -332,9 +380,10 @@ def update(
         coefficients if clips is None else clips, streams, streams if rounding_streams is None else rounding_streams,
         last_steps, counts, more_steps, more_counts, flag, source.capacity, step, float(grad_scale),
         RULE=rule, DIM=layout.dim, D=layout.block, STRIDE=layout.stride, STATE=layout.state_offset, TYPE=layout.type,
-        GRADIENT=work.type, ALIGNED=work.aligned, SCALED=work.scaled, MISSING=work.missing,
-        TABLES=coefficients.shape[0], CLIP=clips is not None, HAS_EXTRA=source.extra is not None, META=meta is not None,
-        META_STRIDE=stride, PIECE=tuning.piece, R=rows, AHEAD=tuning.ahead, num_warps=warps, enable_fp_fusion=False,
+        GRADIENT=work.type, ALIGNED=work.aligned, SCALED=work.scaled, MISSING=work.missing, TABLES=streams.numel(),
+        SHARED=coefficients.shape[0] == 1, CLIP=clips is not None, HAS_EXTRA=source.extra is not None,
+        META=meta is not None, META_STRIDE=stride, PIECE=tuning.piece, R=rows, AHEAD=tuning.ahead, num_warps=warps,
+        enable_fp_fusion=False, maxnreg=tuning.registers,
     )  # fmt: skip
 
 
@@ -387,13 +436,17 @@ def partial(layout: RowLayout, runs: Runs, work: Work, tuning: Tuning) -> None:
     n, block = runs.order.numel(), layout.block
     if n <= tuning.piece:
         return
-    rows = max(2, tuning.partial_elements // block)
-    _partial_kernel[(triton.cdiv(work.partials.shape[0], rows),)](
+    rows, warps = _tile(layout, tuning)
+    _partial_kernel[(triton.cdiv(triton.cdiv(n, tuning.piece), rows),)](
         work.addresses, work.scales, runs.run_of, runs.starts, runs.slots, work.partials, work.given, n,
         DIM=layout.dim, D=block, TYPE=work.type, ALIGNED=work.aligned, SCALED=work.scaled, MISSING=work.missing,
-        PIECE=tuning.piece, R=rows, AHEAD=tuning.partial_ahead, num_warps=max(1, min(8, block // 512)),
-        enable_fp_fusion=False,
+        PIECE=tuning.piece, R=rows, AHEAD=tuning.partial_ahead, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _tile(layout: RowLayout, tuning: Tuning) -> tuple[int, int]:
+    """(rows of a program, warps)."""
+    return max(1, tuning.elements // layout.block), max(1, min(8, layout.block // tuning.elements))
 
 
 def _meta(meta: Meta | None, source: Source, other: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
