@@ -26,6 +26,7 @@ from hotrow.kernels import reference
 from hotrow.kernels.finite import check
 from hotrow.kernels.gather import gather
 from hotrow.kernels.layout import Items, RowLayout, Source, spread
+from hotrow.kernels.quantize import quantize, quantized
 from hotrow.kernels.runs import Runs, group
 from hotrow.kernels.update import DEFAULT, Meta, Tuning, locate, partial, update
 
@@ -137,6 +138,12 @@ class Bench:
         run = timed(lambda i: gather(self.source(layout), layout, self.slots[i % BATCHES], self.items,
                     self.features(out)))  # fmt: skip
         line("gather dim 128, bf16 rows", run, self.n * DIM * 4 + self.unique * DIM * 2)
+        whole = RowLayout(DIM)
+        small = Source(quantize(self.source(whole).rows[: self.rows], whole))
+        layout = quantized(whole)
+        slots = [every % self.rows for every in self.slots]
+        run = timed(lambda i: gather(small, layout, slots[i % BATCHES], self.items, self.features(out)))
+        line("gather dim 128, int8 rows", run, self.n * DIM * 4 + self.unique * (DIM + 8))
 
     def pooled(self) -> None:
         layout = RowLayout(DIM)
@@ -203,12 +210,12 @@ class Bench:
                 line(f"update: partial, piece {piece} {changed}", run, share)
         for rule in rules:
             tunings = [replace(DEFAULT, programs=programs) for programs in (32, 64, 128, 256, 1000)]
-            tunings += [replace(DEFAULT, registers=registers) for registers in (None, 80)]
-            tunings += [replace(DEFAULT, elements=256, registers=registers) for registers in (None, 96, 128)]
+            tunings += [replace(DEFAULT, registers=registers) for registers in (255, 80)]
+            tunings += [replace(DEFAULT, elements=256, registers=registers) for registers in (255, 96, 128)]
             tunings += [replace(DEFAULT, elements=256, ahead=2, registers=96), replace(DEFAULT, elements=512, ahead=2,
-                        registers=None)]  # fmt: skip
+                        registers=255)]  # fmt: skip
             if isinstance(rule, optim.SGD):
-                tunings += [replace(DEFAULT, ahead=2), replace(DEFAULT, ahead=8, registers=None)]
+                tunings += [replace(DEFAULT, ahead=2), replace(DEFAULT, ahead=8, registers=255)]
                 tunings += [replace(DEFAULT, piece=16), replace(DEFAULT, piece=64)]
             print(f"  best for {type(rule).__name__}: {self.best(rule, tunings)}")
             self.best(rule, [DEFAULT], "coefficients of each table", shared=False)

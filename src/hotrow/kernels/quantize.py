@@ -23,7 +23,7 @@ def quantized(layout: RowLayout) -> RowLayout:
     """The layout of the int8 rows made from rows of another.
 
     >>> quantized(RowLayout(128, (1,))).stride
-    40
+    36
     """
     return RowLayout(layout.dim, (2,), "int8")
 

@@ -70,7 +70,7 @@ class Tuning:
     programs: int = 128  # of apply, per multiprocessor
     ahead: int = 4  # gradients of a run that apply reads at once
     partial_ahead: int = 8
-    registers: int | None = 64  # of a thread of apply, at most: then 32 programs of one warp fit a multiprocessor
+    registers: int = 0  # of a thread of apply, at most; 0: fitted to the tile
 
 
 DEFAULT = Tuning()
@@ -383,7 +383,7 @@ def update(
         GRADIENT=work.type, ALIGNED=work.aligned, SCALED=work.scaled, MISSING=work.missing, TABLES=streams.numel(),
         SHARED=coefficients.shape[0] == 1, CLIP=clips is not None, HAS_EXTRA=source.extra is not None,
         META=meta is not None, META_STRIDE=stride, PIECE=tuning.piece, R=rows, AHEAD=tuning.ahead, num_warps=warps,
-        enable_fp_fusion=False, maxnreg=tuning.registers,
+        enable_fp_fusion=False, maxnreg=tuning.registers or _registers(rows),
     )  # fmt: skip
 
 
@@ -447,6 +447,15 @@ def partial(layout: RowLayout, runs: Runs, work: Work, tuning: Tuning) -> None:
 def _tile(layout: RowLayout, tuning: Tuning) -> tuple[int, int]:
     """(rows of a program, warps)."""
     return max(1, tuning.elements // layout.block), max(1, min(8, layout.block // tuning.elements))
+
+
+def _registers(rows: int) -> int:
+    """Left alone the compiler takes about 70 for one row and loads its gradients one after another to get by with them.
+
+    At 64, 32 programs of one warp fit a multiprocessor, and no rule spills at dim 128. With several rows a program,
+    numbers that were the same for a warp differ from lane to lane and need 96.
+    """
+    return 64 if rows == 1 else 96
 
 
 def _meta(meta: Meta | None, source: Source, other: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
