@@ -23,6 +23,6 @@ using Vector = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 void bind_hashing(nb::module_& m);
 void bind_store(nb::module_& m);
 void bind_durable(nb::module_& m);
-void bind_device(nb::class_<Table>& table, nb::class_<Plan>& plan);
+void bind_device(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>& plan);
 
 }  // namespace hotrow::bindings

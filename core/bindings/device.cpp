@@ -1,4 +1,4 @@
-// Rows on their way to a GPU and back, for src/hotrow/tiers/host.py: arrays in, arrays out, all of one length.
+// Rows on their way to a GPU and back, for src/hotrow/tiers/host.py, which has checked what is behind the addresses.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -6,71 +6,82 @@
 #include <stdexcept>
 
 #include "bindings/bindings.h"
+#include "rows/device_rows.h"
 #include "rows/plan.h"
 
 namespace hotrow::bindings {
 namespace {
 
 using Address = uintptr_t;
+using Parts = std::vector<std::tuple<std::shared_ptr<Table>, size_t, size_t>>;  // table, begin, end
 
 void require(bool condition, const char* what) {
   if (!condition) throw std::invalid_argument(what);
 }
 
 template <class T>
-const uint32_t* words(const T& array) {
-  return reinterpret_cast<const uint32_t*>(array.data());
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+std::vector<TablePart> parts_of(const Parts& tuples) {
+  std::vector<TablePart> parts;
+  for (const auto& [table, begin, end] : tuples) parts.push_back({table.get(), begin, end});
+  return parts;
 }
 
 }  // namespace
 
-void bind_device(nb::class_<Table>& table, nb::class_<Plan>& plan) {
+void bind_device(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>& plan) {
+  m.def(
+      "seek_rows",
+      [](const Parts& tuples, Address keys, Address slots, Address steps, Address counts) {
+        const auto parts = parts_of(tuples);
+        nb::gil_scoped_release release;
+        return seek_rows(parts, at<const int64_t>(keys), at<uint32_t>(slots), at<uint32_t>(steps),
+                         at<uint32_t>(counts));
+      },
+      "Slots, steps and counts of keys in DRAM; returns how many are not there.");
+  m.def("copy_rows", [](const Parts& tuples, Address slots, size_t begin, size_t end, Address out, size_t stride) {
+    const auto parts = parts_of(tuples);
+    nb::gil_scoped_release release;
+    copy_rows(parts, at<const uint32_t>(slots), begin, end, at<float>(out), stride);
+  });
+  m.def("lower_rows", [](const Parts& tuples, Address slots, Address steps, Address counts, uint32_t clean,
+                         size_t begin, size_t end, Address rows, size_t stride) {
+    const auto parts = parts_of(tuples);
+    nb::gil_scoped_release release;
+    lower_rows(parts, at<const uint32_t>(slots), at<const uint32_t>(steps), at<const uint32_t>(counts), clean, begin,
+               end, at<const float>(rows), stride);
+  });
+
   plan.def(
           "route_unique",
           [](Plan& self, const std::vector<std::tuple<std::shared_ptr<Table>, Address, Address, size_t>>& tuples) {
             std::vector<JobInput> jobs;
             for (const auto& [table, keys, seen, count] : tuples)
               jobs.push_back({table,
-                              {{reinterpret_cast<const int64_t*>(keys), count, nullptr, count, nullptr, Pooling::kNone,
-                                reinterpret_cast<const uint32_t*>(seen)}}});
+                              {{at<const int64_t>(keys), count, nullptr, count, nullptr, Pooling::kNone,
+                                at<const uint32_t>(seen)}}});
             nb::gil_scoped_release release;
             self.route(jobs);
           },
           nb::arg("jobs"), "Tables with their unique keys and how often each was seen (int32), by address.")
       .def(
           "places",
-          [](const Plan& self, Vector<int32_t> slots, Vector<int32_t> steps, Vector<int32_t> counts) {
-            require(slots.size() == self.ids() && steps.size() == slots.size() && counts.size() == slots.size(),
-                    "places: give arrays of one element per key");
-            nb::gil_scoped_release release;
-            self.places(reinterpret_cast<uint32_t*>(slots.data()), reinterpret_cast<uint32_t*>(steps.data()),
-                        reinterpret_cast<uint32_t*>(counts.data()));
+          [](const Plan& self, Address slots, Address steps, Address counts) {
+            self.places(at<uint32_t>(slots), at<uint32_t>(steps), at<uint32_t>(counts));
           },
-          nb::arg("slots").noconvert(), nb::arg("steps").noconvert(), nb::arg("counts").noconvert())
-      .def(
-          "copy_rows",
-          [](const Plan& self, Address out, size_t stride) { self.copy_rows(reinterpret_cast<float*>(out), stride); },
-          nb::arg("out"), nb::arg("stride"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("slots"), nb::arg("steps"), nb::arg("counts"), nb::call_guard<nb::gil_scoped_release>())
       .def("hold", &Plan::hold, nb::call_guard<nb::gil_scoped_release>())
       .def("commit", &Plan::commit, nb::call_guard<nb::gil_scoped_release>());
 
   table
       .def(
-          "lower",
-          [](Table& self, Vector<const int32_t> slots, Address rows, size_t stride, Vector<const int32_t> steps,
-             Vector<const int32_t> counts, uint32_t clean) {
-            require(steps.size() == slots.size() && counts.size() == slots.size(), "lower: arrays differ in length");
-            nb::gil_scoped_release release;
-            self.lower(words(slots), slots.size(), reinterpret_cast<const float*>(rows), stride, words(steps),
-                       words(counts), clean);
-          },
-          nb::arg("slots").noconvert(), nb::arg("rows"), nb::arg("stride"), nb::arg("steps").noconvert(),
-          nb::arg("counts").noconvert(), nb::arg("clean"))
-      .def(
           "unhold",
           [](Table& self, Vector<const int32_t> slots) {
             nb::gil_scoped_release release;
-            self.unhold(words(slots), slots.size());
+            self.unhold(reinterpret_cast<const uint32_t*>(slots.data()), slots.size());
           },
           nb::arg("slots").noconvert())
       .def(
@@ -78,7 +89,7 @@ void bind_device(nb::class_<Table>& table, nb::class_<Plan>& plan) {
           [](const Table& self, Vector<const int32_t> slots, Vector<bool> out) {
             require(out.size() == slots.size(), "alive: arrays differ in length");
             nb::gil_scoped_release release;
-            self.alive(words(slots), slots.size(), out.data());
+            self.alive(reinterpret_cast<const uint32_t*>(slots.data()), slots.size(), out.data());
           },
           nb::arg("slots").noconvert(), nb::arg("out").noconvert())
       .def("row_memory",

@@ -219,7 +219,7 @@ void bind_store(nb::module_& m) {
       .def_prop_ro("unique", &Plan::unique)
       .def_prop_ro("bytes", &Plan::bytes);
 
-  bind_device(table, plan);
+  bind_device(m, table, plan);
 }
 
 }  // namespace hotrow::bindings

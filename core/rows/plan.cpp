@@ -1,17 +1,12 @@
 #include "rows/plan.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 
 #include "threads/pool.h"
 
 namespace hotrow {
 namespace {
-
-inline __attribute__((always_inline)) void prefetch_row(const char* row, size_t bytes) {
-  for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
-}
 
 constexpr size_t kBagsPerTask = 1024;
 constexpr size_t kCheckFloats = 64 << 10;
@@ -431,34 +426,6 @@ void Plan::places(uint32_t* slots, uint32_t* steps, uint32_t* counts) const {
     });
     base += job.grouping.positions();
   }
-}
-
-void Plan::copy_rows(float* out, size_t stride) const {
-  require(state_ == State::kFetched, "copy_rows: fetch first");
-  constexpr size_t kRows = 256;
-  struct Part {
-    const Job* job;
-    size_t begin, end;
-    float* out;
-  };
-  std::vector<Part> parts;
-  for (size_t j = 0; j < job_count_; ++j) {
-    const size_t count = jobs_[j].grouping.positions();
-    for (size_t p = 0; p < count; p += kRows) parts.push_back({&jobs_[j], p, std::min(count, p + kRows), out});
-    out += count * stride;
-  }
-  Pool::shared().run(static_cast<int>(parts.size()), [&](int t) {
-    const Job& job = *parts[t].job;
-    const RowView view = job.table->view();
-    constexpr size_t kAhead = 4;
-    for (size_t p = parts[t].begin; p < parts[t].end; ++p) {
-      if (p + kAhead < parts[t].end)
-        prefetch_row(view.rows + size_t{job.slots[job.grouping.inverse()[p + kAhead]]} * view.row_bytes,
-                     view.row_bytes);
-      std::memcpy(parts[t].out + p * stride, view.rows + size_t{job.slots[job.grouping.inverse()[p]]} * view.row_bytes,
-                  view.row_bytes);
-    }
-  });
 }
 
 void Plan::hold() {

@@ -80,12 +80,10 @@ class Plan {
   // (usually one that holds all gradients). Nothing is changed if it throws.
   void update(const std::vector<Matrix>& gradients, const std::vector<Matrix>& checked, const UpdateOptions& options);
 
-  // --- for rows that go on to a GPU (table_device.cpp): one position per key, in the order given to route ---
+  // --- for rows that go on to a GPU (device_rows.h): one position per key, in the order given to route ---
   // Slot, step and count code of every position, all tables' one after another. Where admission refused, the slot is
   // lent until release and the step is 2^32 - 1.
   void places(uint32_t* slots, uint32_t* steps, uint32_t* counts) const;
-  // Whole rows of every position into out[position * stride], those that were refused included.
-  void copy_rows(float* out, size_t stride) const;
   // Rows stay in their slots beyond release, until Table::unhold. Tables whose rows never leave DRAM need none.
   void hold();
   // The batch's update has landed elsewhere: note what admission refused, and let go.

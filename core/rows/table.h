@@ -135,12 +135,7 @@ class Table : public BudgetMember {
   // Removes every row, on SSD too. Requires: no reader, no plan that holds slots.
   void clear();
 
-  // --- rows that are on a GPU (table_device.cpp): their slots here are held (Plan::hold) and out of date meanwhile ---
-  // Rows come back: values from rows[i * stride], unless the GPU writes those itself, with their steps and count codes.
-  // Called before the values change: what a snapshot still wants of them is captured first. Slots of kNoSlot and rows
-  // whose step is not above `clean` are passed over. Requires: slots unique.
-  void lower(const uint32_t* slots, size_t count, const float* rows, size_t stride, const uint32_t* steps,
-             const uint32_t* counts, uint32_t clean);
+  // --- rows that are on a GPU (device_rows.h): their slots here are held (Plan::hold) and out of date meanwhile ---
   void unhold(const uint32_t* slots, size_t count);  // kNoSlot is passed over
   // Whether each slot holds a row: a sweep may have removed it.
   void alive(const uint32_t* slots, size_t count, bool* alive) const;

@@ -23,7 +23,9 @@ from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Admission, Expiry, Table
 from hotrow.train.trainer import Trainer
 
-ROOMY, TIGHT, TINY = "4MiB", "48KiB", "12KiB"
+LARGE = torch.cuda.is_available()  # interpreting a step takes seconds
+SIZE, KEYS, STEPS = (600, 20_000, 12) if LARGE else (24, 150, 4)
+ROOMY, TIGHT, TINY = ("64MiB", "1MiB", "64KiB") if LARGE else ("4MiB", "48KiB", "12KiB")
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -49,7 +51,7 @@ class Tower(nn.Module):
 class Clicks:
     """Batches of random keys, the lower ones more often."""
 
-    def __init__(self, batches: int, size: int = 40, keys: int = 150, seed: int = 1) -> None:
+    def __init__(self, batches: int, size: int = SIZE, keys: int = KEYS, seed: int = 1) -> None:
         self.all = [batch_of(seed * 1000 + i, size, keys) for i in range(batches)]
         self.examples = batches * size
 
@@ -122,7 +124,7 @@ def figures(trainer: Trainer) -> dict[str, int]:
 
 def test_a_run_equals_the_cpu_to_rounding(device: str) -> None:
     cpu, gpu = trainer_of(None), trainer_of(Memory(hbm=ROOMY), device)
-    reports = [trainer.fit(Clicks(6), progress=False) for trainer in (cpu, gpu)]
+    reports = [trainer.fit(Clicks(STEPS), progress=False) for trainer in (cpu, gpu)]
     torch.testing.assert_close(torch.tensor(reports[0].losses), torch.tensor(reports[1].losses))
     a, b = rows_of(cpu), rows_of(gpu)
     for name in a:
@@ -134,17 +136,17 @@ def test_a_run_equals_the_cpu_to_rounding(device: str) -> None:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("ssd", [False, True])
 def test_every_budget_gives_the_same_bits(device: str, accumulate: int, ssd: bool, tmp_path: Path) -> None:
-    below = {"dram": "8MiB", "ssd": tmp_path} if ssd else {}
+    below = {"dram": "16MiB", "ssd": tmp_path} if ssd else {}
     roomy = trainer_of(Memory(hbm=ROOMY), device, accumulate)
     tight = trainer_of(Memory(hbm=TINY, **below), device, accumulate)
     reports = [
-        trainer.fit(Clicks(6), evaluate=Clicks(1, seed=9), evaluate_every=2, progress=False)
+        trainer.fit(Clicks(STEPS), evaluate=Clicks(1, seed=9), evaluate_every=2, progress=False)
         for trainer in (roomy, tight)
     ]
     assert reports[0].losses == reports[1].losses
     assert reports[0].evaluations == reports[1].evaluations and reports[0].evaluations
     assert figures(roomy)["evictions"] == 0 and figures(roomy)["overflows"] == 0
-    assert figures(tight)["evictions"] > 50 and figures(tight)["overflows"] > 50
+    assert figures(tight)["evictions"] > 10 and figures(tight)["overflows"] > 10
     assert_same(roomy, tight)
 
 
@@ -156,25 +158,25 @@ def test_admission_and_expiry_do_not_depend_on_the_cache(device: str) -> None:
     trainers = [trainer_of(memory, device if memory else None, **policies) for memory in
                 (None, Memory(hbm=ROOMY), Memory(hbm=TIGHT))]  # fmt: skip
     for trainer in trainers:
-        trainer.fit(Clicks(7), progress=False)
+        trainer.fit(Clicks(STEPS + 1), progress=False)
     assert_same(trainers[1], trainers[2])
     cpu, gpu = rows_of(trainers[0]), rows_of(trainers[1])
     for name in cpu:
         for part in (0, 2, 3):
             assert torch.equal(cpu[name][part], gpu[name][part])
-    assert 0 < len(trainers[1].model.embeddings.tables[0]) < 100
+    assert 0 < len(trainers[1].model.embeddings.tables[0]) < KEYS
 
 
 def test_a_checkpoint_has_the_rows_that_are_in_hbm(device: str, tmp_path: Path) -> None:
     straight = trainer_of(Memory(hbm=TIGHT), device)
-    straight.fit(Clicks(6), progress=False)
+    straight.fit(Clicks(STEPS), progress=False)
     first = trainer_of(Memory(hbm=ROOMY), device)
-    first.fit(Clicks(6), steps=3, progress=False)
+    first.fit(Clicks(STEPS), steps=STEPS // 2, progress=False)
     first.save(tmp_path)
     other = trainer_of(Memory(hbm=TINY), device)
     other.fit(Clicks(1, seed=5), progress=False)  # something else, that must be gone
     other.load(tmp_path)
-    other.fit(Clicks(6), cursor=other.cursor, steps=3, progress=False)
+    other.fit(Clicks(STEPS), cursor=other.cursor, steps=STEPS // 2, progress=False)
     assert_same(straight, other)
 
 

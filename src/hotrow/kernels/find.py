@@ -34,7 +34,7 @@ def table_at(begins, position, TABLES: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def sets_of(halves, at, start, last, begins, first, count, only, TABLES: tl.constexpr, PADDED: tl.constexpr):
-    """Sets of a block of half hashes at rising positions `at`, of which `start` is the first and `last` the last valid."""
+    """Sets of a block of half hashes at rising positions `at`; `start` is the first and `last` the last valid one."""
     if TABLES == 1:
         sets = (halves * only.to(tl.uint64) >> 32).to(tl.int32)
     else:

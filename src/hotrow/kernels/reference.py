@@ -87,7 +87,7 @@ def dedup(keys: torch.Tensor, tables: torch.Tensor | None) -> tuple[list[tuple[i
 
 
 def target(index: SetIndex, keys: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """The set that each new key goes to: its first choice, or the second where that is well filled and it is less so."""
+    """The set each new key goes to: its first choice, or the second where that is well filled and it is less so."""
     taken = index.occupied().view(-1, WAYS).sum(dim=1)
     first, second = (c(hash_key(keys), index.first[tables], index.count[tables]) for c in (set_of, second_set_of))
     return torch.where((taken[first] < SPILL) | (taken[first] <= taken[second]), first, second)

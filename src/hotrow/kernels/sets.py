@@ -2,10 +2,10 @@
 
 slot = set * 8 + way, and a key's row lies in another array at its slot. A set's eight keys are 64 bytes that lie
 together, so a find costs one memory access, or two: a key whose first choice of set is well filled may live in its
-second (insert.py). That lets 60% of the slots fill up before any set overflows, so that rows that all fit stay; with one
-choice of eight ways a few of a thousand would drive each other out for ever at half that. Every int64 is a valid key: an empty way of a set holds a key that can
-never live in that set (the key whose hash is 0 lives in its table's first set, the one whose hash is 2^64 - 1 in its
-last; the first set uses the latter, all others the former). Hence a table has at least two sets.
+second (insert.py). So 60% of the slots fill up before any set overflows, and rows that all fit stay; with one choice of
+eight ways a few of a thousand drive each other out for ever at half that. Every int64 is a valid key: an empty way of a
+set holds a key that can never live in that set (the key whose hash is 0 lives in its table's first set, the one whose
+hash is 2^64 - 1 in its last; the first set uses the latter, all others the former). Hence a table has two sets or more.
 
 Per slot also: `pins`, the number of the last batch that holds the row, which must not be evicted while that number is
 above the last settled batch's; and `scores`, higher is hotter. Batches are numbered from 1; 0 is nobody.

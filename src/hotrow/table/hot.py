@@ -3,16 +3,19 @@
 Tables with one row layout and one rule share a cache (`Group`), so that a batch takes one launch for all of them. A row
 that comes up keeps its slot in DRAM; one whose place is wanted goes back there with its step and count.
 
-Two ways lead up and down. `direct`: the GPU reads and writes DRAM rows in place, both at once (kernels/move.py); for
-rows that never leave DRAM, because memory that a GPU can address cannot be given back. `staged`: all cores gather into
-pinned memory, which is copied; for tables over SSD, and where rows are so narrow that single reads would waste the
-wire. The training thread is the only caller.
+Up: all cores gather into pinned memory, piece by piece, and the copy engine follows on a stream of its own; wide rows
+that never leave DRAM are read in place by the GPU, which leaves the cores free (kernels/move.py has the rates). Down:
+rows are collected on the device, copied on another stream, and put into their slots by a thread behind the training
+thread, which waits for it (`landed`) before it looks below again. The training thread is the only caller.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +28,11 @@ from hotrow.kernels.insert import erase
 from hotrow.kernels.layout import RowLayout, Source
 from hotrow.table.rows import TableRows
 from hotrow.tiers.hbm import LEAST_SETS, HbmTier, slot_bytes
-from hotrow.tiers.host import HostStore
+from hotrow.tiers.host import HostStore, Places
 
 WAYS = 8
-CHUNK = 1 << 16  # rows that are staged at a time when many go down
-DIRECT_BYTES = 512  # rows at least so wide are read in place: 45 million rows/s, whatever their width (H200)
+PIECE_BYTES = 16 << 20  # of rows that move at a time: one piece is copied while the next is gathered
+WIDE = 1024  # bytes from which on a row is read in place
 
 
 class HotRows:
@@ -37,6 +40,7 @@ class HotRows:
 
     def __init__(self, tables: Sequence[TableRows], memory: Memory, device: torch.device) -> None:
         self.device = device
+        self.flag = Later(device)  # whether a gradient was not finite
         self.stores = [rows.store for rows in tables]  # not the tables, which know their cache
         kinds: dict[tuple[int, int, tuple[int, ...]], list[HostStore]] = {}
         for rows in tables:
@@ -97,16 +101,6 @@ class HotRows:
 FIGURES = ("hits", "misses", "evictions", "overflows")
 
 
-@dataclass
-class Rows:
-    """Rows on the host's side: by table, in table order. All int32, on the CPU."""
-
-    bounds: list[int]  # rows bounds[t] to bounds[t + 1] are table t's
-    hosts: Tensor
-    steps: Tensor
-    counts: Tensor
-
-
 class Group:
     """Tables that share a cache, with the way to the rows below."""
 
@@ -114,13 +108,20 @@ class Group:
         self.stores = list(stores)
         self.tier = tier
         self.code = code
-        self.host_stride = tier.layout.width
-        self.direct = not any(store.evicts for store in self.stores) and tier.layout.width * 4 >= DIRECT_BYTES
+        self.width = tier.layout.width
+        self.piece = max(1, PIECE_BYTES // (4 * self.width))
+        self.in_place = not any(store.evicts for store in stores) and 4 * self.width >= WIDE
         self.streams = torch.tensor(
-            [_signed(int(store.core.count_stream)) for store in self.stores], dtype=torch.int64, device=tier.device
+            [_signed(int(store.core.count_stream)) for store in stores], dtype=torch.int64, device=tier.device
         )
-        self._reached = [0] * len(self.stores)
-        self._bases = torch.tensor([store.row_memory()[0] for store in self.stores], device=tier.device)
+        self.missing = Later(tier.device)
+        self._up, self._down = _stream(tier.device), _stream(tier.device)
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="hotrow-down")
+        self._landing: Future[None] | None = None
+        self._reached = [0] * len(self.stores)  # bytes of each table's rows that the GPU can address
+        self._ranges: list[int] = []
+        weakref.finalize(self, _let_go, self._ranges, tier.device)  # before the stores, which this keeps, are freed
+        self._bases = torch.tensor([store.row_memory()[0] for store in stores], device=tier.device)
 
     def table_of(self, slots: Tensor) -> Tensor:
         """Which table's sets these slots are in, int32."""
@@ -128,72 +129,92 @@ class Group:
             return torch.zeros_like(slots)
         return torch.bucketize(slots // WAYS, self.tier.index.first[1:].to(torch.int32), right=True, out_int32=True)
 
-    def reach(self) -> Tensor:
+    # --- up ---
+
+    def raise_rows(self, source: Source, slots: Tensor, tables: Tensor, places: Places) -> None:
+        """Rows of `places` come up into `slots`."""
+        if self.in_place:
+            hosts = to_device(places.slots, self.tier.device)
+            move.pull(source, slots, tables, self._reach(), hosts, self.width, self.width)
+            return
+        count = slots.numel()
+        staged = torch.empty(count, self.width, dtype=torch.float32, pin_memory=self._up is not None)
+        incoming = torch.empty(count, self.width, dtype=torch.float32, device=self.tier.device)
+        follow(self._up)
+        for begin in range(0, count, self.piece):
+            end = min(count, begin + self.piece)
+            places.copy_rows(begin, end, staged[begin:end])
+            with on(self._up):
+                incoming[begin:end].copy_(staged[begin:end], non_blocking=True)
+        wait_for(self._up)
+        move.deliver(source, slots, self.width, incoming)
+
+    def _reach(self) -> Tensor:
         """Addresses of the tables' rows, all of which the GPU can reach now."""
         for number, store in enumerate(self.stores):
             address, used, _ = store.row_memory()
             if used > self._reached[number]:
                 begin = address + self._reached[number]
-                move.reachable(begin, (used - self._reached[number]) // 4, self.tier.device)
+                move.reachable(begin, used - self._reached[number], self.tier.device)
+                self._ranges.append(begin)
                 self._reached[number] = used
         return self._bases
 
     # --- down ---
 
-    def lower(self, source: Source, slots: Tensor, tables: Tensor, rows: Rows, hosts: Tensor) -> None:
-        """Rows in `slots` go down to `hosts`, with the steps and counts of `rows`; hosts of -1 stay. In table order."""
-        if self.direct:
-            for store, begin, end in self.slices(rows.bounds):
-                store.lower(rows.hosts[begin:end], None, rows.steps[begin:end], rows.counts[begin:end], self.tier.clean)
-            move.exchange(source, slots, tables, self.reach(), self.tier.layout.width, self.host_stride, down=hosts)
+    def lower(self, source: Source, slots: Tensor, places: Places, unhold: bool = True) -> None:
+        """Rows in `slots` (-1 is passed over) go down to `places`, behind the caller's back."""
+        self.landed()
+        count, clean = slots.numel(), self.tier.clean
+        leaving = torch.empty(count, self.width, dtype=torch.float32, device=self.tier.device)
+        move.collect(source, slots, self.width, leaving)
+        if self._down is None:
+            places.lower(leaving, 0, count, clean)
+            if unhold:
+                places.unhold()
             return
-        for at in range(0, slots.numel(), CHUNK):
-            chosen = slots[at : at + CHUNK]
-            staged = self.staging(chosen.numel())
-            move.collect(source, chosen, self.tier.layout.width, staged)
-            self.put(at, to_host(staged), rows)
+        staged = torch.empty(count, self.width, dtype=torch.float32, pin_memory=True)
+        pieces = []
+        follow(self._down)
+        with on(self._down):
+            for begin in range(0, count, self.piece):
+                end = min(count, begin + self.piece)
+                staged[begin:end].copy_(leaving[begin:end], non_blocking=True)
+                arrived = torch.cuda.Event()
+                arrived.record(self._down)
+                pieces.append((begin, end, arrived))
+        leaving.record_stream(self._down)
 
-    def put(self, first: int, values: Tensor, rows: Rows) -> None:
-        """Values of the rows from number `first` on, as they came down, into their slots below."""
-        last = first + values.shape[0]
-        for store, begin, end in self.slices(rows.bounds):
-            begin, end = max(begin, first), min(end, last)
-            if begin < end:
-                store.lower(
-                    rows.hosts[begin:end],
-                    values[begin - first :],
-                    rows.steps[begin:end],
-                    rows.counts[begin:end],
-                    self.tier.clean,
-                    values.stride(0),
-                )
+        def put() -> None:
+            for begin, end, arrived in pieces:
+                arrived.synchronize()
+                places.lower(staged[begin:end], begin, end, clean)
+            if unhold:
+                places.unhold()
 
-    def unhold(self, rows: Rows) -> None:
-        """The rows' slots below are free to move. Requires: their values have landed there."""
-        for store, begin, end in self.slices(rows.bounds):
-            if store.evicts:
-                store.unhold(rows.hosts[begin:end])
+        self._landing = self._behind.submit(put)
 
-    def staging(self, count: int) -> Tensor:
-        """A matrix on the device for rows on their way."""
-        return torch.empty(count, self.tier.layout.width, dtype=torch.float32, device=self.tier.device)
+    def landed(self) -> None:
+        """Wait until everything that went down is there."""
+        if self._landing is not None:
+            landing, self._landing = self._landing, None
+            landing.result()
 
     def flush(self) -> None:
         """Bring down what is newer here."""
         tier = self.tier
+        self.landed()
         slots = tier.dirty()
         if slots.numel():
-            tables = self.table_of(slots)
-            self.lower(tier.source(), slots, tables, self.describe(slots, tables), tier.hosts[slots.long()])
-            synchronize(tier.device)
+            self.lower(tier.source(), slots, self.describe(slots), unhold=False)
+            self.landed()
             tier.clean = int(tier.steps[slots.long()].max())
 
-    def describe(self, slots: Tensor, tables: Tensor) -> Rows:
-        """What lies beside the rows of these slots, which are in table order. Waits for the device."""
-        where = slots.long()
-        tier = self.tier
-        found = to_host(torch.stack([tables, tier.hosts[where], tier.steps[where], tier.counts[where]]))
-        return Rows(self.bounds(found[0]), found[1], found[2], found[3])
+    def describe(self, slots: Tensor) -> Places:
+        """Where the rows of these slots, in rising order, are below. Waits for the device."""
+        where, tier = slots.long(), self.tier
+        found = to_host(torch.stack([self.table_of(slots), tier.hosts[where], tier.steps[where], tier.counts[where]]))
+        return Places(self.stores, self.bounds(found[0]), found[1], found[2], found[3])
 
     def bounds(self, tables: Tensor) -> list[int]:
         """Where each table's rows begin and end, of rows in table order."""
@@ -201,27 +222,77 @@ class Group:
 
     def drop(self) -> None:
         """Forget every row here."""
+        self.landed()
         slots = self.tier.resident()
         if slots.numel():
-            self.unhold(self.describe(slots, self.table_of(slots)))
+            self.describe(slots).unhold()
         self.tier.clear()
 
     def prune(self) -> None:
         """Forget the rows that are gone below."""
+        self.landed()
         slots = self.tier.resident()
         if not slots.numel():
             return
-        rows = self.describe(slots, self.table_of(slots))
-        gone = torch.cat([~store.alive(rows.hosts[a:b]) for store, a, b in self.slices(rows.bounds)])
+        rows = self.describe(slots)
+        gone = torch.cat(
+            [
+                ~store.alive(rows.slots[a:b])
+                for store, a, b in zip(self.stores, rows.bounds, rows.bounds[1:], strict=False)
+            ]
+        )
         if bool(gone.any()):
             dead = slots[gone.to(slots.device)]
-            self.unhold(self.describe(dead, self.table_of(dead)))
+            self.describe(dead).unhold()
             erase(self.tier.index, dead)
             self.tier.hosts[dead.long()] = -1
 
-    def slices(self, bounds: Sequence[int]) -> list[tuple[HostStore, int, int]]:
-        """Each table's store with where its rows begin and end, where it has any."""
-        return [(store, bounds[t], bounds[t + 1]) for t, store in enumerate(self.stores) if bounds[t] < bounds[t + 1]]
+
+class Later:
+    """A number on its way to the host: `send` it, and `wait` for it some other time. One at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.number = torch.empty(1, dtype=torch.int32, device=device)
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._pinned = torch.empty(1, dtype=torch.int32, pin_memory=True) if self._event else self.number
+
+    def send(self) -> None:
+        """It is what it will be when the stream comes to here."""
+        if self._event is not None:
+            self._pinned.copy_(self.number, non_blocking=True)
+            self._event.record()
+
+    def wait(self) -> int:
+        """The number."""
+        if self._event is not None:
+            self._event.synchronize()
+        return int(self._pinned)
+
+
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def on(stream: Any) -> AbstractContextManager[Any]:
+    """Inside it, work goes to that stream."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def follow(stream: Any) -> None:
+    """What goes to that stream from now on comes after what was asked of this one."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+
+
+def wait_for(stream: Any) -> None:
+    """What is asked of this stream from now on comes after what was asked of that one."""
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+def _let_go(ranges: list[int], device: torch.device) -> None:
+    for address in ranges:
+        move.unreachable(address, device)
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -237,12 +308,6 @@ def to_host(tensor: Tensor) -> Tensor:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device; does not wait where the tensor is pinned."""
     return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for everything that was asked of the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _signed(word: int) -> int:

@@ -8,7 +8,9 @@ meanwhile; the rows that had those slots go down (hot.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,18 +18,19 @@ from torch import Tensor
 
 from hotrow.batch import Jagged
 from hotrow.errors import GradientError
-from hotrow.kernels import finite, move
+from hotrow.kernels import finite
+from hotrow.kernels.admit import FIELDS, admit, answer, brief
 from hotrow.kernels.dedup import Unique, compact, dedup
 from hotrow.kernels.find import find
 from hotrow.kernels.gather import gather
-from hotrow.kernels.insert import choose, place
+from hotrow.kernels.insert import choose
 from hotrow.kernels.layout import Items, spread
 from hotrow.kernels.runs import Runs
 from hotrow.kernels.runs import group as group_runs
 from hotrow.kernels.touch import touch
 from hotrow.kernels.update import Meta, update
-from hotrow.table.hot import Group, HotRows, Rows, to_device, to_host
-from hotrow.tiers.host import HostLift, HostStore, Update
+from hotrow.table.hot import Group, HotRows, to_device, to_host
+from hotrow.tiers.host import HostLift, HostStore, Places, Update
 
 Feature = tuple[Jagged, str]
 
@@ -86,10 +89,11 @@ class HotPlan:
         grad_scale: float,
     ) -> None:
         """Apply gradients in place. A NaN or infinity in `checked` raises, and no row has changed."""
-        flag = torch.zeros(1, dtype=torch.int32, device=self.hot.device)
+        flag = self.hot.flag.number
+        flag.zero_()
         for columns in sorted({matrix.shape[1] for matrix in checked}):
             finite.check([matrix for matrix in checked if matrix.shape[1] == columns], flag)
-        arrived = _later(flag)
+        self.hot.flag.send()
         by_store = {id(store): u for store, u in zip(self.hot.stores, updates, strict=True)}
         for part in self.parts:
             part.update(
@@ -99,7 +103,7 @@ class HotPlan:
                 grad_scale,
                 flag,
             )
-        if arrived():
+        if self.hot.flag.wait():
             raise GradientError(
                 "a gradient is NaN or infinite; no row was changed. Lower the learning rate, clip gradients, or find "
                 "the bad input with torch.autograd.set_detect_anomaly(True)"
@@ -121,63 +125,57 @@ class HotPlan:
         self.release()
 
 
+class Wanted(NamedTuple):
+    """Of missing keys: how often each was seen, and which slot it was given (-1: none)."""
+
+    seen: Tensor
+    slots: Tensor
+
+
 class Part:
     """One batch in one group."""
 
     def __init__(self, group: Group, features: Sequence[Sequence[Feature]], numbers: Sequence[int]) -> None:
         self.group = group
-        self.numbers = list(numbers)  # of its features, among all
-        device = group.tier.device
-        flat = [feature for of_table in features for feature in of_table]
-        self.keys = _join([jagged.values for jagged, _ in flat], device)
-        sizes = [sum(jagged.values.numel() for jagged, _ in of_table) for of_table in features]
-        self.begins = _small(np.concatenate(([0], np.cumsum(sizes))), device)
-        tables = [table for table, of_table in enumerate(features) for _ in of_table]
-        self.items = _items(flat, tables, self.keys.numel(), device)
+        self.numbers = numbers  # of its features, among all
+        self.keys, self.begins, self.items = _lay_out(features, group.tier.device)
         self.batch = 0
         self.extra: Tensor | None = None
-        self.extra_rows: Rows | None = None  # of those that go down after the update
+        self.extra_rows: Places | None = None  # of those that go down after the update
         self._lift: HostLift | None = None
         self._runs: Runs | None = None
 
     def find(self, batch: int) -> None:
         """Slots of the ids; -1 where there is no row here."""
         self.batch = batch
-        missing = torch.empty(1, dtype=torch.int32, device=self.keys.device)
-        self.slots = find(self.group.tier.index, self.keys, self.begins, batch, missing)
-        self._missing = _later(missing)
+        missing = self.group.missing
+        self.slots = find(self.group.tier.index, self.keys, self.begins, batch, missing.number)
+        missing.send()
 
     def bring(self, step: int) -> None:
         """Rows that are missing come up; rows whose slots they take go down."""
         tier, group = self.group.tier, self.group
-        count = self._missing()
+        count = self.group.missing.wait()
         tier.hits += self.keys.numel() - count
         tier.misses += count
         if count == 0:
             return
         positions, unique = self._absent(count)
         chosen = choose(tier.index, unique.keys, unique.tables, unique.number, tier.settled, tier.policy)
-        there = chosen.clamp(min=0).long()
-        about = torch.stack([unique.tables, unique.counts, chosen, tier.hosts[there], tier.steps[there],
-                             tier.counts[there], unique.number.expand_as(chosen)])  # fmt: skip
-        about, keys = to_host(about), to_host(unique.keys)
-        number = int(about[6, 0])
-        bounds = group.bounds(about[0, :number])
-        seen, chosen_host, leaving = about[1], about[2, :number], Rows(bounds, *about[3:6, :number])
-        self._lift = lift = HostLift()
-        jobs = [(store, keys[a:b], seen[a:b]) for store, a, b in zip(group.stores, bounds, bounds[1:], strict=False)]
-        arriving = Rows(bounds, *lift.fetch(jobs, step))
-        lift.hold()
-        slots = self._settle_places(chosen_host, leaving, arriving)
-        self._exchange(slots, unique.tables[:number], leaving, arriving, lift)
-        hosts, steps, counts = to_device(torch.stack([arriving.hosts, arriving.steps, arriving.counts]), tier.device)
-        here = slots if self.extra is None else torch.where(slots < tier.capacity, slots, -1)
-        place(tier.index, unique.keys[:number], here, unique.number, self.batch, float("-inf"))  # touch() scores it
-        if self.extra is not None:
-            inside = here >= 0
-            hosts, steps, counts, here = hosts[inside], steps[inside], counts[inside], here[inside]
-        tier.record(here, hosts, steps, counts)
-        self.slots[positions.long()] = slots[unique.inverse.long()]
+        group.landed()
+        keys, wanted, leaving = self._brief(unique, chosen)
+        self._lift = HostLift()
+        arriving = self._lift.fetch(group.stores, leaving.bounds, keys, wanted.seen, step)
+        slots = self._settle_places(chosen[: keys.numel()], wanted.slots, leaving, arriving)
+        source = tier.source(self.extra)
+        going = torch.where((leaving.slots >= 0) & (leaving.steps > tier.clean), wanted.slots, -1)
+        if bool((leaving.slots >= 0).any()):
+            group.lower(source, to_device(_pinned(going), tier.device), leaving)
+        group.raise_rows(source, slots, unique.tables, arriving)
+        places = to_device(_pinned(torch.stack([arriving.slots, arriving.steps, arriving.counts])), tier.device)
+        # No score yet: the update's touch() gives it.
+        admit(tier.index, (tier.hosts, tier.steps, tier.counts), unique.keys, slots, places, self.batch, float("-inf"))
+        answer(positions, unique.inverse, slots, self.slots)
         self._runs = None
 
     def _absent(self, count: int) -> tuple[Tensor, Unique]:
@@ -186,58 +184,51 @@ class Part:
         tables = torch.bucketize(positions, self.begins[1:], right=True, out_int32=True)
         return positions, dedup(self.keys[positions.long()], tables, len(self.group.stores))
 
-    def _settle_places(self, chosen: Tensor, leaving: Rows, arriving: Rows) -> Tensor:
+    def _brief(self, unique: Unique, chosen: Tensor) -> tuple[Tensor, Wanted, Places]:
+        """On the host: the missing keys, what they want, and who leaves for them. Waits for the device."""
+        tier = self.group.tier
+        told = to_host(brief(unique, chosen, tier.hosts, tier.steps, tier.counts))
+        n = chosen.numel()
+        tables, seen, slots, *leaving, numbers = told[2 * n :].view(FIELDS - 2, n)
+        number = int(numbers[0])
+        bounds = self.group.bounds(tables[:number])
+        rows = Places(self.group.stores, bounds, *(field[:number] for field in leaving))
+        return told[: 2 * n].view(torch.int64)[:number], Wanted(seen[:number], slots[:number]), rows
+
+    def _settle_places(self, chosen: Tensor, wanted: Tensor, leaving: Places, arriving: Places) -> Tensor:
         """The slots of the arriving rows; those that found no way, or are not admitted, get rows of the batch's own."""
         tier = self.group.tier
         refused = arriving.steps < 0
-        aside = refused | (chosen < 0)
-        slots = chosen.clone()
+        aside = refused | (wanted < 0)
         extra = int(aside.sum())
-        if extra:
-            leaving.hosts[aside] = -1
-            slots[aside] = torch.arange(tier.capacity, tier.capacity + extra, dtype=torch.int32)
-            layout = tier.layout
-            self.extra = torch.empty(extra, layout.stride, dtype=torch.float32, device=tier.device)
-            self.extra_steps = to_device(arriving.steps[aside], tier.device)
-            self.extra_counts = to_device(arriving.counts[aside], tier.device)
-            kept = torch.where(refused, -1, arriving.hosts)[aside]
-            self.extra_rows = Rows(_bounds_of(aside, arriving.bounds), kept, arriving.steps, arriving.counts)
-            tier.overflows += int((kept >= 0).sum())
-        tier.evictions += int((leaving.hosts >= 0).sum())
+        if not extra:
+            tier.evictions += int((leaving.slots >= 0).sum())
+            return chosen
+        leaving.slots[aside] = -1
+        tier.evictions += int((leaving.slots >= 0).sum())
+        slots = wanted.clone()
+        slots[aside] = torch.arange(tier.capacity, tier.capacity + extra, dtype=torch.int32)
+        self.extra = torch.empty(extra, tier.layout.stride, dtype=torch.float32, device=tier.device)
+        self.extra_steps = to_device(arriving.steps[aside], tier.device)
+        self.extra_counts = to_device(arriving.counts[aside], tier.device)
+        kept = torch.where(refused, -1, arriving.slots)[aside]
+        bounds = _bounds_of(aside, arriving.bounds)
+        self.extra_rows = Places(self.group.stores, bounds, kept, arriving.steps, arriving.counts)
+        tier.overflows += int((kept >= 0).sum())
         return to_device(slots, tier.device)
-
-    def _exchange(self, slots: Tensor, tables: Tensor, leaving: Rows, arriving: Rows, lift: HostLift) -> None:
-        """Down with those that leave, up with those that arrive."""
-        group, tier = self.group, self.group.tier
-        source, width = tier.source(self.extra), tier.layout.width
-        goes = torch.where(leaving.steps > tier.clean, leaving.hosts, -1)
-        if group.direct:
-            for store, a, b in group.slices(leaving.bounds):
-                store.lower(goes[a:b], None, leaving.steps[a:b], leaving.counts[a:b], tier.clean)
-            down, up = to_device(torch.stack([goes, arriving.hosts]), tier.device)
-            move.exchange(source, slots, tables, group.reach(), width, group.host_stride, down, up)
-            return
-        out = group.staging(slots.numel())
-        move.collect(source, torch.where(to_device(goes, tier.device) >= 0, slots, -1), width, out)
-        staged = torch.empty(slots.numel(), width, dtype=torch.float32, pin_memory=tier.device.type == "cuda")
-        lift.copy_rows(staged)
-        move.deliver(source, slots, width, to_device(staged, tier.device))
-        group.put(0, to_host(out), Rows(leaving.bounds, goes, leaving.steps, leaving.counts))
-        group.unhold(leaving)
 
     def borrow(self) -> None:
         """Missing rows are copied for this batch; nothing below or here changes."""
         tier, group = self.group.tier, self.group
-        count = self._missing()
+        count = self.group.missing.wait()
         if count == 0:
             return
         positions, unique = self._absent(count)
-        about, keys = to_host(torch.stack([unique.tables, unique.number.expand_as(unique.tables)])), None
-        keys, number = to_host(unique.keys), int(about[1, 0])
-        bounds = group.bounds(about[0, :number])
-        values = torch.zeros(number, tier.layout.stride, dtype=torch.float32)
-        for store, a, b in group.slices(bounds):
-            values[a:b, : tier.layout.dim] = store.read(keys[a:b])[0]
+        keys, _, rows = self._brief(unique, torch.full_like(unique.counts, -1))
+        group.landed()
+        values = torch.zeros(keys.numel(), tier.layout.stride, dtype=torch.float32)
+        for store, begin, end in zip(group.stores, rows.bounds, rows.bounds[1:], strict=False):
+            values[begin:end, : tier.layout.dim] = store.read(keys[begin:end])[0]
         self.extra = to_device(values, tier.device)
         self.slots[positions.long()] = tier.capacity + unique.inverse
         self._runs = None
@@ -258,14 +249,11 @@ class Part:
     ) -> None:
         """Sum each row's gradients and apply the rule, unless the flag is up."""
         tier = self.group.tier
-        coefficients = [list(u.coefficients) + [0.0] * (8 - len(u.coefficients)) for u in updates]
-        clips = [[u.clip_value, u.clip_norm] for u in updates]
-        numbers = torch.tensor([c + k for c, k in zip(coefficients, clips, strict=True)])
-        tables = to_device(_pinned(numbers), tier.device)
+        coefficients, clips = _coefficients(tuple(updates), tier.device)
         meta = Meta(tier.steps, tier.counts, *((self.extra_steps, self.extra_counts) if self._kept else (None, None)))
         update(
             tier.source(self.extra), tier.layout, self.group.code, self.runs(), self.items, gradients, self.keys,
-            tables[:, :8].contiguous(), tables[:, 8:].contiguous(), self.group.streams, self.group.streams, step, scale,
+            coefficients, clips, self.group.streams, self.group.streams, step, scale,
             meta, flag,
         )  # fmt: skip
 
@@ -277,18 +265,13 @@ class Part:
         """The update has landed: warm what was used, bring the batch's own rows down, let go."""
         tier, runs = self.group.tier, self.runs()
         touch(tier.index, runs.slots, runs.number, self.batch, tier.policy, tier.half_life)
-        if self.extra_rows is not None and bool((self.extra_rows.hosts >= 0).any()):
-            about = to_host(torch.stack([self.extra_steps, self.extra_counts]))
-            rows = Rows(self.extra_rows.bounds, self.extra_rows.hosts, about[0], about[1])
-            count = self.extra.shape[0]  # type: ignore[union-attr]
-            slots = torch.arange(tier.capacity, tier.capacity + count, dtype=torch.int32, device=tier.device)
-            tables = torch.repeat_interleave(
-                torch.arange(len(self.group.stores), dtype=torch.int32), torch.tensor(rows.bounds).diff()
-            )
-            self.group.lower(
-                tier.source(self.extra), slots, to_device(tables, tier.device), rows, to_device(rows.hosts, tier.device)
-            )
-            self.group.unhold(rows)
+        if self.extra_rows is not None and bool((self.extra_rows.slots >= 0).any()):
+            steps, counts = to_host(torch.stack([self.extra_steps, self.extra_counts]))
+            rows = self.extra_rows
+            down = Places(rows.stores, rows.bounds, rows.slots, steps, counts)
+            places = torch.arange(tier.capacity, tier.capacity + rows.slots.numel(), dtype=torch.int32)
+            self.group.lower(tier.source(self.extra), to_device(places, tier.device), down)
+            self.extra_rows = None
         if self._lift is not None:
             self._lift.commit()
             self._lift = None
@@ -298,7 +281,7 @@ class Part:
         """Let go of the rows."""
         if self._lift is not None:
             if self.extra_rows is not None:
-                self.group.unhold(self.extra_rows)
+                self.extra_rows.unhold()
             self._lift.release()
         self._lift, self.extra_rows, self.extra = None, None, None
         if self.batch:
@@ -306,8 +289,45 @@ class Part:
             self.batch = 0
 
 
-def _items(features: Sequence[Feature], tables: Sequence[int], ids: int, device: torch.device) -> Items:
+def _lay_out(features: Sequence[Sequence[Feature]], device: torch.device) -> tuple[Tensor, Tensor, Items]:
+    """Keys of all features one after another, where each table's begin, and how positions become outputs."""
+    flat = [feature for of_table in features for feature in of_table]
+    keys = _join([jagged.values for jagged, _ in flat], device)
+    if any(jagged.offsets is not None or jagged.weights is not None for jagged, _ in flat):
+        return keys, _begins(features, device), _items(features, keys.numel(), device)
+    sizes = tuple(tuple(jagged.values.numel() for jagged, _ in of_table) for of_table in features)
+    if (sizes, device) not in _PLAIN:  # one id a bag: nothing but the sizes matters
+        if len(_PLAIN) > 64:
+            _PLAIN.clear()
+        _PLAIN[sizes, device] = _begins(features, device), _items(features, keys.numel(), device)
+    return keys, *_PLAIN[sizes, device]
+
+
+_PLAIN: dict[tuple[tuple[tuple[int, ...], ...], torch.device], tuple[Tensor, Items]] = {}
+
+
+def _begins(features: Sequence[Sequence[Feature]], device: torch.device) -> Tensor:
+    sizes = [sum(jagged.values.numel() for jagged, _ in of_table) for of_table in features]
+    return _small(np.concatenate(([0], np.cumsum(sizes))), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _coefficients(updates: tuple[Update, ...], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """What each table's rule reads, [tables, 8], and where it clips, [tables, 2]; None where none does."""
+    rules = [[*u.coefficients, *[0.0] * (8 - len(u.coefficients))] for u in updates]
+    clips = [[u.clip_value, u.clip_norm] for u in updates]
+    clipped = any(any(pair) for pair in clips)
+    return _copied(rules, device), _copied(clips, device) if clipped else None
+
+
+def _copied(values: list[list[float]], device: torch.device) -> Tensor:
+    return to_device(_pinned(torch.tensor(values)), device)
+
+
+def _items(of_tables: Sequence[Sequence[Feature]], ids: int, device: torch.device) -> Items:
     """How positions become outputs."""
+    features = [feature for of_table in of_tables for feature in of_table]
+    tables = [table for table, of_table in enumerate(of_tables) for _ in of_table]
     jagged = [j.offsets is not None and pooling != "none" for j, pooling in features]
     sizes = [j.size if bags else j.values.numel() for (j, _), bags in zip(features, jagged, strict=True)]
     begins = _small(np.concatenate(([0], np.cumsum(sizes))), device)
@@ -370,19 +390,3 @@ def _small(values: np.ndarray, device: torch.device) -> Tensor:  # type: ignore[
             _SMALL.clear()
         _SMALL[key] = torch.from_numpy(values).to(device)
     return _SMALL[key]
-
-
-def _later(flag: Tensor) -> Callable[[], int]:
-    """A number that is on its way to the host: call what this returns to wait for it."""
-    if flag.device.type == "cpu":
-        return lambda: int(flag)
-    pinned = torch.empty(1, dtype=torch.int32, pin_memory=True)
-    pinned.copy_(flag, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-
-    def wait() -> int:
-        event.synchronize()
-        return int(pinned)
-
-    return wait

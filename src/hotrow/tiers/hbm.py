@@ -73,13 +73,6 @@ class HbmTier:
         """The last batch up to which nobody holds anything."""
         return min(self._held) - 1 if self._held else self.batch
 
-    def record(self, slots: Tensor, hosts: Tensor, steps: Tensor, counts: Tensor) -> None:
-        """What lies beside rows that have come into `slots` (of the cache, not extra)."""
-        where = slots.to(torch.int64)
-        self.hosts[where] = hosts
-        self.steps[where] = steps
-        self.counts[where] = counts
-
     def dirty(self) -> Tensor:
         """Slots whose rows are newer than below, int32, rising. Waits for the device."""
         return ((self.hosts >= 0) & (self.steps > self.clean)).nonzero().squeeze(1).to(torch.int32)

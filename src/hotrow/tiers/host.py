@@ -139,21 +139,6 @@ class HostStore:
 
     # --- a GPU above ---
 
-    def lower(
-        self, slots: Tensor, rows: Tensor | None, steps: Tensor, counts: Tensor, clean: int, stride: int = 0
-    ) -> None:
-        """Rows come back from a GPU by slot: values (None: the GPU writes them itself, after this), steps, counts.
-
-        Slots of -1 and rows not updated since step `clean` are passed over. All int32.
-        """
-        address = 0 if rows is None else rows.data_ptr()
-        with core_errors():
-            self.core.lower(slots, address, stride, steps, counts, clean)
-
-    def unhold(self, slots: Tensor) -> None:
-        """Rows in these slots may leave DRAM again."""
-        self.core.unhold(slots)
-
     def alive(self, slots: Tensor) -> Tensor:
         """Whether each slot still holds a row."""
         out = torch.empty(slots.numel(), dtype=torch.bool, device="cpu")
@@ -351,41 +336,89 @@ class HostPlan:
         return int(self.core.unique)
 
 
+@dataclass
+class Places:
+    """Rows of several tables by their slots in DRAM, bounds[t] to bounds[t + 1] table t's. All int32, on the CPU."""
+
+    stores: Sequence[HostStore]
+    bounds: Sequence[int]
+    slots: Tensor
+    steps: Tensor
+    counts: Tensor
+
+    @functools.cached_property
+    def parts(self) -> list[tuple[Any, int, int]]:
+        """The core's tables with what is theirs."""
+        pairs = zip(self.stores, self.bounds, self.bounds[1:], strict=False)
+        return [(store.core, begin, end) for store, begin, end in pairs if begin < end]
+
+    def copy_rows(self, begin: int, end: int, out: Tensor) -> None:
+        """Whole rows of numbers `begin` to `end` into `out`, a float32 matrix."""
+        _core.copy_rows(self.parts, self.slots.data_ptr(), begin, end, out.data_ptr(), out.stride(0))
+
+    def lower(self, rows: Tensor, begin: int, end: int, clean: int) -> None:
+        """Rows come back from a GPU, with their steps and counts: those with a slot, updated after step `clean`."""
+        with core_errors():
+            _core.lower_rows(
+                self.parts,
+                self.slots.data_ptr(),
+                self.steps.data_ptr(),
+                self.counts.data_ptr(),
+                clean,
+                begin,
+                end,
+                rows.data_ptr(),
+                rows.stride(0),
+            )
+
+    def unhold(self) -> None:
+        """The rows may leave DRAM again."""
+        for store, begin, end in zip(self.stores, self.bounds, self.bounds[1:], strict=False):
+            if begin < end and store.evicts:
+                store.core.unhold(self.slots[begin:end])
+
+
 class HostLift:
     """A batch's missing keys on their way up to a GPU: found, read from SSD or created, and held in DRAM meanwhile."""
 
     def __init__(self) -> None:
-        self.core = _core.Plan()
+        self.core: Any = None
 
-    def fetch(self, jobs: Sequence[tuple[HostStore, Tensor, Tensor]], step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Slots, last steps and count codes (int32) of each table's unique keys, seen so often in the batch.
+    def fetch(
+        self, stores: Sequence[HostStore], bounds: Sequence[int], keys: Tensor, seen: Tensor, step: int
+    ) -> Places:
+        """Where the rows of unique keys are (table by table), seen so often in the batch that update `step` is for.
 
         A key that admission refuses has step -1; its slot has its initial row until `commit` or `release`.
         """
+        slots, steps, counts = torch.empty(3, keys.numel(), dtype=torch.int32, device="cpu").unbind()
+        found = Places(stores, bounds, slots, steps, counts)
+        outs = (slots.data_ptr(), steps.data_ptr(), counts.data_ptr())
         with core_errors():
+            plain = not any(store.evicts for store in stores)
+            if plain and _core.seek_rows(found.parts, keys.data_ptr(), *outs) == 0:
+                return found  # all there, and there they stay
+            self.core = _core.Plan()
             self.core.route_unique(
-                [(store.core, keys.data_ptr(), seen.data_ptr(), keys.numel()) for store, keys, seen in jobs]
+                [
+                    (store.core, keys.data_ptr() + 8 * begin, seen.data_ptr() + 4 * begin, end - begin)
+                    for store, begin, end in zip(stores, bounds, bounds[1:], strict=False)
+                ]
             )
             self.core.fetch(step)
-            found = tuple(torch.empty(self.core.ids, dtype=torch.int32, device="cpu") for _ in range(3))
-            self.core.places(*found)
-        return found  # type: ignore[return-value]
-
-    def copy_rows(self, out: Tensor) -> None:
-        """Whole rows into out[i], a float32 matrix."""
-        self.core.copy_rows(out.data_ptr(), out.stride(0))
-
-    def hold(self) -> None:
-        """Admitted rows keep their slots until `HostStore.unhold`."""
-        self.core.hold()
+            self.core.places(*outs)
+            self.core.hold()
+        return found
 
     def commit(self) -> None:
         """The batch's update has landed: sightings of refused keys count."""
-        self.core.commit()
+        if self.core is not None:
+            self.core.commit()
 
     def release(self) -> None:
         """The batch came to nothing."""
-        self.core.release()
+        if self.core is not None:
+            self.core.release()
 
 
 @contextmanager

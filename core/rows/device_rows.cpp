@@ -1,0 +1,104 @@
+#include "rows/device_rows.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+
+#include "threads/pool.h"
+
+namespace hotrow {
+namespace {
+
+constexpr size_t kRowsPerTask = 256;
+constexpr size_t kAhead = 8;
+
+inline __attribute__((always_inline)) void prefetch_row(const char* row, size_t bytes, bool write) {
+  for (size_t at = 0; at < bytes; at += 64) write ? __builtin_prefetch(row + at, 1) : __builtin_prefetch(row + at);
+}
+
+// Runs fn(table, from, to) over the rows from `begin` to `end`, in pieces that lie inside one table.
+template <class Fn>
+void for_pieces(const std::vector<TablePart>& parts, size_t begin, size_t end, Fn fn) {
+  std::vector<TablePart> pieces;
+  for (const TablePart& part : parts)
+    for (size_t at = std::max(part.begin, begin), last = std::min(part.end, end); at < last; at += kRowsPerTask)
+      pieces.push_back({part.table, at, std::min(last, at + kRowsPerTask)});
+  Pool::shared().run(static_cast<int>(pieces.size()),
+                     [&](int p) { fn(*pieces[p].table, pieces[p].begin, pieces[p].end); });
+}
+
+}  // namespace
+
+size_t seek_rows(const std::vector<TablePart>& parts, const int64_t* keys, uint32_t* slots, uint32_t* steps,
+                 uint32_t* counts) {
+  std::atomic<size_t> absent{0};
+  for_pieces(parts, 0, parts.empty() ? 0 : parts.back().end, [&](const Table& table, size_t from, size_t to) {
+    std::array<uint64_t, kRowsPerTask> hashes;
+    for (size_t i = from; i < to; ++i) hashes[i - from] = hash_key(keys[i]);
+    const size_t none = kernels().find({table.view(), keys + from, hashes.data(), to - from, slots + from});
+    if (none) absent.fetch_add(none, std::memory_order_relaxed);
+    for (size_t i = from; i < to; ++i) {
+      if (slots[i] == kNoSlot) continue;
+      const HeaderGroup& group = table.view().headers[slots[i] / 4];
+      steps[i] = step_of(group.stamp[slots[i] % 4]);
+      counts[i] = group.count[slots[i] % 4];
+    }
+  });
+  return absent;
+}
+
+void copy_rows(const std::vector<TablePart>& parts, const uint32_t* slots, size_t begin, size_t end, float* out,
+               size_t stride) {
+  for_pieces(parts, begin, end, [&](const Table& table, size_t from, size_t to) {
+    const RowView view = table.view();
+    auto row = [&](size_t i) { return view.rows + size_t{slots[i]} * view.row_bytes; };
+    for (size_t i = from; i < to; ++i) {
+      if (i + kAhead < to) prefetch_row(row(i + kAhead), view.row_bytes, false);
+      std::memcpy(out + (i - begin) * stride, row(i), view.row_bytes);
+    }
+  });
+}
+
+void lower_rows(const std::vector<TablePart>& parts, const uint32_t* slots, const uint32_t* steps,
+                const uint32_t* counts, uint32_t clean, size_t begin, size_t end, const float* rows, size_t stride) {
+  auto comes = [&](size_t i) { return slots[i] != kNoSlot && steps[i] > clean; };
+  std::vector<std::unique_lock<Writer>> locks;
+  std::vector<uint32_t> changed;
+  for (const TablePart& part : parts) {
+    const size_t from = std::max(part.begin, begin), to = std::min(part.end, end);
+    if (from >= to || !part.table->tier()) continue;
+    locks.emplace_back(part.table->writer());
+    changed.clear();
+    for (size_t i = from; i < to; ++i)
+      if (comes(i)) changed.push_back(slots[i]);
+    part.table->tier()->touch(changed.data(), changed.size());
+  }
+  for_pieces(parts, begin, end, [&](const Table& table, size_t from, size_t to) {
+    const RowView view = table.view();
+    for (size_t i = from; i < to; ++i) {
+      if (i + kAhead < to && comes(i + kAhead)) {
+        __builtin_prefetch(&view.headers[slots[i + kAhead] / 4], 1);
+        prefetch_row(view.rows + size_t{slots[i + kAhead]} * view.row_bytes, view.row_bytes, true);
+      }
+      if (!comes(i)) continue;
+      HeaderGroup& group = view.headers[slots[i] / 4];
+      std::memcpy(view.rows + size_t{slots[i]} * view.row_bytes, rows + (i - begin) * stride, view.row_bytes);
+      group.stamp[slots[i] % 4] = stamp_of(steps[i]);
+      group.count[slots[i] % 4] = static_cast<uint16_t>(counts[i]);
+    }
+  });
+}
+
+void Table::unhold(const uint32_t* slots, size_t count) {
+  if (!tier_ || !tier_->evicts()) return;
+  std::lock_guard lock(writer_);
+  for (size_t i = 0; i < count; ++i)
+    if (slots[i] != kNoSlot) tier_->unpin(&slots[i], 1);
+}
+
+void Table::alive(const uint32_t* slots, size_t count, bool* alive) const {
+  for (size_t i = 0; i < count; ++i) alive[i] = view_.headers[slots[i] / 4].stamp[slots[i] % 4] != 0;
+}
+
+}  // namespace hotrow

@@ -1,0 +1,35 @@
+// Rows on their way between DRAM and a GPU, several tables in one call: a batch brings a hundred thousand of them, and
+// ten tables one after another would each wake all threads for a tenth of that.
+//
+// A row in HBM keeps its slot in DRAM (held, so that it does not leave for SSD) and is newer than what lies there. The
+// callers are the training thread and one that brings rows down behind it; they take care that no row is on both ways
+// at once. No reader runs beside them: readers ask the GPU's owner first, who brings its rows down.
+#pragma once
+
+#include <vector>
+
+#include "rows/table.h"
+
+namespace hotrow {
+
+// Of arrays that several tables share, the part that is one table's.
+struct TablePart {
+  Table* table;
+  size_t begin, end;
+};
+
+// Slots, steps and count codes of keys; kNoSlot where a key has no row in DRAM. Returns how many those are.
+size_t seek_rows(const std::vector<TablePart>& parts, const int64_t* keys, uint32_t* slots, uint32_t* steps,
+                 uint32_t* counts);
+
+// Whole rows: out[i * stride] is the row of slots[i], for i from `begin` to `end`.
+void copy_rows(const std::vector<TablePart>& parts, const uint32_t* slots, size_t begin, size_t end, float* out,
+               size_t stride);
+
+// Rows come back: rows[(i - begin) * stride] into slots[i], with its step and count code, for i from `begin` to `end`.
+// What a snapshot still wants of them is captured first. Slots of kNoSlot and rows whose step is not above `clean` are
+// passed over. Requires: slots unique.
+void lower_rows(const std::vector<TablePart>& parts, const uint32_t* slots, const uint32_t* steps,
+                const uint32_t* counts, uint32_t clean, size_t begin, size_t end, const float* rows, size_t stride);
+
+}  // namespace hotrow
