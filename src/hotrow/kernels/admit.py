@@ -21,8 +21,10 @@ BLOCK = 256
 FIELDS = 9  # int32 words a key: two of the key, then table, sightings, slot, and host, step, count of who is in it
 
 
-@triton.jit(do_not_specialize=["n"])
-def _brief_kernel(keys, tables, seen, chosen, number, hosts, steps, counts, out, out_keys, n, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "clean"])
+def _brief_kernel(
+    keys, tables, seen, chosen, number, hosts, steps, counts, out, out_keys, going, n, clean, BLOCK: tl.constexpr
+):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     slot = tl.load(chosen + at, mask=inside, other=-1)
@@ -31,8 +33,10 @@ def _brief_kernel(keys, tables, seen, chosen, number, hosts, steps, counts, out,
     tl.store(out + 2 * n + at, tl.load(tables + at, mask=inside, other=0), mask=inside)
     tl.store(out + 3 * n + at, tl.load(seen + at, mask=inside, other=0), mask=inside)
     tl.store(out + 4 * n + at, slot, mask=inside)
-    tl.store(out + 5 * n + at, tl.load(hosts + slot, mask=there, other=-1), mask=inside)
-    tl.store(out + 6 * n + at, tl.load(steps + slot, mask=there, other=-1), mask=inside)
+    host, step = tl.load(hosts + slot, mask=there, other=-1), tl.load(steps + slot, mask=there, other=-1)
+    tl.store(out + 5 * n + at, host, mask=inside)
+    tl.store(out + 6 * n + at, step, mask=inside)
+    tl.store(going + at, tl.where((host >= 0) & (step > clean), slot, -1), mask=inside)
     tl.store(out + 7 * n + at, tl.load(counts + slot, mask=there, other=0), mask=inside)
     tl.store(out + 8 * n + at, tl.load(number) + at * 0, mask=inside)
 
@@ -61,16 +65,22 @@ def _answer_kernel(positions, inverse, slots, out, n, BLOCK: tl.constexpr):
     tl.store(out + tl.load(positions + at, mask=inside, other=0), slot, mask=inside)
 
 
-def brief(unique: Unique, chosen: Tensor, hosts: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
-    """int32 [FIELDS * n]: keys (int64 [n]), tables, sightings, chosen slots, their hosts, steps, counts, the number."""
+def brief(
+    unique: Unique, chosen: Tensor, hosts: Tensor, steps: Tensor, counts: Tensor, clean: int
+) -> tuple[Tensor, Tensor]:
+    """int32 [FIELDS * n]: keys (int64 [n]), tables, sightings, chosen slots, their hosts, steps, counts, the number.
+
+    And the chosen slots whose rows must go down, because they changed after step `clean`; -1 for the others.
+    """
     n = chosen.numel()
     out = torch.empty(FIELDS * n, dtype=torch.int32, device=chosen.device)
+    going = torch.empty_like(chosen)
     if n:
         _brief_kernel[(triton.cdiv(n, BLOCK),)](
             unique.keys, unique.tables, unique.counts, chosen, unique.number, hosts, steps, counts, out,
-            out[: 2 * n].view(torch.int64), n, BLOCK=BLOCK,
+            out[: 2 * n].view(torch.int64), going, n, clean, BLOCK=BLOCK,
         )  # fmt: skip
-    return out
+    return out, going
 
 
 def admit(

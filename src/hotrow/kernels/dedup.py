@@ -65,12 +65,22 @@ def count_absent_kernel(slots, counts, n, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n", "number"])
-def compact_kernel(slots, counts, positions, n, number, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def compact_kernel(
+    slots, counts, positions, keys, begins, absent_keys, absent_tables, n, number,
+    KEYS: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     absent = tl.load(slots + at, mask=at < n, other=0) < 0
     place = total_before(counts, block, CHUNK) + tl.cumsum(absent.to(tl.int32), axis=0) - 1
-    tl.store(positions + place, at, mask=absent & (place < number))
+    mask = absent & (place < number)
+    tl.store(positions + place, at, mask=mask)
+    if KEYS:
+        tl.store(absent_keys + place, tl.load(keys + at, mask=mask, other=0), mask=mask)
+        table = tl.zeros([BLOCK], tl.int32)
+        for t in tl.static_range(1, TABLES):
+            table += (at >= tl.load(begins + t)).to(tl.int32)
+        tl.store(absent_tables + place, table, mask=mask)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -144,18 +154,37 @@ def finish_kernel(keys, tables, counts, starts, number, n, TABLES: tl.constexpr,
 
 def compact(slots: torch.Tensor, count: int) -> torch.Tensor:
     """The rising positions, int32 [count], where slots are below 0. Requires: exactly `count` are."""
+    return _compact(slots, count, None, None)[0]
+
+
+def compact_keys(
+    slots: torch.Tensor, count: int, keys: torch.Tensor, begins: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """compact, with the keys at those positions and their tables: table t's are at begins[t] to begins[t + 1]."""
+    return _compact(slots, count, keys, begins)
+
+
+def _compact(
+    slots: torch.Tensor, count: int, keys: torch.Tensor | None, begins: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check("slots", slots, torch.int32, None, slots.device)
     n = slots.numel()
     if not 0 <= count <= n:
         raise BatchError(f"count is {count}, but there are {n} slots; pass the number of absent ones")
     positions = torch.empty(count, dtype=torch.int32, device=slots.device)
+    absent_keys = positions if keys is None else torch.empty(count, dtype=torch.int64, device=slots.device)
+    absent_tables = positions if keys is None else torch.empty_like(positions)
     if count == 0:
-        return positions
+        return positions, absent_keys, absent_tables
     grid = (triton.cdiv(n, BLOCK),)
     counts = torch.empty(grid[0], dtype=torch.int32, device=slots.device)
     count_absent_kernel[grid](slots, counts, n, BLOCK=BLOCK, num_warps=WARPS)
-    compact_kernel[grid](slots, counts, positions, n, count, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=WARPS)
-    return positions
+    compact_kernel[grid](
+        slots, counts, positions, slots if keys is None else keys, slots if begins is None else begins, absent_keys,
+        absent_tables, n, count, KEYS=keys is not None, TABLES=1 if begins is None else begins.numel() - 1,
+        BLOCK=BLOCK, CHUNK=CHUNK, num_warps=WARPS,
+    )  # fmt: skip
+    return positions, absent_keys, absent_tables
 
 
 def dedup(keys: torch.Tensor, tables: torch.Tensor | None = None, table_count: int | None = None) -> Unique:

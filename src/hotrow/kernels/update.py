@@ -65,7 +65,7 @@ class Meta:
 class Tuning:
     """How the work is cut. Only `piece` changes results, by rounding."""
 
-    piece: int = 32
+    piece: int = 64
     elements: int = 128  # of a tile, a warp: rows of a program = elements / block
     programs: int = 128  # of apply, per multiprocessor
     ahead: int = 4  # gradients of a run that apply reads at once

@@ -20,7 +20,7 @@ from hotrow.batch import Jagged
 from hotrow.errors import GradientError
 from hotrow.kernels import finite
 from hotrow.kernels.admit import FIELDS, admit, answer, brief
-from hotrow.kernels.dedup import Unique, compact, dedup
+from hotrow.kernels.dedup import Unique, compact_keys, dedup
 from hotrow.kernels.find import find
 from hotrow.kernels.gather import gather
 from hotrow.kernels.insert import choose
@@ -163,16 +163,18 @@ class Part:
         positions, unique = self._absent(count)
         chosen = choose(tier.index, unique.keys, unique.tables, unique.number, tier.settled, tier.policy)
         group.landed()
-        keys, wanted, leaving = self._brief(unique, chosen)
-        self._lift = HostLift()
+        keys, wanted, leaving, going = self._brief(unique, chosen)
+        self._lift = HostLift(pinned=tier.device.type == "cuda")
         arriving = self._lift.fetch(group.stores, leaving.bounds, keys, wanted.seen, step)
-        slots = self._settle_places(chosen[: keys.numel()], wanted.slots, leaving, arriving)
+        slots, going = self._settle_places(chosen, wanted.slots, leaving, going, arriving)
         source = tier.source(self.extra)
-        going = torch.where((leaving.slots >= 0) & (leaving.steps > tier.clean), wanted.slots, -1)
-        if bool((leaving.slots >= 0).any()):
-            group.lower(source, to_device(_pinned(going), tier.device), leaving)
+        evictions = int(np.count_nonzero(leaving.slots.numpy() >= 0))
+        tier.evictions += evictions
+        if evictions:
+            group.lower(source, going, leaving)
         group.raise_rows(source, slots, unique.tables, arriving)
-        places = to_device(_pinned(torch.stack([arriving.slots, arriving.steps, arriving.counts])), tier.device)
+        assert arriving.block is not None
+        places = to_device(arriving.block, tier.device)
         # No score yet: the update's touch() gives it.
         admit(tier.index, (tier.hosts, tier.steps, tier.counts), unique.keys, slots, places, self.batch, float("-inf"))
         answer(positions, unique.inverse, slots, self.slots)
@@ -180,42 +182,48 @@ class Part:
 
     def _absent(self, count: int) -> tuple[Tensor, Unique]:
         """Positions of the ids without a slot, and their unique keys in order of their sets."""
-        positions = compact(self.slots, count)
-        tables = torch.bucketize(positions, self.begins[1:], right=True, out_int32=True)
-        return positions, dedup(self.keys[positions.long()], tables, len(self.group.stores))
+        positions, keys, tables = compact_keys(self.slots, count, self.keys, self.begins)
+        return positions, dedup(keys, tables, len(self.group.stores))
 
-    def _brief(self, unique: Unique, chosen: Tensor) -> tuple[Tensor, Wanted, Places]:
-        """On the host: the missing keys, what they want, and who leaves for them. Waits for the device."""
+    def _brief(self, unique: Unique, chosen: Tensor) -> tuple[Tensor, Wanted, Places, Tensor]:
+        """On the host: the missing keys, what they want, and who leaves for them. Waits for the device.
+
+        The host's part is numpy: torch would wake threads for it that then stand in the way of the core's.
+        """
         tier = self.group.tier
-        told = to_host(brief(unique, chosen, tier.hosts, tier.steps, tier.counts))
-        n = chosen.numel()
-        tables, seen, slots, *leaving, numbers = told[2 * n :].view(FIELDS - 2, n)
+        told, going = brief(unique, chosen, tier.hosts, tier.steps, tier.counts, tier.clean)
+        told, n = to_host(told), chosen.numel()
+        tables, seen, slots, *leaving, numbers = told[2 * n :].view(FIELDS - 2, n).unbind()
         number = int(numbers[0])
         bounds = self.group.bounds(tables[:number])
         rows = Places(self.group.stores, bounds, *(field[:number] for field in leaving))
-        return told[: 2 * n].view(torch.int64)[:number], Wanted(seen[:number], slots[:number]), rows
+        keys = told[: 2 * n].view(torch.int64)[:number]
+        return keys, Wanted(seen[:number], slots[:number]), rows, going[:number]
 
-    def _settle_places(self, chosen: Tensor, wanted: Tensor, leaving: Places, arriving: Places) -> Tensor:
-        """The slots of the arriving rows; those that found no way, or are not admitted, get rows of the batch's own."""
-        tier = self.group.tier
-        refused = arriving.steps < 0
-        aside = refused | (wanted < 0)
+    def _settle_places(
+        self, chosen: Tensor, wanted: Tensor, leaving: Places, going: Tensor, arriving: Places
+    ) -> tuple[Tensor, Tensor]:
+        """The slots of the arriving rows, and those whose rows go down for them.
+
+        Those that found no way, or are not admitted, get rows of the batch's own.
+        """
+        tier, steps, slots = self.group.tier, arriving.steps.numpy(), wanted.numpy()
+        if slots.size == 0 or (slots.min() >= 0 and steps.min() >= 0):
+            return chosen[: slots.size], going
+        refused = steps < 0
+        aside = refused | (slots < 0)
         extra = int(aside.sum())
-        if not extra:
-            tier.evictions += int((leaving.slots >= 0).sum())
-            return chosen
-        leaving.slots[aside] = -1
-        tier.evictions += int((leaving.slots >= 0).sum())
-        slots = wanted.clone()
-        slots[aside] = torch.arange(tier.capacity, tier.capacity + extra, dtype=torch.int32)
+        leaving.slots.numpy()[aside] = -1
+        slots = np.where(aside, tier.capacity + np.cumsum(aside, dtype=np.int32) - 1, slots).astype(np.int32)
         self.extra = torch.empty(extra, tier.layout.stride, dtype=torch.float32, device=tier.device)
-        self.extra_steps = to_device(arriving.steps[aside], tier.device)
-        self.extra_counts = to_device(arriving.counts[aside], tier.device)
-        kept = torch.where(refused, -1, arriving.slots)[aside]
+        self.extra_steps = to_device(torch.from_numpy(steps[aside]), tier.device)
+        self.extra_counts = to_device(torch.from_numpy(arriving.counts.numpy()[aside]), tier.device)
+        kept = torch.from_numpy(np.where(refused, -1, arriving.slots.numpy())[aside].astype(np.int32))
         bounds = _bounds_of(aside, arriving.bounds)
         self.extra_rows = Places(self.group.stores, bounds, kept, arriving.steps, arriving.counts)
         tier.overflows += int((kept >= 0).sum())
-        return to_device(slots, tier.device)
+        stays = to_device(torch.from_numpy(aside), tier.device)
+        return to_device(torch.from_numpy(slots), tier.device), torch.where(stays, -1, going)
 
     def borrow(self) -> None:
         """Missing rows are copied for this batch; nothing below or here changes."""
@@ -224,7 +232,7 @@ class Part:
         if count == 0:
             return
         positions, unique = self._absent(count)
-        keys, _, rows = self._brief(unique, torch.full_like(unique.counts, -1))
+        keys, _, rows, _ = self._brief(unique, torch.full_like(unique.counts, -1))
         group.landed()
         values = torch.zeros(keys.numel(), tier.layout.stride, dtype=torch.float32)
         for store, begin, end in zip(group.stores, rows.bounds, rows.bounds[1:], strict=False):
@@ -359,9 +367,9 @@ def _scale(jagged: Jagged, pooling: str) -> Tensor:
     return weights / torch.repeat_interleave(lengths, lengths).float()
 
 
-def _bounds_of(mask: Tensor, bounds: Sequence[int]) -> list[int]:
+def _bounds_of(mask: np.ndarray, bounds: Sequence[int]) -> list[int]:  # type: ignore[type-arg]
     """Bounds of the rows that a mask leaves."""
-    before = np.concatenate(([0], np.cumsum(mask.numpy())))
+    before = np.concatenate(([0], np.cumsum(mask)))
     return [int(at) for at in before[np.asarray(bounds)]]
 
 

@@ -345,6 +345,7 @@ class Places:
     slots: Tensor
     steps: Tensor
     counts: Tensor
+    block: Tensor | None = None  # the three as one matrix, where they are
 
     @functools.cached_property
     def parts(self) -> list[tuple[Any, int, int]]:
@@ -381,8 +382,9 @@ class Places:
 class HostLift:
     """A batch's missing keys on their way up to a GPU: found, read from SSD or created, and held in DRAM meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, pinned: bool = False) -> None:
         self.core: Any = None
+        self.pinned = pinned
 
     def fetch(
         self, stores: Sequence[HostStore], bounds: Sequence[int], keys: Tensor, seen: Tensor, step: int
@@ -391,8 +393,9 @@ class HostLift:
 
         A key that admission refuses has step -1; its slot has its initial row until `commit` or `release`.
         """
-        slots, steps, counts = torch.empty(3, keys.numel(), dtype=torch.int32, device="cpu").unbind()
-        found = Places(stores, bounds, slots, steps, counts)
+        block = torch.empty(3, keys.numel(), dtype=torch.int32, pin_memory=self.pinned)
+        slots, steps, counts = block.unbind()
+        found = Places(stores, bounds, slots, steps, counts, block)
         outs = (slots.data_ptr(), steps.data_ptr(), counts.data_ptr())
         with core_errors():
             plain = not any(store.evicts for store in stores)
