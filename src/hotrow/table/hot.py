@@ -11,8 +11,9 @@ thread, which waits for it (`landed`) before it looks below again. The training 
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotrow import _core
 from hotrow.config import Memory, format_size
 from hotrow.errors import MemoryBudgetError
 from hotrow.kernels import move
@@ -40,6 +42,8 @@ class HotRows:
 
     def __init__(self, tables: Sequence[TableRows], memory: Memory, device: torch.device) -> None:
         self.device = device
+        if device.type == "cuda" and _core.threads() == len(os.sched_getaffinity(0)) > 4:
+            _core.set_threads(_core.threads() - 2)  # launching and rows on their way down want a core each
         self.flag = Later(device)  # whether a gradient was not finite
         self.stores = [rows.store for rows in tables]  # not the tables, which know their cache
         kinds: dict[tuple[int, int, tuple[int, ...]], list[HostStore]] = {}
@@ -162,8 +166,12 @@ class Group:
 
     # --- down ---
 
-    def lower(self, source: Source, slots: Tensor, places: Places, unhold: bool = True) -> None:
-        """Rows in `slots` (-1 is passed over) go down to `places`, behind the caller's back."""
+    def lower(self, source: Source, slots: Tensor, places: Places, unhold: bool = True) -> Callable[[], None]:
+        """Rows in `slots` (-1 is passed over) start on their way down.
+
+        Call what this returns to have them put into `places` behind the caller's back: later, where the cores are
+        wanted for something else first.
+        """
         self.landed()
         count, clean = slots.numel(), self.tier.clean
         leaving = torch.empty(count, self.width, dtype=torch.float32, device=self.tier.device)
@@ -172,7 +180,7 @@ class Group:
             places.lower(leaving, 0, count, clean)
             if unhold:
                 places.unhold()
-            return
+            return lambda: None
         staged = torch.empty(count, self.width, dtype=torch.float32, pin_memory=True)
         pieces = []
         follow(self._down)
@@ -192,7 +200,10 @@ class Group:
             if unhold:
                 places.unhold()
 
-        self._landing = self._behind.submit(put)
+        def behind() -> None:
+            self._landing = self._behind.submit(put)
+
+        return behind
 
     def landed(self) -> None:
         """Wait until everything that went down is there."""
@@ -206,7 +217,7 @@ class Group:
         self.landed()
         slots = tier.dirty()
         if slots.numel():
-            self.lower(tier.source(), slots, self.describe(slots), unhold=False)
+            self.lower(tier.source(), slots, self.describe(slots), unhold=False)()
             self.landed()
             tier.clean = int(tier.steps[slots.long()].max())
 

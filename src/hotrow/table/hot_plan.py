@@ -170,9 +170,10 @@ class Part:
         source = tier.source(self.extra)
         evictions = int(np.count_nonzero(leaving.slots.numpy() >= 0))
         tier.evictions += evictions
-        if evictions:
-            group.lower(source, going, leaving)
+        put = group.lower(source, going, leaving) if evictions else None
         group.raise_rows(source, slots, unique.tables, arriving)
+        if put is not None:
+            put()
         assert arriving.block is not None
         places = to_device(arriving.block, tier.device)
         # No score yet: the update's touch() gives it.
@@ -278,7 +279,7 @@ class Part:
             rows = self.extra_rows
             down = Places(rows.stores, rows.bounds, rows.slots, steps, counts)
             places = torch.arange(tier.capacity, tier.capacity + rows.slots.numel(), dtype=torch.int32)
-            self.group.lower(tier.source(self.extra), to_device(places, tier.device), down)
+            self.group.lower(tier.source(self.extra), to_device(places, tier.device), down)()
             self.extra_rows = None
         if self._lift is not None:
             self._lift.commit()
