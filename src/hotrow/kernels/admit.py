@@ -15,12 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.kernels.dedup import Unique
+from hotrow.kernels.launch import fast
 from hotrow.kernels.sets import SetIndex
 
 BLOCK = 256
 FIELDS = 9  # int32 words a key: two of the key, then table, sightings, slot, and host, step, count of who is in it
 
 
+@fast
 @triton.jit(do_not_specialize=["n", "clean"])
 def _brief_kernel(
     keys, tables, seen, chosen, number, hosts, steps, counts, out, out_keys, going, n, clean, BLOCK: tl.constexpr
@@ -41,6 +43,7 @@ def _brief_kernel(
     tl.store(out + 8 * n + at, tl.load(number) + at * 0, mask=inside)
 
 
+@fast
 @triton.jit(do_not_specialize=["n", "capacity", "batch"])
 def _admit_kernel(
     index_keys, pins, scores, hosts, steps, counts, keys, slots, places, n, capacity, batch, score, BLOCK: tl.constexpr
@@ -57,6 +60,7 @@ def _admit_kernel(
     tl.store(counts + slot, tl.load(places + 2 * n + at, mask=mask, other=0), mask=mask)
 
 
+@fast
 @triton.jit(do_not_specialize=["n"])
 def _answer_kernel(positions, inverse, slots, out, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

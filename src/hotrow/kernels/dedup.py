@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from hotrow.errors import BatchError
+from hotrow.kernels.launch import fast
 from hotrow.kernels.mixing import hash_key, unhash
 from hotrow.kernels.sets import check
 
@@ -57,6 +58,7 @@ def total_before(counts, block, CHUNK: tl.constexpr):
     return tl.sum(total, axis=0)
 
 
+@fast
 @triton.jit(do_not_specialize=["n"])
 def count_absent_kernel(slots, counts, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -64,6 +66,7 @@ def count_absent_kernel(slots, counts, n, BLOCK: tl.constexpr):
     tl.store(counts + tl.program_id(0), tl.sum(absent.to(tl.int32), axis=0))
 
 
+@fast
 @triton.jit(do_not_specialize=["n", "number"])
 def compact_kernel(
     slots, counts, positions, keys, begins, absent_keys, absent_tables, n, number,
@@ -83,6 +86,7 @@ def compact_kernel(
         tl.store(absent_tables + place, table, mask=mask)
 
 
+@fast
 @triton.jit(do_not_specialize=["n"])
 def hash_kernel(keys, hashes, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -109,6 +113,7 @@ def heads_of(hashes, by_table, tables, at, n, TABLES: tl.constexpr):
     return hash, valid & (head | (at == 0))
 
 
+@fast
 @triton.jit(do_not_specialize=["n"])
 def count_heads_kernel(hashes, by_table, tables, counts, n, TABLES: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -116,6 +121,7 @@ def count_heads_kernel(hashes, by_table, tables, counts, n, TABLES: tl.constexpr
     tl.store(counts + tl.program_id(0), tl.sum(head.to(tl.int32), axis=0))
 
 
+@fast
 @triton.jit(do_not_specialize=["n"])
 def unique_kernel(
     hashes, by_hash, by_table, tables, counts, keys, unique_tables, starts, order, inverse, number, n,
@@ -138,6 +144,7 @@ def unique_kernel(
     tl.store(number + at * 0, place + 1, mask=at == n - 1)
 
 
+@fast
 @triton.jit(do_not_specialize=["n"])
 def finish_kernel(keys, tables, counts, starts, number, n, TABLES: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from hotrow.errors import BatchError
+from hotrow.kernels.launch import fast
 from hotrow.kernels.mixing import half_of, hash_key, set_of
 from hotrow.kernels.sets import SetIndex, check
 
@@ -57,6 +58,7 @@ def way_of(index_keys, sets, keys, valid):
     return tl.where(valid & (way >= 0), sets * 8 + way, -1)
 
 
+@fast
 @triton.jit(do_not_specialize=["n", "only", "batch"])
 def find_kernel(
     index_keys, pins, first, count, keys, begins, slots, missing, rows, out, n, only, batch,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.errors import GradientError
+from hotrow.kernels.launch import fast
 from hotrow.kernels.layout import TRITON, matrix_rows, small_table, with_columns_together
 
 BLOCK = 8192  # numbers a program
@@ -23,6 +24,7 @@ STRETCH = 1024  # numbers in a row of a matrix without gaps, whatever its own sh
 WARPS = 8
 
 
+@fast
 @triton.jit
 def _check_kernel(
     table, flag,

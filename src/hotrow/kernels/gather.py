@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.errors import BatchError
+from hotrow.kernels.launch import fast
 from hotrow.kernels.layout import (
     TRITON,
     Items,
@@ -39,6 +40,7 @@ AHEAD = 4  # positions of a bag that are read at once
 LARGE = 16 << 20  # bytes of output that would push rows out of L2
 
 
+@fast
 @triton.jit(do_not_specialize=["items", "capacity"])
 def _gather_kernel(
     rows, extra, slots, begins, offsets, scales, outputs, items, capacity,

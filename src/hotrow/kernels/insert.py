@@ -23,6 +23,7 @@ import triton.language as tl
 
 from hotrow.errors import BatchError, OptionError, choices
 from hotrow.kernels.find import way_of
+from hotrow.kernels.launch import fast
 from hotrow.kernels.mixing import empty_key, half_of, hash_key, home_of
 from hotrow.kernels.sets import POLICIES, SPILL, WAYS, SetIndex, check
 
@@ -51,6 +52,7 @@ def taken_ways(held, home):
     return tl.sum((held != empty_key(home)[:, None]).to(tl.int32), axis=1)
 
 
+@fast
 @triton.jit(do_not_specialize=["n"])
 def target_kernel(
     index_keys, first, count, keys, tables, number, homes, n,
@@ -97,6 +99,7 @@ def ranked_ways(index_keys, pins, scores, home, valid, settled):
     return tl.where(held == empty_key(home)[:, None], by_way, by_score)
 
 
+@fast
 @triton.jit(do_not_specialize=["n", "settled"])
 def choose_kernel(
     index_keys, pins, scores, homes, order_of, slots, found, ranks, counts, n, settled,
@@ -152,6 +155,7 @@ def choose_kernel(
         tl.store(slots + tl.load(order_of + at, mask=at < n, other=0), slot, mask=at < n)
 
 
+@fast
 @triton.jit(do_not_specialize=["n", "batch"])
 def place_kernel(
     index_keys, pins, scores, keys, slots, number, n, batch, score, NUMBER: tl.constexpr, BLOCK: tl.constexpr
@@ -167,6 +171,7 @@ def place_kernel(
     tl.store(scores + slot, tl.full([BLOCK], score, tl.float32), mask=mask)
 
 
+@fast
 @triton.jit(do_not_specialize=["n", "capacity", "tables"])
 def erase_kernel(index_keys, pins, scores, first, slots, n, capacity, tables, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -182,6 +187,7 @@ def erase_kernel(index_keys, pins, scores, first, slots, n, capacity, tables, BL
     tl.store(scores + slot, tl.zeros([BLOCK], tl.float32), mask=mask)
 
 
+@fast
 @triton.jit(do_not_specialize=["n", "batch"])
 def pin_present_kernel(index_keys, pins, keys, homes, order, found, n, batch, BLOCK: tl.constexpr):
     """find over keys in the order of their homes."""
@@ -193,6 +199,7 @@ def pin_present_kernel(index_keys, pins, keys, homes, order, found, n, batch, BL
     tl.store(pins + slot, tl.full([BLOCK], batch, tl.int32), mask=slot >= 0)
 
 
+@fast
 @triton.jit(do_not_specialize=["n", "batch"])
 def swap_kernel(
     index_keys, pins, scores, rows, keys, values, order, chosen, ranks, counts, totals,

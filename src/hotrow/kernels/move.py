@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hotrow.config import format_size
 from hotrow.errors import StorageError
+from hotrow.kernels.launch import fast
 from hotrow.kernels.layout import Source
 
 
@@ -28,6 +29,7 @@ def _slot_rows(rows, extra, capacity, stride, slots):
     return tl.where(slots < capacity, rows + slots * stride, extra + (slots - capacity) * stride)
 
 
+@fast
 @triton.jit
 def _buffer_kernel(
     rows, extra, capacity, stride, slots, count, buffer, buffer_stride, width,
@@ -45,6 +47,7 @@ def _buffer_kernel(
         tl.store(place, tl.load(staged, mask=mask), mask=mask)
 
 
+@fast
 @triton.jit
 def _pull_kernel(
     rows, extra, capacity, stride, slots, tables, bases, hosts, count, host_stride, width,
@@ -100,6 +103,19 @@ def _buffer(source: Source, slots: Tensor, width: int, buffer: Tensor, out: bool
 
 def _extra(source: Source) -> Tensor:
     return source.rows if source.extra is None else source.extra
+
+
+@fast
+@triton.jit(do_not_specialize=["address"])
+def _tell_kernel(numbers, address, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    value = tl.load(numbers + at, mask=at < n, other=0)
+    tl.store(address.to(tl.pointer_type(tl.int32)) + at, value, mask=at < n)
+
+
+def tell(numbers: Tensor, pinned: Tensor) -> None:
+    """A few int32 numbers into pinned host memory. By a kernel, because the copy engine may be busy for milliseconds."""
+    _tell_kernel[(1,)](numbers, pinned.data_ptr(), numbers.numel(), BLOCK=triton.next_power_of_2(numbers.numel()))
 
 
 def reachable(address: int, size: int, device: torch.device) -> None:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotrow.kernels.launch import fast
 from hotrow.kernels.layout import RowLayout, Source, read_values
 
 ELEMENTS = 512  # of a program of one warp
@@ -28,6 +29,7 @@ def quantized(layout: RowLayout) -> RowLayout:
     return RowLayout(layout.dim, (2,), "int8")
 
 
+@fast
 @triton.jit(do_not_specialize=["count"])
 def _quantize_kernel(
     rows, out, count,

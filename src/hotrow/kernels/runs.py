@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.errors import BatchError
+from hotrow.kernels.launch import fast
 from hotrow.kernels.layout import steps
 
 BLOCK = 4096
@@ -50,6 +51,7 @@ def _heads(sorted_slots, at, n):
     return slot, (at < n) & ((at == 0) | (slot != before))
 
 
+@fast
 @triton.jit(do_not_specialize=["n"])
 def _count_kernel(sorted_slots, counts, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -57,6 +59,7 @@ def _count_kernel(sorted_slots, counts, n, BLOCK: tl.constexpr):
     tl.store(counts + tl.program_id(0), tl.sum(head.to(tl.int32), axis=0))
 
 
+@fast
 @triton.jit(do_not_specialize=["n"])
 def _number_kernel(
     sorted_slots, counts, starts, slots, run_of, number, n, BLOCK: tl.constexpr, COUNTS: tl.constexpr

@@ -20,11 +20,13 @@ import triton
 import triton.language as tl
 
 from hotrow.errors import OptionError, choices
+from hotrow.kernels.launch import fast
 from hotrow.kernels.sets import POLICIES, SetIndex, check
 
 BLOCK, WARPS = 512, 4
 
 
+@fast
 @triton.jit(do_not_specialize=["n", "capacity"])
 def touch_kernel(scores, slots, number, n, capacity, now, LFU: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -34,6 +34,7 @@ from torch import Tensor
 from hotrow.errors import BatchError
 from hotrow.kernels import rules
 from hotrow.kernels.counts import add_count, seen_in_all
+from hotrow.kernels.launch import fast
 from hotrow.kernels.layout import (
     TRITON,
     Items,
@@ -77,6 +78,7 @@ DEFAULT = Tuning()
 LOCATE_BLOCK = 1024
 
 
+@fast
 @triton.jit(do_not_specialize=["n"])
 def _locate_kernel(
     order, run_of, item_of, begins, tables, scales, gradients, addresses, sorted_scales, run_tables, n,
@@ -155,6 +157,7 @@ def _addresses(addresses, at, left, AHEAD: tl.constexpr):
     return found
 
 
+@fast
 @triton.jit(do_not_specialize=["n"])
 def _partial_kernel(
     addresses, scales, run_of, starts, slots, partials, given, n,
@@ -233,6 +236,7 @@ def _add_partials(total, some, partials, given, begin, length, longest, column, 
     return total, some
 
 
+@fast
 @triton.jit(do_not_specialize=["step", "capacity"])
 def _apply_kernel(
     rows, extra, starts, slots, number, order, keys, addresses, scales, partials, given, run_tables, coefficients,

@@ -270,7 +270,7 @@ class Later:
     def send(self) -> None:
         """It is what it will be when the stream comes to here."""
         if self._event is not None:
-            self._pinned.copy_(self.number, non_blocking=True)
+            move.tell(self.number, self._pinned)
             self._event.record()
 
     def wait(self) -> int:
