@@ -114,7 +114,7 @@ def _tell_kernel(numbers, address, n, BLOCK: tl.constexpr):
 
 
 def tell(numbers: Tensor, pinned: Tensor) -> None:
-    """A few int32 numbers into pinned host memory. By a kernel, because the copy engine may be busy for milliseconds."""
+    """A few int32 numbers into pinned host memory; by a kernel, because the copy engine may be busy for long."""
     _tell_kernel[(1,)](numbers, pinned.data_ptr(), numbers.numel(), BLOCK=triton.next_power_of_2(numbers.numel()))
 
 
