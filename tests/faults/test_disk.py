@@ -316,16 +316,7 @@ def test_a_batch_may_go_while_the_disk_is_full(tmp_path: Path, monkeypatch: pyte
     assert sum(len(chunk.keys) for chunk in tables[0].scan()) == len(tables[0])
 
 
-@pytest.mark.parametrize(
-    "ssd",
-    [
-        True,
-        pytest.param(
-            False,
-            marks=pytest.mark.xfail(strict=True, reason="the rows' log goes with the model, whatever is being saved"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("ssd", [True, False])
 def test_a_save_behind_training_outlives_its_trainer(tmp_path: Path, ssd: bool) -> None:
     trainer = open_trainer(tmp_path) if ssd else make_trainer(tmp_path / "checkpoints")
     trainer.fit(few_clicks(), steps=3, progress=False)
@@ -335,6 +326,7 @@ def test_a_save_behind_training_outlives_its_trainer(tmp_path: Path, ssd: bool) 
     gc.collect()
     thread.join()  # type: ignore[union-attr]
     assert [open_checkpoint(path).step for path in list_checkpoints(tmp_path / "checkpoints")] == [3]
+    assert not list((tmp_path / "checkpoints").glob(".rows-*"))  # the rows' log went with the save
 
 
 def test_a_batch_that_an_error_left_half_done_does_not_disturb_what_is_loaded(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ A snapshot of rows is made of segments of the table's log (core/log/log.h). A ta
 gets one here, in a hidden folder beside the checkpoints, so that a checkpoint on that disk is links and not copies. It
 takes 10 bytes a row and a write buffer out of the dram budget; no row leaves DRAM for it.
 
-The folder belongs to one collection and goes when that goes. What a process left that died is removed by the next one
-that saves there: its lock is free. Checkpoints do not need it.
+The folder belongs to one collection's rows and goes with the last who uses them: a save behind training may outlive the
+collection. What a process left that died is removed by the next one that saves there: its lock is free. Checkpoints do
+not need it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import os
 import shutil
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +46,26 @@ def open_logs(embeddings: EmbeddingCollection, folder: Path) -> None:
         return
     durable.make(folder)
     home = folder / f"{PREFIX}{os.getpid()}-{next(_numbers)}"
-    with core_errors():
-        lock = _core.lock_folder(str(home))
-    weakref.finalize(embeddings, _close, lock, home)
+    held = _Held(home)
     _homes[embeddings] = home
     share = embeddings.memory.dram_bytes // 100 // len(without) // 4096 * 4096
     buffer = min(MOST_BUFFER, max(LEAST_BUFFER, share)) if share else MOST_BUFFER
     for rows in without:
-        rows.store.attach(str(home / rows.table.name), evicts=False, buffer=buffer)
+        rows.store.attach(str(home / rows.table.name), evicts=False, buffer=buffer, lock=held)
+
+
+class _Held:
+    """A folder that is locked, and removed when nobody holds this any more."""
+
+    def __init__(self, folder: Path) -> None:
+        with core_errors():
+            lock = _core.lock_folder(str(folder))
+        weakref.finalize(self, _close, lock, folder)
 
 
 def _remove_if_free(folder: Path) -> None:
-    try:
-        with core_errors():
-            lock = _core.lock_folder(str(folder))
-    except StorageError:
-        return  # somebody uses it
-    _close(lock, folder)
+    with suppress(StorageError):  # somebody uses it
+        _Held(folder)
 
 
 def _close(lock: Any, folder: Path) -> None:
