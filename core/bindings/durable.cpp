@@ -13,6 +13,8 @@
 
 #include "bindings/bindings.h"
 #include "io/faults.h"
+#include "log/manifest.h"
+#include "log/segment_scan.h"
 #include "rows/housekeeper.h"
 #include "rows/table.h"
 
@@ -24,6 +26,12 @@ nb::ndarray<nb::numpy, T> array(std::vector<T> values, std::vector<size_t> shape
   auto* data = new std::vector<T>(std::move(values));
   nb::capsule owner(data, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
   return nb::ndarray<nb::numpy, T>(data->data(), shape.size(), shape.data(), owner);
+}
+
+std::vector<float> floats_of(const std::vector<char>& bytes) {
+  std::vector<float> values(bytes.size() / sizeof(float));
+  std::memcpy(values.data(), bytes.data(), values.size() * sizeof(float));
+  return values;
 }
 
 // keys, counts, last steps, values [n, floats]
@@ -233,11 +241,55 @@ void bind_durable(nb::module_& m) {
               if (reader.next(most, heads, bytes, places) == 0) heads.clear();
             }
             if (heads.empty()) return nb::none();
-            std::vector<float> values(heads.size() * reader.row_bytes() / sizeof(float));
-            std::memcpy(values.data(), bytes.data(), values.size() * sizeof(float));
-            return rows_tuple(heads, std::move(values));
+            return rows_tuple(heads, floats_of(bytes));
           },
           nb::arg("most") = 65536, "The next rows as (keys, counts, last steps, values), or None at the end.");
+
+  nb::class_<SegmentScan>(m, "SegmentScan")
+      .def(nb::init<const std::string&>(), nb::arg("path"), nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("table", [](const SegmentScan& scan) { return scan.id().table; })
+      .def_prop_ro("segment", [](const SegmentScan& scan) { return scan.id().number; })
+      .def_prop_ro("origin", [](const SegmentScan& scan) { return scan.id().origin; })
+      .def_prop_ro("row_bytes", [](const SegmentScan& scan) { return scan.geometry().row_bytes; })
+      .def_prop_ro("block_bytes", [](const SegmentScan& scan) { return scan.geometry().block_bytes; })
+      .def_prop_ro("records_per_block", [](const SegmentScan& scan) { return scan.geometry().records_per_block; })
+      .def_prop_ro("bytes", &SegmentScan::bytes)
+      .def_prop_ro("blocks", &SegmentScan::blocks)
+      .def_prop_ro("position", &SegmentScan::position)
+      .def_prop_ro("bad", &SegmentScan::bad)
+      .def(
+          "next",
+          [](SegmentScan& scan) -> nb::object {
+            std::vector<RecordHead> heads;
+            std::vector<char> bytes;
+            std::vector<uint32_t> numbers;
+            {
+              nb::gil_scoped_release release;
+              scan.next(heads, bytes, numbers);
+            }
+            if (heads.empty()) return nb::none();
+            const size_t n = numbers.size();
+            return nb::make_tuple(rows_tuple(heads, floats_of(bytes)), array(std::move(numbers), {n}));
+          },
+          "The next good records as ((keys, counts, last steps, values), numbers), or None at the end.");
+  m.def(
+      "read_adopted",
+      [](const std::string& folder) -> nb::object {
+        const std::string path = adopted_path(folder);
+        if (!files().exists(path)) return nb::none();
+        const Manifest manifest = decode(files().read_all(path), path);
+        nb::dict segments;
+        for (const auto& [number, part] : manifest.set.segments) {
+          const size_t words = part.bits.size();
+          segments[nb::cast(number)] =
+              nb::make_tuple(manifest.origin.at(number), part.records, array(std::vector(part.bits), {words}));
+        }
+        return segments;
+      },
+      nb::arg("folder"), "What a log began with: {segment: (origin, records, bits of those that count)}, or None.");
+  m.def(
+      "replace_file", [](const std::string& path, nb::bytes data) { files().replace(path, data.c_str(), data.size()); },
+      nb::arg("path"), nb::arg("data"), "The file holds what it held before or all of `data`, whatever happens.");
 
   m.def(
       "raw_reads",

@@ -91,6 +91,7 @@ Log::Log(LogOptions options) : options_(std::move(options)) {
     files().remove(options_.folder + "/" + name);
     if (*number < kMostSegments) state_->next = std::max(state_->next, *number + 1);
   }
+  if (files().exists(adopted_path(options_.folder))) files().remove(adopted_path(options_.folder));
 }
 
 Log::~Log() = default;

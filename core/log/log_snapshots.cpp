@@ -98,6 +98,9 @@ void Log::adopt(const std::string& folder) {
   std::map<uint64_t, LogSegment> adopted;
   uint64_t next = state.next;
   try {
+    // Before the first link: whoever finds the files finds which of their records count.
+    const std::vector<char> bytes = encode(manifest);
+    files().replace(adopted_path(state.folder), bytes.data(), bytes.size());
     for (const auto& [number, part] : manifest.set.segments) {
       const std::string from = folder + "/" + segment_name(number), to = state.path(number);
       const SegmentId id = manifest.id(number);
@@ -110,10 +113,13 @@ void Log::adopt(const std::string& folder) {
       next = std::max(next, number + 1);
     }
   } catch (...) {
-    for (const auto& [number, segment] : adopted)
+    const auto take_away = [](const std::string& path) {
       quietly([&] {
-        if (files().exists(segment.path)) files().remove(segment.path);
+        if (files().exists(path)) files().remove(path);
       });
+    };
+    for (const auto& [number, segment] : adopted) take_away(segment.path);
+    take_away(adopted_path(state.folder));
     throw;
   }
   std::lock_guard lock(state.mutex);

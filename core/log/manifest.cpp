@@ -62,6 +62,7 @@ void check_part(const LiveSet::Part& part, uint32_t live, const std::string& pat
 }  // namespace
 
 std::string manifest_path(const std::string& folder) { return folder + "/MANIFEST"; }
+std::string adopted_path(const std::string& folder) { return folder + "/ADOPTED"; }
 
 std::vector<char> encode(const Manifest& manifest) {
   ManifestHead head{};

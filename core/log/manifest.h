@@ -44,6 +44,10 @@ struct Manifest {
 };
 
 std::string manifest_path(const std::string& folder);
+// In a log's folder: the manifest of the snapshot that the log began with, for whoever reads the folder without the
+// log. Segments that it does not name (by number and origin) were written since. It may be older than the log, and then
+// it names none of the files that are there.
+std::string adopted_path(const std::string& folder);
 std::vector<char> encode(const Manifest& manifest);
 // Throws CorruptFile; `path` is for the message.
 Manifest decode(const std::vector<char>& bytes, const std::string& path);

@@ -34,22 +34,12 @@ uint64_t block_checksum(const Geometry& geometry, uint64_t seed, const char* blo
 }
 
 void check_header(const char* block, const Geometry& geometry, const SegmentId& id, const std::string& path) {
-  SegmentHeader header;
-  std::memcpy(&header, block, sizeof(header));
-  if (std::memcmp(header.magic, kMagic, 8) != 0) damaged(path, "does not begin like a segment");
-  if (header.version != kSegmentVersion)
-    throw CorruptFile("segment '" + path + "' has version " + std::to_string(header.version) +
-                      " but this HotRow reads version " + std::to_string(kSegmentVersion) + "; use a newer HotRow");
-  if (header.checksum != header_checksum(block)) damaged(path, "has a damaged header");
-  if (header.row_bytes != geometry.row_bytes)
-    damaged(path, "has rows of " + std::to_string(header.row_bytes) + " bytes but its snapshot has rows of " +
+  const SegmentHead found = read_header(block, path);
+  if (found.geometry.row_bytes != geometry.row_bytes)
+    damaged(path, "has rows of " + std::to_string(found.geometry.row_bytes) + " bytes but its snapshot has rows of " +
                       std::to_string(geometry.row_bytes));
-  if (header.record_bytes != geometry.record_bytes || header.block_bytes != geometry.block_bytes ||
-      header.records_per_block != geometry.records_per_block || header.name_bytes > kMostNameBytes)
-    damaged(path, "has a header with sizes that do not fit together");
-  const SegmentId found{std::string(header.name, header.name_bytes), header.segment, header.origin};
-  if (found != id)
-    damaged(path, "is number " + std::to_string(found.number) + " of table '" + found.table +
+  if (found.id != id)
+    damaged(path, "is number " + std::to_string(found.id.number) + " of table '" + found.id.table +
                       "', not the file that its snapshot was made with");
 }
 
@@ -102,6 +92,22 @@ void write_header(const Geometry& geometry, const SegmentId& id, char* into) {
   std::memcpy(into, &header, sizeof(header));
   header.checksum = header_checksum(into);
   std::memcpy(into, &header, sizeof(header));
+}
+
+SegmentHead read_header(const char* block, const std::string& path) {
+  SegmentHeader header;
+  std::memcpy(&header, block, sizeof(header));
+  if (std::memcmp(header.magic, kMagic, 8) != 0) damaged(path, "does not begin like a segment");
+  if (header.version != kSegmentVersion)
+    throw CorruptFile("segment '" + path + "' has version " + std::to_string(header.version) +
+                      " but this HotRow reads version " + std::to_string(kSegmentVersion) + "; use a newer HotRow");
+  if (header.checksum != header_checksum(block)) damaged(path, "has a damaged header");
+  const bool possible = header.row_bytes > 0 && header.row_bytes <= kMostRowBytes;
+  const Geometry geometry = possible ? geometry_of(header.row_bytes) : Geometry{};
+  if (header.record_bytes != geometry.record_bytes || header.block_bytes != geometry.block_bytes ||
+      header.records_per_block != geometry.records_per_block || header.name_bytes > kMostNameBytes || !possible)
+    damaged(path, "has a header with sizes that do not fit together");
+  return {geometry, {std::string(header.name, header.name_bytes), header.segment, header.origin}};
 }
 
 void finish_block(const Geometry& geometry, uint64_t seed, uint32_t block, uint32_t records, char* bytes) {

@@ -78,6 +78,12 @@ std::optional<uint64_t> segment_number(const std::string& name);  // none: not t
 
 // The header block, kSegmentHeadBytes of it.
 void write_header(const Geometry& geometry, const SegmentId& id, char* into);
+// What a header block says, checked as far as it can be alone. Throws CorruptFile; `path` is for the message.
+struct SegmentHead {
+  Geometry geometry;
+  SegmentId id;
+};
+SegmentHead read_header(const char* block, const std::string& path);
 // Sets the head of a block whose records are in place, and zeros behind them.
 void finish_block(const Geometry& geometry, uint64_t seed, uint32_t block, uint32_t records, char* bytes);
 // Throws CorruptFile unless it is that block and has at least so many records.
