@@ -92,7 +92,14 @@ def test_inspect_reads_an_ssd_folder(tmp_path: Path) -> None:
     for folder in (tmp_path / "ssd", tmp_path / "ssd" / "user"):
         shown = hotrow("inspect", str(folder))
         assert "records" in shown.stdout, shown.stderr
-        assert "user" in shown.stdout
+        assert "hottest 10 keys" in shown.stdout
+    segment = tmp_path / "ssd" / "user" / "segment-0000000000.hrs"
+    data = segment.read_bytes()
+    segment.write_bytes(data[:9000] + bytes([data[9000] ^ 1]) + data[9001:])
+    shown = hotrow("inspect", str(tmp_path / "ssd"), "--table", "user")
+    assert shown.returncode == 2
+    assert "hottest 10 keys" in shown.stdout
+    assert f"{segment.name}: damaged in block 0" in " ".join(shown.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@
 // *is* a snapshot: no order, no tombstones, every key exactly once.
 //
 // Segments are immutable once sealed. A folder that holds a snapshot has MANIFEST (its segments, how many records of
-// each count, their live bits, a checksum) and the segment files; that is the form of a checkpoint's rows and of the
-// SSD folder itself alike. publish() puts one there: sealed segments are hard-linked where the disk is the same and
-// copied where not (or linked from `previous`, an older snapshot on that disk). So a segment's bytes live as long as
-// any snapshot needs them, and removing an old snapshot is removing its folder.
+// each count, their live bits, a checksum) and the segment files; that is the form of a checkpoint's rows. publish()
+// puts one there: sealed segments are hard-linked where the disk is the same and copied where not (or linked from
+// `previous`, an older snapshot on that disk). So a segment's bytes live as long as any snapshot needs them, and
+// removing an old snapshot is removing its folder. The log's own folder has no MANIFEST: what counts is known here.
 //
 // Blocks: docs/formats/segments.md. Each block has a checksum that also covers where it belongs; a block that does not
 // fit is an error that names file and block, never a half-read row.
@@ -138,7 +138,7 @@ class Log {
   std::unique_ptr<State> state_;
 };
 
-// Reads a snapshot folder (a checkpoint's rows, or an SSD folder) record by record, for loading and for inspect.
+// Reads a snapshot folder (a checkpoint's rows) record by record, for loading and for inspect.
 class SnapshotReader {
  public:
   explicit SnapshotReader(const std::string& folder);  // throws CorruptFile, IoError

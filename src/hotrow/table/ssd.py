@@ -1,21 +1,26 @@
-"""The SSD folder of a collection: one lock, a folder with a log for each table.
+"""The SSD folder of a collection: one lock, a folder with a log for each table, and a few words about the table.
 
 Its content belongs to the running process. A process that dies leaves it behind, and the next one starts it anew from a
-checkpoint: checkpoints hold links to the segments they need, so nothing that was committed is lost with it.
+checkpoint: checkpoints hold links to the segments they need, so nothing that was committed is lost with it. The words
+(table.json, docs/formats/segments.md) are for people who look into the folder; nothing else depends on them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from hotrow import _core
 from hotrow.config import Memory, format_size
-from hotrow.errors import MemoryBudgetError
+from hotrow.errors import CheckpointError, MemoryBudgetError
 from hotrow.table.rows import TableRows
 from hotrow.tiers.host import core_errors
 
+DESCRIPTION, FORMAT, VERSION = "table.json", "hotrow-ssd-table", 1
 LEAST_BUFFER, MOST_BUFFER = 64 << 10, 1 << 20
 LEAST_FIXED = 2 << 20  # buffers of reads in flight
 LEAST_SLOTS, SLOT_BYTES = 4096, 24  # rows of DRAM that a table takes at a time; what one takes beside its values
@@ -39,7 +44,40 @@ class SsdFolder:
         buffer = min(MOST_BUFFER, max(LEAST_BUFFER, memory.dram_bytes // 100 // len(tables) // 4096 * 4096))
         _allow_many_files()
         for rows in tables:
-            rows.store.attach(os.path.join(self.path, rows.table.name), evicts=True, buffer=buffer, lock=lock)
+            folder = os.path.join(self.path, rows.table.name)
+            rows.store.attach(folder, evicts=True, buffer=buffer, lock=lock)
+            with core_errors():
+                _core.replace_file(os.path.join(folder, DESCRIPTION), describe(rows))
+
+
+def describe(rows: TableRows) -> bytes:
+    """What table.json says of a table."""
+    words: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": rows.table.name, "dim": rows.table.dim}
+    words |= {"optimizer": rows.optimizer.to_dict(), "row_bytes": rows.store.width * 4}
+    return json.dumps({**words, "checksum": _checksum(words)}, indent=1).encode()
+
+
+def read_description(folder: Path) -> dict[str, Any] | None:
+    """A table.json, checked; None where there is none."""
+    path = folder / DESCRIPTION
+    try:
+        words = json.loads(path.read_bytes())
+        checksum = words.pop("checksum")
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path} is corrupt: it is not what HotRow writes") from None
+    if (words.get("format"), words.get("version")) != (FORMAT, VERSION):
+        raise CheckpointError(f"{path} is not of format {FORMAT!r} version {VERSION}, which this release reads")
+    if checksum != _checksum(words):
+        raise CheckpointError(f"{path} is corrupt: its checksum differs from its contents")
+    return dict(words)
+
+
+def _checksum(words: dict[str, Any]) -> str:
+    """Over all fields but itself, as JSON with sorted keys and no spaces."""
+    data = json.dumps(words, sort_keys=True, separators=(",", ":")).encode()
+    return f"{_core.hash_bytes(data) & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
 def _allow_many_files() -> None:

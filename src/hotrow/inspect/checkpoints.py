@@ -1,0 +1,134 @@
+"""Checkpoints, and the rows inside them: everything that is shown has been compared with its checksum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table as View
+
+from hotrow import _core
+from hotrow.config import format_size
+from hotrow.errors import CheckpointError
+from hotrow.inspect.ranking import Ranking, check_name
+from hotrow.tiers.host import core_errors
+from hotrow.train.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
+
+CHUNK = 65536
+CHEAP_ROWS = 10_000_000  # about ten seconds of reading; more only when the table is asked for by name
+
+
+@dataclass(frozen=True)
+class TableOnDisk:
+    """A table's rows in a folder; `dim` and `optimizer` are known where a checkpoint says so."""
+
+    folder: Path
+    table: str
+    row_bytes: int
+    rows: int
+    dim: int | None = None
+    optimizer: str | None = None
+
+    @staticmethod
+    def open(folder: Path, dim: int | None = None, optimizer: str | None = None) -> TableOnDisk:
+        """Read the snapshot's own manifest."""
+        with core_errors():
+            reader = _core.SnapshotReader(str(folder))
+        return TableOnDisk(folder, str(reader.table), int(reader.row_bytes), int(reader.rows), dim, optimizer)
+
+    def read(self) -> Iterator[tuple[npt.NDArray[Any], ...]]:
+        """Keys, counts, last steps and values, chunk by chunk; every block's checksum is compared."""
+        with core_errors():
+            reader = _core.SnapshotReader(str(self.folder))
+            while (chunk := reader.next(CHUNK)) is not None:
+                yield chunk
+
+    @property
+    def bytes(self) -> int:
+        """What its files take."""
+        return folder_bytes(self.folder)
+
+
+def folder_bytes(folder: Path) -> int:
+    """The size of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def inspect_checkpoint(folder: Path, table: str | None, top: int, console: Console) -> None:
+    """A checkpoint's tables, with a folder's history above them; or one table's rows."""
+    checkpoint = open_checkpoint(folder)
+    checkpoint.verify()
+    if table is not None:
+        check_name(folder, table, list(checkpoint.tables))
+        saved = checkpoint.tables[table]
+        rows = TableOnDisk.open(checkpoint.rows(table), saved["dim"], saved["optimizer"]["kind"])
+        inspect_rows(rows, top, console, whole=True)
+        return
+    if checkpoint.path != folder:
+        _history(folder, console)
+    _overview(checkpoint, console)
+
+
+def _history(folder: Path, console: Console) -> None:
+    view = View("checkpoint", "saved")
+    for column in ("step", "rows", "bytes"):
+        view.add_column(column, justify="right")
+    for path in list_checkpoints(folder):
+        try:
+            manifest = open_checkpoint(path).manifest
+            rows = sum(saved["rows"] for saved in manifest["tables"])
+            figures = (manifest["created"], f"{manifest['step']:,}", f"{rows:,}", format_size(folder_bytes(path)))
+        except CheckpointError as error:
+            figures = (f"[red]{error}[/]", "", "", "")
+        view.add_row(path.name, *figures)
+    console.print(view)
+
+
+def _overview(checkpoint: Checkpoint, console: Console) -> None:
+    manifest, tables = checkpoint.manifest, checkpoint.tables
+    rows = sum(saved["rows"] for saved in tables.values())
+    console.print(
+        f"[bold]{checkpoint.path}[/]: {manifest['tower']} after {checkpoint.step:,} steps, {manifest['created']}, "
+        f"{rows:,} rows in {len(tables)} tables, {format_size(folder_bytes(checkpoint.path))}; checksums are right",
+        highlight=False,
+    )
+    view = View("table", "features", "optimizer")
+    for column in ("dim", "rows", "bytes a row", "values"):
+        view.add_column(column, justify="right")
+    for name, saved in tables.items():
+        width = saved["width"] * 4
+        features = ", ".join(f"{f} ({p})" if p != "sum" else f for f, p in saved["features"].items())
+        view.add_row(
+            name,
+            features,
+            saved["optimizer"]["kind"],
+            str(saved["dim"]),
+            f"{saved['rows']:,}",
+            str(width),
+            format_size(saved["rows"] * width),
+        )
+    console.print(view)
+    for split, figures in {"train": manifest["metrics"]["figures"], **(manifest["notes"].get("metrics") or {})}.items():
+        known = {name: value for name, value in (figures or {}).items() if name != "examples" and value is not None}
+        if known:
+            console.print(f"{split}: " + "  ".join(f"{name} {v:.4f}" for name, v in known.items()), highlight=False)
+
+
+def inspect_rows(rows: TableOnDisk, top: int, console: Console, whole: bool) -> None:
+    """One table's rows; those of a large one are read only with `whole`."""
+    state = f" with {rows.optimizer} state" if rows.optimizer else ""
+    shape = f" of dim {rows.dim}" if rows.dim else ""
+    line = f"[bold]{rows.table}[/]: {rows.rows:,} rows{shape} ({rows.row_bytes} bytes{state}), "
+    line += f"{format_size(rows.bytes)} on disk"
+    if rows.rows > CHEAP_ROWS and not whole:
+        console.print(f"{line}; --table {rows.table} reads them all and ranks them", highlight=False)
+        return
+    ranking = Ranking(top, rows.dim)
+    for keys, counts, steps, values in rows.read():
+        ranking.add(keys, counts, steps, ranking.norms(values))
+    console.print(f"{line}, {ranking.summary()}", highlight=False)
+    console.print(ranking.view())
