@@ -223,7 +223,8 @@ void bind_durable(nb::module_& m) {
             return t.tier() ? t.tier()->compact(records) : 0;
           },
           nb::arg("records") = 4096)
-      .def("load_snapshot", &Table::load_snapshot, nb::arg("folder"), nb::call_guard<nb::gil_scoped_release>());
+      .def("load_snapshot", &Table::load_snapshot, nb::arg("folder"), nb::call_guard<nb::gil_scoped_release>())
+      .def("load_state", &Table::load_state, nb::arg("folder"), nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<SnapshotReader>(m, "SnapshotReader")
       .def(nb::init<const std::string&>(), nb::arg("folder"))

@@ -163,6 +163,9 @@ class Table : public BudgetMember {
   void set_notes(std::string notes) { notes_ = std::move(notes); }
   // The table's rows become the snapshot's. Requires: the table is empty.
   void load_snapshot(const std::string& folder);
+  // The rest of it alone (sketch, cutoffs, notes), for a table that has got the rows in another way. None of it depends
+  // on the table's name.
+  void load_state(const std::string& folder);
   MemoryReport memory() const;
 
   size_t reclaimable() const override;
@@ -183,7 +186,6 @@ class Table : public BudgetMember {
   void cap_rows(uint64_t max_rows);
   void write_state(const std::string& folder, const std::vector<char>& state) const;
   std::vector<char> save_state() const;
-  void load_state(const std::string& folder);
   void store_initial(int64_t key, char* row) const;
 
   const TableOptions options_;

@@ -357,6 +357,46 @@ def test_a_renamed_table_is_mapped(tmp_path: Path) -> None:
         make_trainer(names=("user",)).load(path)
 
 
+@pytest.mark.parametrize("ssd", [False, True])
+def test_a_renamed_table_goes_on_as_if_it_had_its_old_name(tmp_path: Path, ssd: bool) -> None:
+    """Sightings so far, the cutoffs of sweeps and the clock come with the rows; new rows are zeros under any name."""
+
+    def make(first: str) -> hr.Trainer:
+        expiry = hr.Expiry(steps=12, time="30s", min_count=2, every=5)
+        tables = [
+            hr.Table(
+                name,
+                dim=4,
+                features=[feature],
+                initial=hr.Initial.zeros(),
+                admission=hr.Admission(after=3, sketch="1MiB"),
+                expiry=expiry,
+            )
+            for name, feature in ((first, "user"), ("item", "item"))
+        ]
+        memory = hr.Memory(dram="8MiB", ssd=tmp_path / first) if ssd else None
+        torch.manual_seed(0)
+        return hr.Trainer(hr.Recommender(hr.EmbeddingCollection(tables, memory=memory), make_trainer().model.tower))
+
+    trainer = make("user")
+    trainer.fit(clicks(6400), steps=33, progress=False)
+    trainer.save(tmp_path / "saved")
+    renamed = make("person")
+    renamed.load(tmp_path / "saved", rename={"user": "person"})
+    renamed.save(tmp_path / "again")
+    states = [open_checkpoint(tmp_path / f).rows(n) / "STATE" for f, n in (("saved", "user"), ("again", "person"))]
+    assert states[0].read_bytes() == states[1].read_bytes()
+    assert trainer.model.embeddings.table("user").clock.marks
+    reports = []
+    for each in (trainer, renamed):
+        torch.manual_seed(1)
+        reports.append(each.fit(clicks(6400), steps=40, cursor=each.cursor, progress=False))
+    assert reports[0].losses == reports[1].losses
+    rows, expected = bits(renamed)["rows"], bits(trainer)["rows"]
+    assert rows == {"person": expected["user"], "item": expected["item"]}
+    assert rows["person"]
+
+
 def test_rows_of_some_tables_alone(tmp_path: Path) -> None:
     trainer = trained()
     path = trainer.save(tmp_path).path

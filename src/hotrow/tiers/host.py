@@ -213,6 +213,11 @@ class HostStore:
         with core_errors():
             self.core.load_snapshot(folder)
 
+    def load_state(self, folder: str) -> None:
+        """What a snapshot has beside the rows: sketch, cutoffs and notes. Call it when the rows are there."""
+        with core_errors():
+            self.core.load_state(folder)
+
     def clear(self) -> None:
         """Remove every row, on SSD too."""
         with core_errors():

@@ -227,16 +227,20 @@ def apply_rows(checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]]) -> No
         rows.cool()
         if name == rows.table.name:
             rows.store.load_snapshot(str(checkpoint.rows(name)))
-            rows.loaded()
         else:
             _copy_rows(checkpoint.rows(name), rows)
+        rows.loaded()
 
 
 def _copy_rows(folder: Path, rows: TableRows) -> None:
-    """Row by row, for a table of another name: segments and the admission's sketch belong to the name they have."""
+    """Row by row, for a table of another name: segments belong to the name they have.
+
+    The cutoffs of earlier sweeps come last: a row that is set while they are there counts as updated since.
+    """
     rows.store.clear()
     for keys, counts, last_steps, values in _read_rows(folder):
         rows.assign(keys, values, counts, last_steps)
+    rows.store.load_state(str(folder))
 
 
 def _read_rows(folder: Path) -> Iterator[list[Tensor]]:

@@ -228,7 +228,8 @@ class Trainer:
     ) -> None:
         """Become what a checkpoint holds (or the newest of a folder): rows, tower, optimizer, metrics, random state.
 
-        `rename` maps saved tables to this model's. With `tables`, only the rows of those tables of this model are
+        `rename` maps saved tables to this model's; sightings and expiry go on, while new rows and draws of an admission
+        with a probability are those of the new name. With `tables`, only the rows of those tables of this model are
         loaded, and everything else stays. Other memory budgets are fine; what does not fit is an error, and then
         nothing has changed.
         """
