@@ -18,17 +18,7 @@ using testing::rows_of;
 using testing::small_log;
 using testing::Stamps;
 using testing::TempFolder;
-
-// The words of the IoError, or nothing.
-template <class Fn>
-std::string words_of(Fn fn) {
-  try {
-    fn();
-  } catch (const IoError& error) {
-    return error.what();
-  }
-  return "";
-}
+using testing::words_of;
 
 bool is_sync(const std::string& words) { return words.starts_with("cannot sync"); }
 
@@ -42,7 +32,7 @@ struct Work {
 
   void publish(const std::string& name) {
     const LiveSet set = mirror.log().begin_snapshot();
-    const std::string words = words_of([&] {
+    const std::string words = words_of<IoError>([&] {
       mirror.log().seal();
       mirror.log().publish(set, folder / name);
     });
@@ -112,8 +102,8 @@ void sweep_work(bool repeat) {
         ++sticky_seen;
         CHECK(words.find("resume from that checkpoint") != std::string::npos);
         if (std::string(name) != "append") CHECK_EQ(again, words);
-        CHECK_EQ(words_of([&] { work.mirror.log().seal(); }), words);
-        CHECK_EQ(words_of([&] { work.mirror.log().publish({}, folder / "another"); }), words);
+        CHECK_EQ(words_of<IoError>([&] { work.mirror.log().seal(); }), words);
+        CHECK_EQ(words_of<IoError>([&] { work.mirror.log().publish({}, folder / "another"); }), words);
         break;
       }
       CHECK_EQ(again, "");
@@ -157,7 +147,7 @@ TEST(a_log_opens_and_adopts_when_the_disk_is_well_again) {
     const auto open_and_adopt = [&] {
       Log log(small_log(folder / "log"));
       for (int i = 0;; ++i) {
-        const std::string words = words_of([&] { log.adopt(folder / "snapshot"); });
+        const std::string words = words_of<IoError>([&] { log.adopt(folder / "snapshot"); });
         if (words.empty()) break;
         CHECK_EQ(log.report().segments, 0u);
         if (!repeat) CHECK_EQ(files().list(folder / "log").size(), 0u);
@@ -169,7 +159,7 @@ TEST(a_log_opens_and_adopts_when_the_disk_is_well_again) {
     for (uint64_t at = 1;; ++at) {
       const uint64_t before = disk->calls();
       disk->fail(at, EIO, repeat);
-      const std::string words = words_of(open_and_adopt);
+      const std::string words = words_of<IoError>(open_and_adopt);
       const bool reached = disk->calls() - before >= at;
       disk->heal();
       if (!words.empty()) open_and_adopt();
@@ -188,7 +178,7 @@ TEST(a_read_that_fails_can_be_tried_again) {
   mirror.check(random);
   for (uint64_t at = 1; at < 5; ++at) {
     disk->fail(at, EIO);
-    const std::string words = words_of([&] { mirror.check(random); });
+    const std::string words = words_of<IoError>([&] { mirror.check(random); });
     CHECK(words.find("segment-") != std::string::npos || at > 2);
     disk->heal();
     mirror.check(random);
@@ -211,7 +201,7 @@ TEST(a_snapshot_reader_goes_on_where_a_read_failed) {
   for (int round = 0;; ++round) {
     if (round % 2 == 0) disk->fail(1, EIO);
     size_t count = 1;
-    const std::string words = words_of([&] { count = reader.next(9, heads, values, places); });
+    const std::string words = words_of<IoError>([&] { count = reader.next(9, heads, values, places); });
     if (!words.empty()) continue;
     if (count == 0) break;
     for (const RecordHead& head : heads) stamps[head.key] = head.stamp;

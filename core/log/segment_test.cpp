@@ -12,16 +12,7 @@ namespace {
 
 using testing::Random;
 using testing::TempFolder;
-
-template <class Fn>
-std::string words_of(Fn fn) {
-  try {
-    fn();
-  } catch (const CorruptFile& error) {
-    return error.what();
-  }
-  return "";
-}
+using testing::words_of;
 
 TEST(a_block_of_256_byte_rows_is_one_page_without_waste) {
   const Geometry geometry = geometry_of(256);
@@ -83,7 +74,7 @@ TEST(a_flipped_bit_in_the_header_is_noticed_and_the_file_named) {
     bytes[bit / 8] ^= static_cast<char>(1 << (bit % 8));
     files().remove(path);
     files().open(path, OpenMode::kCreate)->write(0, bytes.data(), bytes.size());
-    CHECK(words_of([&] { open_segment(path, geometry, id, 20); }).find(path) != std::string::npos);
+    CHECK(words_of<CorruptFile>([&] { open_segment(path, geometry, id, 20); }).find(path) != std::string::npos);
   }
 }
 
@@ -99,7 +90,7 @@ TEST(a_file_of_another_table_number_origin_or_size_is_not_taken) {
   CHECK_THROWS(CorruptFile, open_segment(path, geometry, id, 31));  // a third block
   open_segment(path, geometry, id, 30);
   CHECK_THROWS(CorruptFile, open_segment(folder / "segment-0000000009.hrs", geometry, id, 20));
-  const std::string words = words_of([&] { open_segment(path, geometry_of(512), id, 20); });
+  const std::string words = words_of<CorruptFile>([&] { open_segment(path, geometry_of(512), id, 20); });
   CHECK(words.find("256") != std::string::npos && words.find("512") != std::string::npos);
 }
 
@@ -109,7 +100,7 @@ TEST(a_block_is_taken_only_where_it_belongs_and_unchanged) {
   const uint64_t seed = SegmentId{"user", 3, 99}.seed();
   finish_block(geometry, seed, 8, 3, block.data());
   const auto check = [&](uint64_t s, uint32_t number, uint32_t records) {
-    return words_of([&] { check_block(geometry, s, number, records, block.data(), "file"); });
+    return words_of<CorruptFile>([&] { check_block(geometry, s, number, records, block.data(), "file"); });
   };
   CHECK_EQ(check(seed, 8, 3), "");
   CHECK_EQ(check(seed, 8, 1), "");

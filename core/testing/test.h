@@ -62,6 +62,17 @@ void check_throws(Fn fn, const char* text, const char* file, int line) {
   fail(file, line, std::string("no exception from ") + text);
 }
 
+// What an Error said, or nothing when there was none.
+template <class Error, class Fn>
+std::string words_of(Fn fn) {
+  try {
+    fn();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
 }  // namespace hotrow::testing
 
 #define TEST(name)                                                                     \

@@ -194,25 +194,14 @@ def sweep_durable(folder: Path, request: pytest.FixtureRequest, committed: dict[
 
 
 @pytest.mark.parametrize("sweep", [sweep_core, sweep_durable])
-def test_some_calls_fail_once(
+@pytest.mark.parametrize("calls", ["some", pytest.param("all", marks=pytest.mark.soak)])
+def test_a_call_that_fails_once_costs_nothing_that_was_saved(
     tmp_path: Path,
     request: pytest.FixtureRequest,
     committed: dict[int, Any],
     monkeypatch: pytest.MonkeyPatch,
     sweep: Callable[..., None],
-) -> None:
-    small_segments(monkeypatch.setattr, SMALL)
-    sweep(tmp_path, request, committed)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("sweep", [sweep_core, sweep_durable])
-def test_every_call_fails_once(
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    committed: dict[int, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    sweep: Callable[..., None],
+    calls: str,
 ) -> None:
     small_segments(monkeypatch.setattr, SMALL)
     sweep(tmp_path, request, committed)

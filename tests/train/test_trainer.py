@@ -8,6 +8,7 @@ import io
 import pytest
 import torch
 from rich.console import Console
+from runs import all_rows
 
 import hotrow as hr
 from hotrow import _core
@@ -26,17 +27,6 @@ def make_trainer(source: SyntheticClicks, optimizer: hr.optim.Optimizer | None =
     torch.manual_seed(0)
     tower = hr.models.DLRM(embeddings.features, dense_features=13, bottom=(16,), top=(32,))
     return hr.Trainer(hr.Recommender(embeddings, tower), **options)  # type: ignore[arg-type]
-
-
-def all_rows(trainer: hr.Trainer) -> dict[str, dict[int, bytes]]:
-    tables: dict[str, dict[int, bytes]] = {}
-    for table in trainer.model.embeddings.tables:
-        rows = tables.setdefault(table.table.name, {})
-        for chunk in table.scan():
-            meta = torch.stack([chunk.counts, chunk.last_steps], 1)
-            for key, values, numbers in zip(chunk.keys.tolist(), chunk.values, meta, strict=True):
-                rows[key] = values.numpy().tobytes() + numbers.numpy().tobytes()
-    return tables
 
 
 def test_it_learns_on_a_synthetic_log() -> None:

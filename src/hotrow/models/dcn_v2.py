@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hotrow.models.inputs import Features, check_dense, feature_widths, pick
+from hotrow.models.inputs import Features, FeatureTower
 from hotrow.nn.cross import CrossLayer
 from hotrow.nn.mlp import MLP
-from hotrow.nn.sizes import at_least, positive, widths
+from hotrow.nn.sizes import positive, widths
 
 
-class DCNv2(nn.Module):
+class DCNv2(FeatureTower):
     """Logit = MLP(cross layers(vectors, dense)).
 
     `features` are names, all `dim` wide, or name → width. `layers` cross layers are full, or of `rank`, or a mixture of
@@ -39,9 +39,7 @@ class DCNv2(nn.Module):
         experts: int = 1,
         deep: Sequence[int] = (1024, 512, 256),
     ) -> None:
-        super().__init__()
-        self.widths = feature_widths(features, dim)
-        self.dense_features = at_least(0, "dense_features", dense_features)
+        super().__init__(features, dim, dense_features)
         width = sum(self.widths.values()) + dense_features
         self.cross = nn.ModuleList(
             CrossLayer(width, rank=rank, experts=experts) for _ in range(positive("layers", layers))
@@ -50,8 +48,7 @@ class DCNv2(nn.Module):
 
     def forward(self, vectors: dict[str, Tensor], dense: Tensor | None = None) -> Tensor:
         """Logits, `[batch]`."""
-        rows = pick(vectors, self.widths)
-        dense = check_dense(dense, self.dense_features)
+        rows, dense = self.inputs(vectors, dense)
         start = torch.cat(rows if dense is None else [*rows, dense], dim=1)
         x = start
         for cross in self.cross:

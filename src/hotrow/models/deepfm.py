@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hotrow.errors import OptionError
-from hotrow.models.inputs import Features, check_dense, common_width, feature_widths, pick
+from hotrow.models.inputs import Features, FeatureTower, common_width, first_order
 from hotrow.nn.interaction import FactorizationMachine
 from hotrow.nn.mlp import MLP, linear
-from hotrow.nn.sizes import at_least, widths
+from hotrow.nn.sizes import widths
 
 
-class DeepFM(nn.Module):
+class DeepFM(FeatureTower):
     """Logit = first-order weights + linear(dense) + FM(vectors) + MLP(vectors, dense).
 
     `features` are names, all `dim` wide, or name → width, all the same: 1 (the first-order weight) + the
@@ -42,9 +42,7 @@ class DeepFM(nn.Module):
         deep: Sequence[int] = (400, 400, 400),
         dropout: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.widths = feature_widths(features, dim)
-        self.dense_features = at_least(0, "dense_features", dense_features)
+        super().__init__(features, dim, dense_features)
         self.vector = common_width(self.widths, "the factorization machine") - 1
         if self.vector == 0:
             raise OptionError(
@@ -58,14 +56,10 @@ class DeepFM(nn.Module):
 
     def forward(self, vectors: dict[str, Tensor], dense: Tensor | None = None) -> Tensor:
         """Logits, `[batch]`."""
-        rows = pick(vectors, self.widths)
-        dense = check_dense(dense, self.dense_features)
-        first_order = torch.cat([row[:, :1] for row in rows], dim=1).sum(dim=1)
+        rows, dense = self.inputs(vectors, dense)
         deep = [row[:, 1:] for row in rows]
-        if dense is not None and self.first_order_dense is not None:
-            first_order = first_order + self.first_order_dense(dense).squeeze(1)
-            deep.append(dense)
-        side_by_side = torch.cat(deep, dim=1)
+        side_by_side = torch.cat(deep if dense is None else [*deep, dense], dim=1)
         stacked = side_by_side[:, : len(rows) * self.vector].view(side_by_side.shape[0], len(rows), self.vector)
-        logits: Tensor = first_order + self.fm(stacked) + self.deep(side_by_side).squeeze(1)
+        linear = first_order(rows, dense, self.first_order_dense)
+        logits: Tensor = linear + self.fm(stacked) + self.deep(side_by_side).squeeze(1)
         return logits

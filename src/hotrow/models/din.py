@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hotrow.errors import OptionError, choices
-from hotrow.models.inputs import Features, check_dense, feature_widths, pick, pick_sequence
+from hotrow.models.inputs import Features, FeatureTower, pick_sequence
 from hotrow.nn.attention import LocalActivation
 from hotrow.nn.mlp import MLP
-from hotrow.nn.sizes import at_least, widths
+from hotrow.nn.sizes import widths
 
 
-class DIN(nn.Module):
+class DIN(FeatureTower):
     """Logit = MLP(vectors, attention of the target over the history, dense).
 
     `features` are the pooled ones, the target among them: names, all `dim` wide, or name → width. `history` is the
@@ -43,9 +43,7 @@ class DIN(nn.Module):
         attention: Sequence[int] = (80, 40),
         top: Sequence[int] = (200, 80),
     ) -> None:
-        super().__init__()
-        self.widths = feature_widths(features, dim)
-        self.dense_features = at_least(0, "dense_features", dense_features)
+        super().__init__(features, dim, dense_features)
         if target not in self.widths:
             raise OptionError(f"target {target!r} is not among the features; {choices(target, self.widths)}")
         if history in self.widths:
@@ -60,9 +58,8 @@ class DIN(nn.Module):
 
     def forward(self, vectors: dict[str, Tensor], dense: Tensor | None = None) -> Tensor:
         """Logits, `[batch]`."""
-        rows = pick(vectors, self.widths)
+        rows, dense = self.inputs(vectors, dense)
         items, mask = pick_sequence(vectors, self.history, self.widths[self.target])
-        dense = check_dense(dense, self.dense_features)
         interest: Tensor = self.attention(vectors[self.target], items, mask)
         rows.append(interest)
         if dense is not None:

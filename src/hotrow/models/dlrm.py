@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hotrow.errors import OptionError
-from hotrow.models.inputs import Features, check_dense, common_width, feature_widths, pick
+from hotrow.models.inputs import Features, FeatureTower, common_width
 from hotrow.nn.interaction import DotInteraction
 from hotrow.nn.mlp import MLP
-from hotrow.nn.sizes import at_least, widths
+from hotrow.nn.sizes import widths
 
 
-class DLRM(nn.Module):
+class DLRM(FeatureTower):
     """Logit = top(bottom(dense), dot products of all pairs of vectors).
 
     `features` are names, all `dim` wide, or name → width, all the same. The bottom MLP ends in that width and the top
@@ -40,9 +40,7 @@ class DLRM(nn.Module):
         bottom: Sequence[int] = (512, 256),
         top: Sequence[int] = (1024, 1024, 512, 256),
     ) -> None:
-        super().__init__()
-        self.widths = feature_widths(features, dim)
-        self.dense_features = at_least(0, "dense_features", dense_features)
+        super().__init__(features, dim, dense_features)
         width = common_width(self.widths, "a dot product")
         hidden = widths("bottom", bottom)
         count = len(self.widths) + (dense_features > 0)
@@ -57,8 +55,7 @@ class DLRM(nn.Module):
 
     def forward(self, vectors: dict[str, Tensor], dense: Tensor | None = None) -> Tensor:
         """Logits, `[batch]`."""
-        rows = pick(vectors, self.widths)
-        dense = check_dense(dense, self.dense_features)
+        rows, dense = self.inputs(vectors, dense)
         if dense is None or self.bottom is None:
             seen: Tensor = self.interaction(torch.stack(rows, dim=1))
         else:

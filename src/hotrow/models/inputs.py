@@ -12,12 +12,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hotrow.errors import BatchError, OptionError
-from hotrow.nn.sizes import positive
+from hotrow.nn.sizes import at_least, positive
 
 Features = Mapping[str, int] | Sequence[str]
+
+
+class FeatureTower(nn.Module):
+    """What all towers here know of their inputs: `widths` by feature, in order, and the number of dense features.
+
+    >>> rows, dense = FeatureTower(["user"], 4, 0).inputs({"user": torch.zeros(2, 4)}, None)
+    >>> len(rows), dense is None
+    (1, True)
+    """
+
+    def __init__(self, features: Features, dim: int | None, dense_features: int) -> None:
+        super().__init__()
+        self.widths = feature_widths(features, dim)
+        self.dense_features = at_least(0, "dense_features", dense_features)
+
+    def inputs(self, vectors: Mapping[str, Tensor], dense: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+        """The pooled vectors in order, and the dense features where there are some; both checked."""
+        return pick(vectors, self.widths), check_dense(dense, self.dense_features)
 
 
 def feature_widths(features: Features, dim: int | None) -> dict[str, int]:
@@ -61,6 +79,18 @@ def common_width(widths: Mapping[str, int], why: str) -> int:
                 "give their tables the same dim"
             )
     return width
+
+
+def first_order(rows: Sequence[Tensor], dense: Tensor | None, weights: nn.Module | None) -> Tensor:
+    """The linear part of a logit, `[batch]`: the first column of each row, and the dense features' weighted sum.
+
+    >>> first_order([torch.ones(2, 5), torch.ones(2, 3)], None, None)
+    tensor([2., 2.])
+    """
+    linear = torch.cat([row[:, :1] for row in rows], dim=1).sum(dim=1)
+    if dense is not None and weights is not None:
+        linear = linear + weights(dense).squeeze(1)
+    return linear
 
 
 def pick(vectors: Mapping[str, Tensor], widths: Mapping[str, int]) -> list[Tensor]:

@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hotrow.errors import OptionError
-from hotrow.models.inputs import Features, check_dense, feature_widths, pick
+from hotrow.models.inputs import Features, FeatureTower, first_order
 from hotrow.nn.mlp import MLP, linear
-from hotrow.nn.sizes import at_least, widths
+from hotrow.nn.sizes import widths
 
 
-class WideAndDeep(nn.Module):
+class WideAndDeep(FeatureTower):
     """Logit = sum of the wide weights + linear(dense) + MLP(deep vectors, dense).
 
     `features` are names, all `dim` wide, or name → width, where a width is 1 (the wide weight) + the deep width.
@@ -41,9 +41,7 @@ class WideAndDeep(nn.Module):
         deep: Sequence[int] = (1024, 512, 256),
         dropout: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.widths = feature_widths(features, dim)
-        self.dense_features = at_least(0, "dense_features", dense_features)
+        super().__init__(features, dim, dense_features)
         deep_width = sum(self.widths.values()) - len(self.widths) + dense_features
         if deep_width == 0:
             raise OptionError(
@@ -55,12 +53,10 @@ class WideAndDeep(nn.Module):
 
     def forward(self, vectors: dict[str, Tensor], dense: Tensor | None = None) -> Tensor:
         """Logits, `[batch]`."""
-        rows = pick(vectors, self.widths)
-        dense = check_dense(dense, self.dense_features)
-        wide = torch.cat([row[:, :1] for row in rows], dim=1).sum(dim=1)
+        rows, dense = self.inputs(vectors, dense)
         deep = [row[:, 1:] for row in rows if row.shape[1] > 1]
-        if dense is not None and self.wide_dense is not None:
-            wide = wide + self.wide_dense(dense).squeeze(1)
+        if dense is not None:
             deep.append(dense)
+        wide = first_order(rows, dense, self.wide_dense)
         logits: Tensor = wide + self.deep(torch.cat(deep, dim=1)).squeeze(1)
         return logits
