@@ -45,7 +45,7 @@ Log::State::State(const LogOptions& options, const Geometry& geometry_)
       folder(options.folder),
       table(options.table),
       writer(geometry_,
-             std::min<uint64_t>(options.buffer_bytes, geometry_.blocks(most_records) * geometry_.block_bytes)),
+             std::min<uint64_t>(options.buffer_bytes, geometry_.blocks(most_records) * geometry_.block_bytes), mutex),
       readers(PlacesReaders::shared(geometry_, options.depth)) {}
 
 LogSegment& Log::State::segment(uint64_t number) {
@@ -97,25 +97,29 @@ Log::Log(LogOptions options) : options_(std::move(options)) {
 Log::~Log() = default;
 
 Place Log::append(const RecordHead& head, const void* values, bool alive) {
+  Place place;
+  append(&head, &values, 1, &place, alive);
+  return place;
+}
+
+size_t Log::append(const RecordHead* heads, const void* const* values, size_t count, Place* places, bool alive) {
   State& state = *state_;
   if (state.open && state.open->records == state.most_records) seal();
-  if (state.open && !state.writer.has_room()) {
-    state.bytes_written += state.writer.write();
-    std::lock_guard lock(state.mutex);
-    state.writer.advance();
-  }
+  if (state.open && !state.writer.room()) state.bytes_written += state.writer.make_room();
   std::lock_guard lock(state.mutex);
   if (!state.open) state.begin_segment();
   LogSegment& segment = *state.open;
-  if (segment.records % 64 == 0) segment.bits.push_back(0);
-  state.writer.append(head, values);
-  const uint32_t record = segment.records++;
-  if (alive) {
-    segment.bits[record / 64] |= uint64_t{1} << (record % 64);
-    ++segment.live;
+  count = std::min<size_t>(count, std::min(state.writer.room(), state.most_records - segment.records));
+  segment.bits.resize((segment.records + count + 63) / 64);
+  for (size_t i = 0; i < count; ++i) {
+    state.writer.append(heads[i], values[i]);
+    const uint32_t record = segment.records++;
+    if (alive) segment.bits[record / 64] |= uint64_t{1} << (record % 64);
+    places[i] = segment.id.number << kRecordBits | record;
   }
-  ++state.rows_written;
-  return segment.id.number << kRecordBits | record;
+  if (alive) segment.live += count;
+  state.rows_written += count;
+  return count;
 }
 
 void Log::kill(Place place) {

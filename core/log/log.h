@@ -1,10 +1,10 @@
 // A table's rows on SSD: an append-only log of fixed-size records in segment files.
 //
 // append() gives a record its place, for ever: segment number and number inside the segment. Records gather in a buffer
-// and leave in large sequential direct writes; a record that is still in the buffer is read from there. Nothing is ever
-// overwritten: a newer record gets a new place, and kill() marks the old one dead. One bit a record says what is alive;
-// that is all a compaction needs, and a copy of the bits at a step boundary, together with the segments they speak of,
-// *is* a snapshot: no order, no tombstones, every key exactly once.
+// and leave in large sequential direct writes, in the background; a record that is still in the buffer is read from
+// there. Nothing is ever overwritten: a newer record gets a new place, and kill() marks the old one dead. One bit a
+// record says what is alive; that is all a compaction needs, and a copy of the bits at a step boundary, together with
+// the segments they speak of, *is* a snapshot: no order, no tombstones, every key exactly once.
 //
 // Segments are immutable once sealed. A folder that holds a snapshot has MANIFEST (its segments, how many records of
 // each count, their live bits, a checksum) and the segment files; that is the form of a checkpoint's rows. publish()
@@ -16,8 +16,8 @@
 // fit is an error that names file and block, never a half-read row.
 //
 // Threads: append, kill, seal, begin_snapshot and compaction's writes belong to the table's writer (one at a time).
-// read() may run from any thread beside them. A failed write leaves the log as it was before the call: the buffered
-// records stay readable and the write is tried again by the next call that needs it.
+// read() may run from any thread beside them. A failed write loses nothing: the records stay in the buffer and
+// readable, and the next call that needs the room tries again, throws when that fails too, and has then done nothing.
 #pragma once
 
 #include <cstdint>
@@ -98,6 +98,9 @@ class Log {
   // --- writing -------------------------------------------------------------------------------------------------------
   // The new record is alive (unless told that it is only for a snapshot).
   Place append(const RecordHead& head, const void* values, bool alive = true);
+  // As many of these records as there is room for, at least one; returns how many. Throws when it has appended none.
+  // Requires: count > 0.
+  size_t append(const RecordHead* heads, const void* const* values, size_t count, Place* places, bool alive = true);
   void kill(Place place);
   bool alive(Place place) const;
   // Writes what is buffered and ends the open segment; its data is on the disk afterwards.

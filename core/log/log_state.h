@@ -1,6 +1,6 @@
 // What a Log holds: its segments with their live bits, the one that is being written, and the readers.
 //
-// The mutex guards the segments and the writer's buffer. It is held for moments only: no file is touched under it. The
+// The mutex guards the segments and the writer's buffers. It is held for moments only: no file is touched under it. The
 // table's writer is the only one to change anything, so it may look without the mutex; readers copy what they need (a
 // file, a record from the buffer) under it. A file lives as long as someone reads it, also when its segment is dropped.
 #pragma once

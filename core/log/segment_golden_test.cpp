@@ -22,7 +22,8 @@ bool counts(int64_t key) { return key % 3 != 0 && key < kRecords - 1; }
 
 void write_golden(const std::string& folder) {
   const SegmentId id{"user", kSegment, kOrigin};
-  SegmentWriter writer(geometry_of(kRowBytes), 1 << 20);
+  std::mutex mutex;
+  SegmentWriter writer(geometry_of(kRowBytes), 1 << 20, mutex);
   writer.begin(id, folder + "/" + segment_name(kSegment));
   Manifest manifest{"user", kRowBytes, {}, {{kSegment, kOrigin}}};
   for (int64_t key = 0; key < kRecords; ++key) {

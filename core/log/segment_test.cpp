@@ -52,7 +52,8 @@ TEST(only_a_segments_own_name_is_its_name) {
 // A sealed file with `count` records, key i and stamp 1.
 std::string write_segment(const TempFolder& folder, const SegmentId& id, uint32_t row_bytes, int count) {
   const std::string path = folder / segment_name(id.number);
-  SegmentWriter writer(geometry_of(row_bytes), 1 << 20);
+  std::mutex mutex;
+  SegmentWriter writer(geometry_of(row_bytes), 1 << 20, mutex);
   writer.begin(id, path);
   for (int64_t i = 0; i < count; ++i) writer.append(testing::head_of(i, 1), testing::values_of(i, 1, row_bytes).data());
   writer.write();
@@ -122,14 +123,12 @@ TEST(a_segment_is_the_same_bytes_however_often_it_was_written) {
   Random random(2);
   for (int round = 0; round < 10; ++round) {
     TempFolder other;
-    SegmentWriter writer(geometry_of(1000), 12 << 10);
+    std::mutex mutex;
+    SegmentWriter writer(geometry_of(1000), 24 << 10, mutex);
     const std::string path = other / "file";
     writer.begin(id, path);
     for (int64_t i = 0; i < 50; ++i) {
-      if (!writer.has_room()) {
-        writer.write();
-        writer.advance();
-      }
+      if (!writer.room()) writer.make_room();
       writer.append(testing::head_of(i, 1), testing::values_of(i, 1, 1000).data());
       if (random.below(4) == 0) writer.write();  // as after an error
     }
