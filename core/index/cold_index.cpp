@@ -1,7 +1,12 @@
 #include "index/cold_index.h"
 
+#include <bit>
 #include <cassert>
 #include <cmath>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 namespace hotrow {
 namespace {
@@ -17,6 +22,28 @@ uint64_t position(uint64_t hash) { return (hash >> (54 - kHashBits)) & ((uint64_
 uint64_t entry_of(uint64_t hash, uint64_t place) { return position(hash) << kPlaceBits | (place + 1); }
 uint64_t place_of(uint64_t entry) { return (entry & kPlaceMask) - 1; }
 uint32_t line_of(uint64_t position, uint32_t lines) { return static_cast<uint32_t>((position * lines) >> kHashBits); }
+
+bool is_free(uint64_t entry) { return entry + 1 <= 1; }  // empty or deleted
+
+// The first free entry of a line, or kPerLine. Without a branch an entry: where it is cannot be foretold.
+uint32_t first_free(const uint64_t* entries) {
+  uint32_t bits = 1u << kPerLine;
+#if defined(__SSE2__)
+  const auto* pairs = reinterpret_cast<const __m128i*>(entries);
+  const __m128i one = _mm_set1_epi64x(1);
+  for (int half = 0; half < 2; ++half) {
+    // (entry + 1) / 2 is zero, that is both of its words are.
+    const __m128 a = _mm_castsi128_ps(_mm_srli_epi64(_mm_add_epi64(_mm_load_si128(pairs + 2 * half), one), 1));
+    const __m128 b = _mm_castsi128_ps(_mm_srli_epi64(_mm_add_epi64(_mm_load_si128(pairs + 2 * half + 1), one), 1));
+    const __m128 words = _mm_or_ps(_mm_shuffle_ps(a, b, 0x88), _mm_shuffle_ps(a, b, 0xdd));
+    const __m128i free = _mm_cmpeq_epi32(_mm_castps_si128(words), _mm_setzero_si128());
+    bits |= static_cast<uint32_t>(_mm_movemask_ps(_mm_castsi128_ps(free))) << (4 * half);
+  }
+#else
+  for (uint32_t i = 0; i < kPerLine; ++i) bits |= static_cast<uint32_t>(is_free(entries[i])) << i;
+#endif
+  return static_cast<uint32_t>(std::countr_zero(bits));
+}
 
 uint64_t capacity(uint32_t lines) { return static_cast<uint64_t>(lines * double{kPerLine} * kMaxFill); }
 
@@ -64,7 +91,7 @@ const void* ColdIndex::line(uint64_t hash) const {
 
 size_t ColdIndex::growth(uint32_t shard, uint64_t more) const {
   const Shard& s = shards_[shard];
-  if (uint64_t{s.rows} + s.deleted + more <= capacity(s.lines)) return 0;
+  if (uint64_t{s.rows} + s.deleted + more <= s.most) return 0;
   return lines_for_rows(shard, uint64_t{s.rows} + more);
 }
 
@@ -72,13 +99,12 @@ void ColdIndex::put(Shard& shard, uint64_t entry) {
   uint32_t line = line_of(entry >> kPlaceBits, shard.lines);
   while (true) {
     uint64_t* entries = shard.entries + size_t{line} * kPerLine;
-    for (uint32_t i = 0; i < kPerLine; ++i)
-      if (entries[i] == kEmpty || entries[i] == kDeleted) {
-        shard.deleted -= entries[i] == kDeleted;
-        ++shard.rows;
-        store(&entries[i], entry);
-        return;
-      }
+    if (const uint32_t i = first_free(entries); i < kPerLine) {
+      shard.deleted -= entries[i] == kDeleted;
+      ++shard.rows;
+      store(&entries[i], entry);
+      return;
+    }
     if (++line == shard.lines) line = 0;
   }
 }
@@ -91,9 +117,20 @@ void ColdIndex::rebuild(uint32_t number, uint32_t lines) {
   if (lines < shard.lines) __atomic_store_n(&shard.lines, lines, __ATOMIC_RELAXED);
   __atomic_store_n(&shard.entries, fresh, __ATOMIC_RELAXED);
   __atomic_store_n(&shard.lines, lines, __ATOMIC_RELAXED);
-  shard.rows = shard.deleted = 0;
-  for (size_t i = 0; i < size_t{old.lines} * kPerLine; ++i)
-    if (old.entries[i] != kEmpty && old.entries[i] != kDeleted) put(shard, old.entries[i]);
+  shard.deleted = 0;
+  shard.most = static_cast<uint32_t>(capacity(lines));
+  // A new line has no gaps, so its number of entries says where the next one goes. Old lines in their order fill new
+  // lines nearly in theirs: both arrays pass by once.
+  static thread_local std::vector<uint8_t> filled;
+  filled.assign(lines, 0);
+  for (size_t i = 0; i < size_t{old.lines} * kPerLine; ++i) {
+    const uint64_t entry = old.entries[i];
+    if (is_free(entry)) continue;
+    uint32_t to = line_of(entry >> kPlaceBits, lines);
+    while (filled[to] == kPerLine)
+      if (++to == lines) to = 0;
+    store(&fresh[size_t{to} * kPerLine + filled[to]++], entry);
+  }
   if (old.entries) arena_.release(reinterpret_cast<char*>(old.entries), old.lines);
 }
 
@@ -147,7 +184,7 @@ void ColdIndex::replace(uint64_t hash, uint64_t old_place, uint64_t place) {
 void ColdIndex::places(uint32_t number, std::vector<uint64_t>& out) const {
   const Shard& shard = shards_[number];
   for (size_t i = 0; i < size_t{shard.lines} * kPerLine; ++i)
-    if (shard.entries[i] != kEmpty && shard.entries[i] != kDeleted) out.push_back(place_of(shard.entries[i]));
+    if (!is_free(shard.entries[i])) out.push_back(place_of(shard.entries[i]));
 }
 
 uint64_t ColdIndex::rows() const {

@@ -59,6 +59,7 @@ class ColdIndex {
     uint32_t lines = 0;
     uint32_t rows = 0;
     uint32_t deleted = 0;
+    uint32_t most = 0;  // rows and deleted entries before the shard grows
   };
 
   uint64_t* locate(uint64_t hash, uint64_t place);

@@ -36,6 +36,21 @@ uint32_t first_free(const uint32_t* entries) {
 #endif
 }
 
+// One bit for each entry of a line that is this one.
+uint32_t equal(const uint32_t* entries, uint32_t entry) {
+  uint32_t bits = 0;
+#if defined(__SSE2__)
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    __m128i e = _mm_load_si128(reinterpret_cast<const __m128i*>(entries) + quarter);
+    __m128i same = _mm_cmpeq_epi32(e, _mm_set1_epi32(static_cast<int>(entry)));
+    bits |= static_cast<uint32_t>(_mm_movemask_ps(_mm_castsi128_ps(same))) << (4 * quarter);
+  }
+#else
+  for (uint32_t i = 0; i < kEntriesPerLine; ++i) bits |= static_cast<uint32_t>(entries[i] == entry) << i;
+#endif
+  return bits;
+}
+
 }  // namespace
 
 uint32_t lines_for(uint32_t shard, uint64_t rows) {
@@ -111,19 +126,14 @@ void ShardWriter::insert(uint64_t hash, uint32_t slot) {
 }
 
 void ShardWriter::erase(uint64_t hash, uint32_t slot) {
-  uint32_t entry = ShardIndex::tag_of(hash, index_.slot_bits) | (slot + kFirstSlotCode);
+  const uint32_t entry = ShardIndex::tag_of(hash, index_.slot_bits) | (slot + kFirstSlotCode);
   uint32_t line = ShardIndex::line_of(hash, index_.lines);
   for (uint32_t probed = 0; probed < index_.lines; ++probed) {
     uint32_t* entries = index_.entries + size_t{line} * kEntriesPerLine;
-    bool has_empty = false;
-    uint32_t* found = nullptr;
-    for (uint32_t i = 0; i < kEntriesPerLine; ++i) {
-      has_empty |= entries[i] == kEmptyEntry;
-      if (entries[i] == entry) found = &entries[i];
-    }
-    if (found) {
+    if (const uint32_t found = equal(entries, entry)) {
       // A line that was never full let nothing pass on to the next, so its entry can simply become empty.
-      store(found, has_empty ? kEmptyEntry : kDeletedEntry);
+      const bool has_empty = equal(entries, kEmptyEntry) != 0;
+      store(&entries[std::countr_zero(found)], has_empty ? kEmptyEntry : kDeletedEntry);
       index_.deleted += !has_empty;
       --index_.rows;
       return;

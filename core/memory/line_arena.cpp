@@ -1,6 +1,7 @@
 #include "memory/line_arena.h"
 
 #include <algorithm>
+#include <cstring>
 #include <new>
 
 namespace hotrow {
@@ -21,11 +22,16 @@ void for_each_page(size_t first_line, size_t lines, Fn fn) {
   }
 }
 
-// A reader of a dead block may be looking, so these are stores that it may race with. Fresh memory is zero already, but
-// a page that is read before it is written is faulted twice, the second time with an interrupt of every core.
+// A reader of a dead block may be looking, so to the thread sanitizer these are stores that it may race with. Fresh
+// memory is zero already, but a page that is read before it is written is faulted twice, the second time with an
+// interrupt of every core.
 void clear(char* block, size_t lines) {
+#if defined(__SANITIZE_THREAD__)
   auto words = reinterpret_cast<uint32_t*>(block);
   for (size_t i = 0; i < lines * kLine / sizeof(uint32_t); ++i) __atomic_store_n(&words[i], 0u, __ATOMIC_RELAXED);
+#else
+  std::memset(block, 0, lines * kLine);
+#endif
 }
 
 }  // namespace
