@@ -10,6 +10,7 @@ namespace hotrow {
 namespace {
 
 constexpr size_t kIndexReserve = size_t{1} << 40;
+constexpr size_t kEvictedTogether = 64;  // rows
 
 size_t most_marked(const Region& headers) { return headers.reserved() / (sizeof(HeaderGroup) / 4); }
 
@@ -200,7 +201,7 @@ void ColdTier::make_room(size_t rows) {
 
 // The hand goes round at most four times: a row is at most 3 warm.
 size_t ColdTier::evict(size_t want) {
-  std::array<uint32_t, 64> victims;
+  std::array<uint32_t, kEvictedTogether> victims;
   size_t evicted = 0, count = 0;
   const uint64_t slots = table_.slots_;
   for (uint64_t looked = 0; looked < 4 * slots && evicted + count < want; ++looked) {
@@ -230,35 +231,52 @@ size_t ColdTier::evict(size_t want) {
 // A few at a time, so that their lines of both indexes are on the way while the rows are appended.
 void ColdTier::evict_slots(const uint32_t* slots, size_t count) {
   const HeaderGroup* headers = table_.view_.headers;
-  std::array<uint64_t, 64> hashes;
+  std::array<uint64_t, kEvictedTogether> hashes;
+  std::array<RecordHead, kEvictedTogether> heads;
+  std::array<const void*, kEvictedTogether> values;
+  std::array<uint32_t, kEvictedTogether> dirty;
+  std::array<Place, kEvictedTogether> places;
+  size_t dirty_count = 0;
   for (size_t i = 0; i < count; ++i) {
-    hashes[i] = hash_key(headers[slots[i] / 4].key[slots[i] % 4]);
+    const uint32_t slot = slots[i], lane = slot % 4;
+    const HeaderGroup& group = headers[slot / 4];
+    hashes[i] = hash_key(group.key[lane]);
     const ShardIndex& index = table_.shards_[shard_of(hashes[i])];
     __builtin_prefetch(index.entries + size_t{ShardIndex::line_of(hashes[i], index.lines)} * kEntriesPerLine, 1);
     __builtin_prefetch(cold_.line(hashes[i]), 1);
+    if (marks_.epoch(slot) == kClean) continue;
+    heads[dirty_count] = {group.key[lane], group.stamp[lane], group.count[lane], 0};
+    values[dirty_count] = table_.view_.rows + size_t{slot} * table_.view_.row_bytes;
+    dirty[dirty_count++] = static_cast<uint32_t>(i);
   }
-  for (size_t i = 0; i < count; ++i) {
-    const uint32_t slot = slots[i];
-    Place place = marks_.place(slot);
-    if (marks_.epoch(slot) != kClean) {
-      place = append(slot, true);
+  for (size_t i = 0; i < count && dirty_count < count; ++i)
+    if (marks_.epoch(slots[i]) == kClean) move_down(slots[i], hashes[i], marks_.place(slots[i]));
+  for (size_t done = 0; done < dirty_count;) {
+    const size_t end = done + log_->append(&heads[done], &values[done], dirty_count - done, &places[done]);
+    for (; done < end; ++done) {
+      const uint32_t slot = slots[dirty[done]];
       if (wanted(slot)) {
-        snapshot_->set.set(place);
+        snapshot_->set.set(places[done]);
         ++snapshot_->written;
       }
       ++counters.evicted_dirty;
+      move_down(slot, hashes[dirty[done]], places[done]);
     }
-    ++counters.evicted;
-    {
-      ShardIndex& index = table_.shards_[shard_of(hashes[i])];
-      ShardGuard guard(index);
-      cold_.insert(hashes[i], place);
-      ShardWriter(index, headers, table_.index_memory_).erase(hashes[i], slot);
-    }
-    table_.view_.headers[slot / 4].stamp[slot % 4] = 0;
-    marks_.reset(slot, kClean, kNoPlace);
-    table_.free_.push_back(slot);
   }
+}
+
+// From index to index, now that the row's copy has a place.
+void ColdTier::move_down(uint32_t slot, uint64_t hash, Place place) {
+  ++counters.evicted;
+  {
+    ShardIndex& index = table_.shards_[shard_of(hash)];
+    ShardGuard guard(index);
+    cold_.insert(hash, place);
+    ShardWriter(index, table_.view_.headers, table_.index_memory_).erase(hash, slot);
+  }
+  table_.view_.headers[slot / 4].stamp[slot % 4] = 0;
+  marks_.reset(slot, kClean, kNoPlace);
+  table_.free_.push_back(slot);
 }
 
 bool ColdTier::release_slab() {

@@ -125,6 +125,7 @@ class ColdTier {
   bool grow_slab();
   void drop_cold(uint64_t hash, Place place);
   void evict_slots(const uint32_t* slots, size_t count);
+  void move_down(uint32_t slot, uint64_t hash, Place place);
   Place append(uint32_t slot, bool alive);
   void capture_slot(uint32_t slot, bool changes);
   bool wanted(uint32_t slot) { return snapshot_ && marks_.epoch(slot) == snapshot_->old_epoch; }
