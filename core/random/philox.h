@@ -42,9 +42,9 @@ inline void philox_blocks(std::array<uint32_t, 3> counter, uint32_t first_block,
   c[3][0] = _mm_set_epi64x(first_block + 1, first_block);
   c[3][1] = _mm_set_epi64x(first_block + 3, first_block + 2);
   const __m128i m0 = _mm_set1_epi64x(0xD2511F53), m1 = _mm_set1_epi64x(0xCD9E8D57);
-  auto k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+  const __m128i bump0 = _mm_set1_epi64x(0x9E3779B9), bump1 = _mm_set1_epi64x(0xBB67AE85);
+  __m128i key0 = _mm_set1_epi64x(static_cast<uint32_t>(key)), key1 = _mm_set1_epi64x(static_cast<uint32_t>(key >> 32));
   for (int round = 0; round < 10; ++round) {
-    const __m128i key0 = _mm_set1_epi64x(k0), key1 = _mm_set1_epi64x(k1);
     for (int pair = 0; pair < 2; ++pair) {
       const __m128i x = _mm_mul_epu32(c[0][pair], m0), y = _mm_mul_epu32(c[2][pair], m1);
       c[0][pair] = _mm_xor_si128(_mm_xor_si128(_mm_srli_epi64(y, 32), c[1][pair]), key0);
@@ -52,8 +52,8 @@ inline void philox_blocks(std::array<uint32_t, 3> counter, uint32_t first_block,
       c[1][pair] = y;
       c[3][pair] = x;
     }
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+    key0 = _mm_add_epi32(key0, bump0);
+    key1 = _mm_add_epi32(key1, bump1);
   }
   for (int w = 0; w < 4; ++w) {
     const __m128 low = _mm_castsi128_ps(c[w][0]), high = _mm_castsi128_ps(c[w][1]);
