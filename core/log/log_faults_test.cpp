@@ -131,7 +131,7 @@ TEST(an_append_that_fails_has_appended_nothing) {
   disk->fail(1, ENOSPC, /*repeat=*/true);
   // A write in the background tells nobody; the append that needs its room does.
   int64_t key = 16;
-  while (words_of([&] { mirror.put(key); }).empty()) ++key;
+  while (words_of<IoError>([&] { mirror.put(key); }).empty()) ++key;
   CHECK(key <= 24);
   for (int i = 0; i < 5; ++i) CHECK_THROWS(IoError, append(mirror.log(), 99, 1));
   CHECK_EQ(mirror.log().report().records, static_cast<uint64_t>(key));
