@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 
 from hotrow.errors import BatchError, OptionError, choices
-from hotrow.kernels.find import way_of
 from hotrow.kernels.launch import fast
 from hotrow.kernels.mixing import empty_key, half_of, hash_key, home_of
 from hotrow.kernels.sets import POLICIES, SPILL, WAYS, SetIndex, check
@@ -53,12 +52,15 @@ def taken_ways(held, home):
 
 
 @fast
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "batch"])
 def target_kernel(
-    index_keys, first, count, keys, tables, number, homes, n,
+    index_keys, pins, first, count, keys, tables, number, homes, found, n, batch,
     TABLES: tl.constexpr, MIXED: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The home each key goes to, _NOWHERE after the real ones. MIXED: a present key's is the one that holds it."""
+    """The home each key goes to, _NOWHERE after the real ones.
+
+    MIXED: a present key's is the one that holds it; its slot is pinned for the batch and goes to `found` (-1: absent).
+    """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = n
     if NUMBER:
@@ -75,12 +77,16 @@ def target_kernel(
     taken = taken_ways(held, home)
     unsure = valid & (taken >= _SPILL)
     if MIXED:
-        here = tl.max((held == key[:, None]).to(tl.int32), axis=1) > 0
-        unsure = valid & (here == 0)
+        here = tl.max(tl.where(held == key[:, None], ways, -1), axis=1)
+        unsure = valid & (here < 0)
     beside = tl.load(index_keys + (other >> 1)[:, None] * 8 + ways, mask=unsure[:, None], other=0)
     moves = unsure & (taken >= _SPILL) & (taken_ways(beside, other) < taken)
     if MIXED:
-        moves |= unsure & (tl.max((beside == key[:, None]).to(tl.int32), axis=1) > 0)
+        there = tl.where(unsure, tl.max(tl.where(beside == key[:, None], ways, -1), axis=1), -1)
+        moves |= there >= 0
+        slot = tl.where(here >= 0, (home >> 1) * 8 + here, tl.where(there >= 0, (other >> 1) * 8 + there, -1))
+        tl.store(found + at, slot, mask=at < n)
+        tl.store(pins + slot, tl.full([BLOCK], batch, tl.int32), mask=valid & (slot >= 0))
     tl.store(homes + at, tl.where(valid, tl.where(moves, other, home), _NOWHERE), mask=at < n)
 
 
@@ -112,7 +118,8 @@ def choose_kernel(
     valid = home != _NOWHERE
     asks = valid
     if MIXED:
-        present = tl.load(found + at, mask=valid, other=0)
+        source = tl.load(order_of + at, mask=valid, other=0)
+        present = tl.load(found + source, mask=valid, other=0)
         asks = valid & (present < 0)
 
     # A set has eight ways, so at most eight earlier keys are present and eight absent ones fill it: no need to look
@@ -128,7 +135,8 @@ def choose_kernel(
         same = inside & (tl.load(homes + before, mask=inside, other=-1) == home)
         counted = same
         if MIXED:
-            counted = same & (tl.load(found + before, mask=same, other=0) < 0)
+            earlier = tl.load(order_of + before, mask=same, other=0)
+            counted = same & (tl.load(found + earlier, mask=same, other=0) < 0)
         rank += counted.to(tl.int32)
         looking = tl.max(same.to(tl.int32), axis=0)
 
@@ -189,18 +197,6 @@ def erase_kernel(index_keys, pins, scores, first, slots, n, capacity, tables, BL
 
 @fast
 @triton.jit(do_not_specialize=["n", "batch"])
-def pin_present_kernel(index_keys, pins, keys, homes, order, found, n, batch, BLOCK: tl.constexpr):
-    """find over keys in the order of their homes."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    valid = at < n
-    key = tl.load(keys + tl.load(order + at, mask=valid, other=0), mask=valid, other=0)
-    slot = way_of(index_keys, tl.load(homes + at, mask=valid, other=0) >> 1, key, valid)
-    tl.store(found + at, slot, mask=valid)
-    tl.store(pins + slot, tl.full([BLOCK], batch, tl.int32), mask=slot >= 0)
-
-
-@fast
-@triton.jit(do_not_specialize=["n", "batch"])
 def swap_kernel(
     index_keys, pins, scores, rows, keys, values, order, chosen, ranks, counts, totals,
     slots, out_keys, out_values, n, batch, score,
@@ -252,7 +248,7 @@ def choose(
     n = _checked(index, keys, tables, number)
     slots = torch.empty(n, dtype=torch.int32, device=index.device)
     if n:
-        homes, order = _targets(index, keys, tables, number, False)
+        homes, order = _targets(index, keys, tables, number, None, 0)
         choose_kernel[(triton.cdiv(n, BLOCK),)](
             index.keys, index.pins, index.scores, homes, order, slots, slots, slots, slots, n, settled,
             MIXED=False, BLOCK=BLOCK, num_warps=WARPS,
@@ -313,9 +309,8 @@ def insert_and_evict(
     if n == 0:
         return out._replace(number=out.number.zero_())
     grid = (triton.cdiv(n, BLOCK),)
-    homes, order = _targets(index, keys, tables, None, True)
     found, chosen, ranks, counts = ints(n), ints(n), ints(n), ints(grid[0])
-    pin_present_kernel[grid](index.keys, index.pins, keys, homes, order, found, n, batch, BLOCK=BLOCK, num_warps=WARPS)
+    homes, order = _targets(index, keys, tables, None, found, batch)
     choose_kernel[grid](
         index.keys, index.pins, index.scores, homes, order, chosen, found, ranks, counts, n, settled,
         MIXED=True, BLOCK=BLOCK, num_warps=WARPS,
@@ -333,15 +328,20 @@ def insert_and_evict(
 
 
 def _targets(
-    index: SetIndex, keys: torch.Tensor, tables: torch.Tensor | None, number: torch.Tensor | None, mixed: bool
+    index: SetIndex,
+    keys: torch.Tensor,
+    tables: torch.Tensor | None,
+    number: torch.Tensor | None,
+    found: torch.Tensor | None,
+    batch: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sets that keys go to, sorted, and the order that sorts them."""
+    """The sets that keys go to, sorted, and the order that sorts them; with `found`, where present ones are, pinned."""
     n = keys.numel()
     homes = torch.empty(n, dtype=torch.int32, device=index.device)
     target_kernel[(triton.cdiv(n, BLOCK),)](
-        index.keys, index.first, index.count, keys, homes if tables is None else tables,
-        homes if number is None else number, homes, n,
-        TABLES=tables is not None, MIXED=mixed, NUMBER=number is not None, BLOCK=BLOCK, num_warps=WARPS,
+        index.keys, index.pins, index.first, index.count, keys, homes if tables is None else tables,
+        homes if number is None else number, homes, homes if found is None else found, n, batch,
+        TABLES=tables is not None, MIXED=found is not None, NUMBER=number is not None, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     sorted_homes, order = homes.sort(stable=True)
     return sorted_homes, order

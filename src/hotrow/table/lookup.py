@@ -14,6 +14,7 @@ by two of them gets the sum of its gradients and one step of the optimizer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -139,10 +140,8 @@ class Lookup:
         """The pooled matrix [batch, width], and each feature's output: a slice of it, or [ids, dim] for a sequence."""
         pooled = self._empty(self.batch.size, self.layout.width)
         slices = self.layout.split(pooled)
-        outputs = [
-            self._empty(self.batch.ids[place.feature].values.numel(), place.table.table.dim) if part is None else part
-            for place, part in zip(self.layout.places, slices, strict=True)
-        ]
+        sequences = iter(self._sequences())
+        outputs = [next(sequences) if part is None else part for part in slices]
         self.plan.gather(outputs)
         return pooled, outputs
 
@@ -160,6 +159,19 @@ class Lookup:
         if self.gradients is None:
             raise BatchError("update before backward: this lookup has no gradients yet")
         self.plan.update(self.gradients, joined(self.gradients), self.layout.updates(step), step, grad_scale)
+
+    def _sequences(self) -> list[Tensor]:
+        """A matrix [ids, dim] for each sequence; neighbours of one dim are parts of one allocation."""
+        wanted = [
+            (self.batch.ids[place.feature].values.numel(), place.table.table.dim)
+            for place in self.layout.places
+            if not place.pooled
+        ]
+        outputs: list[Tensor] = []
+        for dim, group in itertools.groupby(wanted, key=lambda size: size[1]):
+            sizes = [rows for rows, _ in group]
+            outputs += self._empty(sum(sizes), dim).split(sizes)
+        return outputs
 
     def _empty(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns, dtype=torch.float32, device=self.layout.device)
