@@ -69,7 +69,7 @@ def filled(device: torch.device) -> Callable[..., Any]:
 
 @pytest.fixture
 def crowd() -> Callable[..., torch.Tensor]:
-    """crowd(n, high=0): n distinct keys whose hashes have nearly `high` in both halves: one set is both their choices."""
+    """crowd(n, high=0): n distinct keys with nearly `high` in both halves of their hash: both choices are one set."""
     from hotrow.kernels.mixing import key_of
 
     return lambda n, high=0: torch.tensor([key_of((high << 32) | (high ^ i)) for i in range(n)], dtype=torch.int64)
