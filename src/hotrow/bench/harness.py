@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table as RichTable
 
@@ -143,13 +144,14 @@ def append(path: Path, results: Sequence[Result]) -> None:
 
 
 def hardware() -> str:
-    """The processor and how many cores of it we may use."""
+    """The processor, how many cores of it we may use, and the GPU where there is one."""
     model = platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
-    return f"{len(os.sched_getaffinity(0))} cores of {model}"
+    cores = f"{len(os.sched_getaffinity(0))} cores of {model}"
+    return f"{cores}, {torch.cuda.get_device_name()}" if torch.cuda.is_available() else cores
 
 
 def commit() -> str:

@@ -25,8 +25,9 @@ FIELDS = 9  # int32 words a key: two of the key, then table, sightings, slot, an
 @fast
 @triton.jit(do_not_specialize=["n", "clean"])
 def _brief_kernel(
-    keys, tables, seen, chosen, number, hosts, steps, counts, out, out_keys, going, n, clean, BLOCK: tl.constexpr
-):
+    keys, tables, seen, chosen, number, hosts, steps, counts, out, out_keys, going, n, clean, STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     slot = tl.load(chosen + at, mask=inside, other=-1)
@@ -35,29 +36,30 @@ def _brief_kernel(
     tl.store(out + 2 * n + at, tl.load(tables + at, mask=inside, other=0), mask=inside)
     tl.store(out + 3 * n + at, tl.load(seen + at, mask=inside, other=0), mask=inside)
     tl.store(out + 4 * n + at, slot, mask=inside)
-    host, step = tl.load(hosts + slot, mask=there, other=-1), tl.load(steps + slot, mask=there, other=-1)
+    host, step = tl.load(hosts + slot, mask=there, other=-1), tl.load(steps + STRIDE * slot, mask=there, other=-1)
     tl.store(out + 5 * n + at, host, mask=inside)
     tl.store(out + 6 * n + at, step, mask=inside)
     tl.store(going + at, tl.where((host >= 0) & (step > clean), slot, -1), mask=inside)
-    tl.store(out + 7 * n + at, tl.load(counts + slot, mask=there, other=0), mask=inside)
+    tl.store(out + 7 * n + at, tl.load(counts + STRIDE * slot, mask=there, other=0), mask=inside)
     tl.store(out + 8 * n + at, tl.load(number) + at * 0, mask=inside)
 
 
 @fast
 @triton.jit(do_not_specialize=["n", "capacity", "batch"])
 def _admit_kernel(
-    index_keys, pins, scores, hosts, steps, counts, keys, slots, places, n, capacity, batch, score, BLOCK: tl.constexpr
-):
+    index_keys, pins, scores, hosts, steps, counts, keys, slots, places, n, capacity, batch, score,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     slot = tl.load(slots + at, mask=inside, other=-1)
     mask = (slot >= 0) & (slot < capacity)
     tl.store(index_keys + slot, tl.load(keys + at, mask=mask, other=0), mask=mask)
-    tl.store(pins + slot, tl.full([BLOCK], batch, tl.int32), mask=mask)
-    tl.store(scores + slot, tl.full([BLOCK], score, tl.float32), mask=mask)
+    tl.store(pins + 2 * slot, tl.full([BLOCK], batch, tl.int32), mask=mask)
+    tl.store(scores + 2 * slot, tl.full([BLOCK], score, tl.float32), mask=mask)
     tl.store(hosts + slot, tl.load(places + at, mask=mask, other=0), mask=mask)
-    tl.store(steps + slot, tl.load(places + n + at, mask=mask, other=0), mask=mask)
-    tl.store(counts + slot, tl.load(places + 2 * n + at, mask=mask, other=0), mask=mask)
+    tl.store(steps + STRIDE * slot, tl.load(places + n + at, mask=mask, other=0), mask=mask)
+    tl.store(counts + STRIDE * slot, tl.load(places + 2 * n + at, mask=mask, other=0), mask=mask)
 
 
 @fast
@@ -82,7 +84,7 @@ def brief(
     if n:
         _brief_kernel[(triton.cdiv(n, BLOCK),)](
             unique.keys, unique.tables, unique.counts, chosen, unique.number, hosts, steps, counts, out,
-            out[: 2 * n].view(torch.int64), going, n, clean, BLOCK=BLOCK,
+            out[: 2 * n].view(torch.int64), going, n, clean, STRIDE=steps.stride(0), BLOCK=BLOCK,
         )  # fmt: skip
     return out, going
 
@@ -96,7 +98,7 @@ def admit(
     batch: int,
     score: float,
 ) -> None:
-    """Keys into their slots of the index, and places int32 [3, n] into `beside` (hosts, steps, counts) there.
+    """Keys into their slots of the index, and places int32 [3, n] into `beside` (hosts, steps, counts).
 
     Slots of -1 and those at or beyond the index's capacity are passed over.
     """
@@ -104,7 +106,7 @@ def admit(
     if n:
         _admit_kernel[(triton.cdiv(n, BLOCK),)](
             index.keys, index.pins, index.scores, *beside, keys, slots, places, n, index.capacity, batch, score,
-            BLOCK=BLOCK,
+            STRIDE=beside[1].stride(0), BLOCK=BLOCK,
         )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def find_kernel(
     tl.store(slots + at, slot, mask=valid)
     found = slot >= 0
     if PIN:
-        tl.store(pins + slot, tl.full([BLOCK], batch, tl.int32), mask=found)
+        tl.store(pins + 2 * slot, tl.full([BLOCK], batch, tl.int32), mask=found)
     if MISSING:
         absent = tl.sum((valid & (slot < 0)).to(tl.int32), axis=0)
         if absent > 0:

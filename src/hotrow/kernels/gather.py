@@ -76,8 +76,8 @@ def _gather_kernel(
         first = tl.load(begins + at)
         here = (item >= first) & (item < tl.load(begins + at + 1))
         address = tl.load(outputs + 2 * at) + (item - first).to(tl.int64) * tl.load(outputs + 2 * at + 1)
-        place = matrix_rows(address, OUT, ALIGNED)
-        tl.store(place[:, None] + column[None, :], value, mask=here[:, None] & wanted[None, :], cache_modifier=STORE)
+        target = matrix_rows(address, OUT, ALIGNED)
+        tl.store(target[:, None] + column[None, :], value, mask=here[:, None] & wanted[None, :], cache_modifier=STORE)
 
 
 @triton.jit

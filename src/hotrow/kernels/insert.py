@@ -26,8 +26,8 @@ from hotrow.kernels.launch import fast
 from hotrow.kernels.mixing import empty_key, half_of, hash_key, home_of
 from hotrow.kernels.sets import POLICIES, SPILL, WAYS, SetIndex, check
 
-BLOCK, WARPS = 256, 4
-SWAP_ELEMENTS, SWAP_WARPS = 4096, 4  # of a block that swaps rows: keys * padded dim
+BLOCK, WARPS = 64, 4
+SWAP_ELEMENTS, SWAP_WARPS = 4096, 2  # of a block that swaps rows: keys * padded dim
 
 _NEVER = tl.constexpr(1 << 62)
 _HELD = tl.constexpr(-(1 << 40))  # below: the order of an empty way
@@ -86,7 +86,7 @@ def target_kernel(
         moves |= there >= 0
         slot = tl.where(here >= 0, (home >> 1) * 8 + here, tl.where(there >= 0, (other >> 1) * 8 + there, -1))
         tl.store(found + at, slot, mask=at < n)
-        tl.store(pins + slot, tl.full([BLOCK], batch, tl.int32), mask=valid & (slot >= 0))
+        tl.store(pins + 2 * slot, tl.full([BLOCK], batch, tl.int32), mask=valid & (slot >= 0))
     tl.store(homes + at, tl.where(valid, tl.where(moves, other, home), _NOWHERE), mask=at < n)
 
 
@@ -97,8 +97,8 @@ def ranked_ways(index_keys, pins, scores, home, valid, settled):
     at = (home >> 1)[:, None] * 8 + ways
     valid = valid[:, None]
     held = tl.load(index_keys + at, mask=valid, other=0)
-    pin = tl.load(pins + at, mask=valid, other=0)
-    bits = tl.load(scores + at, mask=valid, other=0.0).to(tl.int32, bitcast=True)
+    pin = tl.load(pins + 2 * at, mask=valid, other=0)
+    bits = tl.load(scores + 2 * at, mask=valid, other=0.0).to(tl.int32, bitcast=True)
     rising = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     by_score = tl.where(pin > settled, _NEVER, rising * 8 + ways)
     by_way = ways.to(tl.int64) - _NEVER
@@ -175,8 +175,8 @@ def place_kernel(
     slot = tl.load(slots + at, mask=at < real, other=-1)
     mask = slot >= 0
     tl.store(index_keys + slot, tl.load(keys + at, mask=mask, other=0), mask=mask)
-    tl.store(pins + slot, tl.full([BLOCK], batch, tl.int32), mask=mask)
-    tl.store(scores + slot, tl.full([BLOCK], score, tl.float32), mask=mask)
+    tl.store(pins + 2 * slot, tl.full([BLOCK], batch, tl.int32), mask=mask)
+    tl.store(scores + 2 * slot, tl.full([BLOCK], score, tl.float32), mask=mask)
 
 
 @fast
@@ -191,8 +191,8 @@ def erase_kernel(index_keys, pins, scores, first, slots, n, capacity, tables, BL
         home |= (tl.load(first + table).to(tl.int32) == slot // 8).to(tl.int32)
         table += 1
     tl.store(index_keys + slot, empty_key(home), mask=mask)
-    tl.store(pins + slot, tl.zeros([BLOCK], tl.int32), mask=mask)
-    tl.store(scores + slot, tl.zeros([BLOCK], tl.float32), mask=mask)
+    tl.store(pins + 2 * slot, tl.zeros([BLOCK], tl.int32), mask=mask)
+    tl.store(scores + 2 * slot, tl.zeros([BLOCK], tl.float32), mask=mask)
 
 
 @fast
@@ -226,8 +226,8 @@ def swap_kernel(
     tl.debug_barrier()  # the old row and key are read by all threads before they are overwritten
     tl.store(row, coming, mask=placed[:, None] & wanted)
     tl.store(index_keys + slot, key, mask=placed)
-    tl.store(pins + slot, tl.full([BLOCK], batch, tl.int32), mask=placed)
-    tl.store(scores + slot, tl.full([BLOCK], score, tl.float32), mask=placed)
+    tl.store(pins + 2 * slot, tl.full([BLOCK], batch, tl.int32), mask=placed)
+    tl.store(scores + 2 * slot, tl.full([BLOCK], score, tl.float32), mask=placed)
 
 
 def choose(

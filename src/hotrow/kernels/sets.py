@@ -8,7 +8,8 @@ set holds a key that can never live in that set (the key whose hash is 0 lives i
 hash is 2^64 - 1 in its last; the first set uses the latter, all others the former). Hence a table has two sets or more.
 
 Per slot also: `pins`, the number of the last batch that holds the row, which must not be evicted while that number is
-above the last settled batch's; and `scores`, higher is hotter. Batches are numbered from 1; 0 is nobody.
+above the last settled batch's; and `scores`, higher is hotter. They lie side by side, because both are written for a
+row that comes. Batches are numbered from 1; 0 is nobody.
 
 The object only owns the tensors. find.py reads it, insert.py and touch.py change it, on the caller's stream; two
 streams must be ordered by the caller. Nothing synchronises with the host.
@@ -38,16 +39,16 @@ class SetIndex:
         if not counts or min(counts) < 2:
             raise OptionError(f"every table needs at least 2 sets ({2 * WAYS} rows) in HBM, got {counts}; raise hbm=")
         self.sets = sum(counts)
-        if self.sets * WAYS >= 1 << 31:
-            raise OptionError(f"{self.sets * WAYS:,} slots do not fit in int32; split the tables over several indices")
+        if self.sets * WAYS >= 1 << 30:
+            raise OptionError(f"{self.sets * WAYS:,} slots are more than an index takes; split the tables over several")
         self.counts = counts
         self.tables = len(counts)
         self.count = torch.tensor(counts, dtype=torch.int64, device=device)
         self.first = torch.tensor([sum(counts[:t]) for t in range(len(counts))], dtype=torch.int64, device=device)
         self.device = self.count.device
         self.keys = torch.empty(self.sets, WAYS, dtype=torch.int64, device=device)
-        self.pins = torch.empty(self.capacity, dtype=torch.int32, device=device)
-        self.scores = torch.empty(self.capacity, dtype=torch.float32, device=device)
+        held = torch.empty(self.capacity, 2, dtype=torch.int32, device=device)
+        self.pins, self.scores = held[:, 0], held.view(torch.float32)[:, 1]
         self.clear()
 
     @property

@@ -37,10 +37,10 @@ def touch_kernel(scores, slots, number, n, capacity, now, LFU: tl.constexpr, NUM
     mask = (slot >= 0) & (slot < capacity)
     score = tl.full([BLOCK], now, tl.float32)
     if LFU:
-        old = tl.load(scores + slot, mask=mask, other=0.0)
+        old = tl.load(scores + 2 * slot, mask=mask, other=0.0)
         high = tl.maximum(old, score)
         score = high + tl.log2(1.0 + tl.exp2(tl.minimum(old, score) - high))
-    tl.store(scores + slot, score, mask=mask)
+    tl.store(scores + 2 * slot, score, mask=mask)
 
 
 def first_score(batch: int, policy: str, half_life: float) -> float:

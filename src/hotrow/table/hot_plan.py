@@ -217,8 +217,8 @@ class Part:
         leaving.slots.numpy()[aside] = -1
         slots = np.where(aside, tier.capacity + np.cumsum(aside, dtype=np.int32) - 1, slots).astype(np.int32)
         self.extra = torch.empty(extra, tier.layout.stride, dtype=torch.float32, device=tier.device)
-        self.extra_steps = to_device(torch.from_numpy(steps[aside]), tier.device)
-        self.extra_counts = to_device(torch.from_numpy(arriving.counts.numpy()[aside]), tier.device)
+        beside = np.stack([steps[aside], arriving.counts.numpy()[aside]], axis=1)
+        self.extra_steps, self.extra_counts = to_device(torch.from_numpy(beside), tier.device).unbind(1)
         kept = torch.from_numpy(np.where(refused, -1, arriving.slots.numpy())[aside].astype(np.int32))
         bounds = _bounds_of(aside, arriving.bounds)
         self.extra_rows = Places(self.group.stores, bounds, kept, arriving.steps, arriving.counts)

@@ -37,9 +37,9 @@ class HbmTier:
         try:
             self.index = SetIndex(sets, device)
             self.rows = torch.empty(self.index.capacity, layout.stride, dtype=torch.float32, device=device)
-            self.hosts, self.steps, self.counts = (
-                torch.full((self.index.capacity,), -1, dtype=torch.int32, device=device) for _ in range(3)
-            )
+            self.hosts = torch.full((self.index.capacity,), -1, dtype=torch.int32, device=device)
+            beside = torch.full((self.index.capacity, 2), -1, dtype=torch.int32, device=device)
+            self.steps, self.counts = beside.unbind(1)
         except torch.OutOfMemoryError as error:
             raise MemoryBudgetError(
                 f"hbm= does not fit on {device}: {str(error).split('.')[0]}. Lower hbm=, or free memory there"

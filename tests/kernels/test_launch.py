@@ -1,0 +1,139 @@
+"""A kernel that is launched again is compiled again only where Triton would make another of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from hotrow.kernels import launch
+from hotrow.kernels.launch import Fast, fast
+
+
+@dataclass
+class Param:
+    name: str
+    is_constexpr: bool = False
+    do_not_specialize: bool = False
+
+
+@dataclass
+class Compiled:
+    """What a stand-in kernel gives back: notes its launches as (grid, arguments)."""
+
+    launches: list[Any] = field(default_factory=list)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args: self.launches.append((grid, args))
+
+
+class Kernel:
+    """A stand-in for a jitted kernel (data, n, loose, A, B) that notes how it was called."""
+
+    def __init__(self) -> None:
+        self.params = [
+            Param("data"), Param("n"), Param("loose", do_not_specialize=True), Param("A", True), Param("B", True)
+        ]  # fmt: skip
+        self.calls: list[Any] = []
+        self.made: list[Compiled] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def compile_and_launch(*args: Any, **options: Any) -> Compiled:
+            self.calls.append((grid, args, options))
+            self.made.append(Compiled())
+            return self.made[-1]
+
+        return compile_and_launch
+
+
+MEMORY = torch.zeros(64)
+START = -MEMORY.data_ptr() // 4 % 4  # the first element at a multiple of 16 bytes
+DATA = MEMORY[START : START + 16]
+USUAL: dict[str, Any] = {"A": 8, "B": True, "num_warps": 4}
+
+
+def test_the_same_call_goes_to_what_was_compiled() -> None:
+    kernel = Kernel()
+    again = Fast(kernel)
+    again[(3,)](DATA, 20, 5, **USUAL)
+    assert kernel.calls == [((3,), (DATA, 20, 5), USUAL)] and kernel.made[0].launches == []
+    again[(4,)](DATA, 20, 6, **USUAL)
+    again[(4, 2)](DATA, 21, 7, **USUAL)  # nothing that matters is different about 21
+    other = MEMORY[START + 16 : START + 32]
+    again[(4, 2, 6)](other, 20, 7, **USUAL)  # elsewhere, and as well aligned
+    assert len(kernel.calls) == 1
+    grids = [grid for grid, _ in kernel.made[0].launches]
+    assert grids == [(4, 1, 1), (4, 2, 1), (4, 2, 6)]
+    passed = [args[1:] for _, args in kernel.made[0].launches]
+    assert passed == [(20, 6, 8, True), (21, 7, 8, True), (20, 7, 8, True)]  # constexprs too, in the kernel's order
+    assert [args[0].data_ptr() for _, args in kernel.made[0].launches] == [DATA.data_ptr()] * 2 + [other.data_ptr()]
+
+
+@pytest.mark.parametrize(
+    "args, options",
+    [
+        pytest.param((DATA.double(), 20, 5), {}, id="dtype"),
+        pytest.param((MEMORY[START + 1 :], 20, 5), {}, id="alignment"),
+        pytest.param((DATA.to("meta"), 20, 5), {}, id="device"),
+        pytest.param((DATA, 1, 5), {}, id="one"),
+        pytest.param((DATA, 32, 5), {}, id="a multiple of 16"),
+        pytest.param((DATA, 1 << 31, 5), {}, id="64 bits"),
+        pytest.param((DATA, 20, 1 << 31), {}, id="64 bits, loose"),
+        pytest.param((DATA, 20, 5), {"A": 16}, id="constexpr"),
+        pytest.param((DATA, 20, 5), {"B": False}, id="flag"),
+        pytest.param((DATA, 20, 5), {"num_warps": 8}, id="option"),
+    ],
+)
+def test_what_triton_specialises_on_is_compiled_anew(args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    kernel = Kernel()
+    again = Fast(kernel)
+    again[(1,)](DATA, 20, 5, **USUAL)
+    for _ in range(2):
+        again[(1,)](*args, **(USUAL | options))
+        again[(1,)](DATA, 20, 5, **USUAL)
+    assert [call[1] for call in kernel.calls] == [(DATA, 20, 5), args]
+    assert [len(made.launches) for made in kernel.made] == [2, 1]
+
+
+def test_loose_numbers_are_never_compiled_anew() -> None:
+    kernel = Kernel()
+    again = Fast(kernel)
+    for number in (5, 1, 16, 17, 0, 2**31 - 1):
+        again[(1,)](DATA, 20, number, **USUAL)
+    assert len(kernel.calls) == 1
+    assert [args[2] for _, args in kernel.made[0].launches] == [1, 16, 17, 0, 2**31 - 1]
+
+
+def test_under_the_interpreter_a_kernel_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel()
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    assert fast(kernel) is kernel
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    assert isinstance(fast(kernel), Fast)
+
+
+@fast
+@triton.jit(do_not_specialize=["loose"])
+def _sum_kernel(out, data, n, loose, WIDTH: tl.constexpr):  # noqa: N803
+    at = tl.arange(0, WIDTH)
+    total = tl.sum(tl.load(data + at, mask=at < n, other=0), axis=0)
+    tl.store(out, total * n + loose)
+
+
+@pytest.mark.gpu
+def test_numbers_of_every_kind_reach_a_compiled_kernel() -> None:
+    if not torch.cuda.is_available() or launch.INTERPRETED:
+        pytest.skip("needs a CUDA device and TRITON_INTERPRET unset")
+    data = torch.arange(1, 40, dtype=torch.int32, device="cuda")
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+    for _ in range(2):
+        for n in (1, 16, 17, 18, 32, 1):
+            for loose in (1, 16, 17):
+                for some in (data, data[1:]):
+                    _sum_kernel[(1,)](out, some, n, loose, WIDTH=32)
+                    assert out.item() == int(some[:n].sum()) * n + loose
+    assert len(_sum_kernel.compiled) == 6  # n is 1, a multiple of 16 or neither, and the data aligned or not
