@@ -62,7 +62,8 @@ def test_admitted_keys_and_places_are_in_their_slots_and_nowhere_else(device: to
         slots[at + 3 :: 11] = outside
     keys = draw(max(n, 1))[:n]
     places = torch.stack([ints(0, 2**31 - 1, n, seed) for seed in (8, 9, 10)])
-    tensors = tuple(each.to(device) for each in beside(index.capacity))
+    hosts, steps, counts = (each.to(device) for each in beside(index.capacity))
+    tensors = (hosts, steps, counts)
     before = [each.cpu().clone() for each in (index.keys.view(-1), index.pins, index.scores, *tensors)]
     admit(index, tensors, keys.to(device), slots.to(device), places.to(device), batch=17, score=2.5)
     inside = (slots >= 0) & (slots < index.capacity)
