@@ -19,23 +19,26 @@ def ints(low: int, high: int, n: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(low, high, (n,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
 
 
-def beside(capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hosts (some slots have none), steps and counts of the slots."""
-    return ints(-1, 4, capacity, 1), ints(0, 20, capacity, 2), ints(0, 1 << 16, capacity, 3)
+def beside(capacity: int, device: torch.device, together: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hosts (some slots have none), steps and counts of the slots; the last two one after the other, or interleaved."""
+    hosts, pair = ints(-1, 4, capacity, 1), torch.stack([ints(0, 20, capacity, 2), ints(0, 1 << 16, capacity, 3)])
+    steps, counts = pair.t().contiguous().to(device).unbind(1) if together else pair.to(device).unbind(0)
+    return hosts.to(device), steps, counts
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("n", SIZES)
-def test_a_brief_holds_what_plain_indexing_finds(device: torch.device, draw: Any, n: int) -> None:
+def test_a_brief_holds_what_plain_indexing_finds(device: torch.device, draw: Any, n: int, together: bool) -> None:
     keys, tables = draw(max(n // 2, 1))[ints(0, max(n // 2, 1), n).long()], ints(0, 3, n, 4)
     unique = dedup(keys.to(device), tables.to(device), 3)
-    hosts, steps, counts = beside(1000)
+    hosts, steps, counts = beside(1000, device, together)
     chosen = torch.randperm(1000, generator=torch.Generator().manual_seed(5))[:n].int()
     chosen[::3] = -1
-    out, going = brief(unique, chosen.to(device), hosts.to(device), steps.to(device), counts.to(device), clean=11)
+    out, going = brief(unique, chosen.to(device), hosts, steps, counts, clean=11)
     assert out.shape == (FIELDS * n,) and out.dtype == torch.int32
     there = chosen >= 0
-    host, step = (torch.where(there, each[chosen.long()], -1) for each in (hosts, steps))
-    count = torch.where(there, counts[chosen.long()], 0)
+    host, step = (torch.where(there, each.cpu()[chosen.long()], -1) for each in (hosts, steps))
+    count = torch.where(there, counts.cpu()[chosen.long()], 0)
     assert torch.equal(out[: 2 * n].view(torch.int64), unique.keys)
     words = (unique.tables, unique.counts, chosen, host, step, count, unique.number.expand(n))
     for word, expected in zip(out[2 * n :].view(FIELDS - 2, n).cpu(), words, strict=True):
@@ -52,8 +55,11 @@ def test_a_row_changed_at_the_clean_step_stays(device: torch.device) -> None:
         assert brief(unique, chosen, hosts, steps, hosts, clean)[1].tolist() == expected
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("n", SIZES)
-def test_admitted_keys_and_places_are_in_their_slots_and_nowhere_else(device: torch.device, draw: Any, n: int) -> None:
+def test_admitted_keys_and_places_are_in_their_slots_and_nowhere_else(
+    device: torch.device, draw: Any, n: int, together: bool
+) -> None:
     index = SetIndex([60, 40], device)
     index.pins.copy_(ints(0, 9, index.capacity, 6))
     index.scores.copy_(torch.rand(index.capacity, generator=torch.Generator().manual_seed(7)))
@@ -62,8 +68,7 @@ def test_admitted_keys_and_places_are_in_their_slots_and_nowhere_else(device: to
         slots[at + 3 :: 11] = outside
     keys = draw(max(n, 1))[:n]
     places = torch.stack([ints(0, 2**31 - 1, n, seed) for seed in (8, 9, 10)])
-    hosts, steps, counts = (each.to(device) for each in beside(index.capacity))
-    tensors = (hosts, steps, counts)
+    tensors = beside(index.capacity, device, together)
     before = [each.cpu().clone() for each in (index.keys.view(-1), index.pins, index.scores, *tensors)]
     admit(index, tensors, keys.to(device), slots.to(device), places.to(device), batch=17, score=2.5)
     inside = (slots >= 0) & (slots < index.capacity)
