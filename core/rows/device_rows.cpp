@@ -65,7 +65,10 @@ void lower_rows(const std::vector<TablePart>& parts, const uint32_t* slots, cons
   auto comes = [&](size_t i) { return slots[i] != kNoSlot && steps[i] > clean; };
   std::vector<std::unique_lock<Writer>> locks;
   std::vector<uint32_t> changed;
-  for (const TablePart& part : parts) {
+  std::vector<TablePart> ordered = parts;  // locks in the order in which plans take them
+  std::sort(ordered.begin(), ordered.end(),
+            [](const TablePart& a, const TablePart& b) { return &a.table->writer() < &b.table->writer(); });
+  for (const TablePart& part : ordered) {
     const size_t from = std::max(part.begin, begin), to = std::min(part.end, end);
     if (from >= to || !part.table->tier()) continue;
     locks.emplace_back(part.table->writer());

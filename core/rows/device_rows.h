@@ -22,7 +22,7 @@ struct TablePart {
 size_t seek_rows(const std::vector<TablePart>& parts, const int64_t* keys, uint32_t* slots, uint32_t* steps,
                  uint32_t* counts);
 
-// Whole rows: out[i * stride] is the row of slots[i], for i from `begin` to `end`.
+// Whole rows: out[(i - begin) * stride] is the row of slots[i], for i from `begin` to `end`.
 void copy_rows(const std::vector<TablePart>& parts, const uint32_t* slots, size_t begin, size_t end, float* out,
                size_t stride);
 

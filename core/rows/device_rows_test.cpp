@@ -2,6 +2,7 @@
 #include "rows/device_rows.h"
 
 #include <algorithm>
+#include <chrono>
 #include <set>
 #include <stdexcept>
 #include <thread>
@@ -455,6 +456,27 @@ TEST(a_swept_row_is_not_alive_and_its_slot_waits_for_who_holds_it) {
     table->unhold(dead.data(), dead.size());
     CHECK_EQ(taken(2000), static_cast<ptrdiff_t>(dead.size()));
   }
+}
+
+// Plans lock tables by address; whoever brings rows down to several must not hold a higher one while it waits.
+TEST(rows_come_down_to_several_tables_in_the_order_of_their_locks) {
+  testing::TempFolder folder;
+  Tables tables{over_log(0, folder / "a"), over_log(0, folder / "b")};
+  if (&tables[0]->writer() < &tables[1]->writer()) std::swap(tables[0], tables[1]);
+  Plan plan;
+  Lot lot = lift(plan, tables, {keys_from(0, 10), keys_from(50, 10)}, {}, 1);
+  plan.hold();
+  plan.commit();
+  testing::Random random(3);
+  const auto rows = lot.change(random, lot.widest(), 2);
+  tables[1]->writer().lock();
+  std::thread behind([&] { lot.lower(1, 0, lot.size(), rows, lot.widest()); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  const bool free = tables[0]->writer().try_lock();
+  if (free) tables[0]->writer().unlock();
+  tables[1]->writer().unlock();
+  behind.join();
+  CHECK(free);
 }
 
 TEST(rows_come_down_beside_others_that_press_for_room) {

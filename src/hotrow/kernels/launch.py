@@ -34,7 +34,7 @@ class Fast:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        key: list[Any] = [args[0].device, *options.values()]
+        key: list[Any] = [args[0].device, *options.items()]
         for loose, arg in zip(self.loose, args, strict=False):
             if isinstance(arg, Tensor):
                 key.append((arg.dtype, arg.data_ptr() & 15 == 0))
