@@ -130,6 +130,13 @@ void bind_store(nb::module_& m) {
           },
           nb::arg("keys").noconvert(), nb::arg("slots").noconvert())
       .def(
+          "create",
+          [](Table& table, Vector<const int64_t> keys) {
+            nb::gil_scoped_release release;
+            table.find_or_create(keys.data(), keys.size(), nullptr);
+          },
+          nb::arg("keys").noconvert(), "Gives unseen keys their initial row.")
+      .def(
           "read",
           [](const Table& table, Vector<const int64_t> keys, Rows<float> out, Vector<bool> found) {
             require(out.shape(0) == keys.size() && static_cast<int>(out.shape(1)) == table.dim() &&

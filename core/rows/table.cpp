@@ -66,6 +66,14 @@ inline __attribute__((always_inline)) void prefetch_line(const std::vector<Shard
     __builtin_prefetch(index.entries + size_t{ShardIndex::line_of(hash, index.lines)} * kEntriesPerLine, 1);
 }
 
+// The same for the slot that its row will go to.
+inline __attribute__((always_inline)) void prefetch_slot(const RowView& view, uint32_t slot) {
+  const char* row = view.rows + size_t{slot} * view.row_bytes;
+  __builtin_prefetch(row, 1);
+  __builtin_prefetch(row + view.row_bytes - 1, 1);
+  __builtin_prefetch(&view.headers[slot / 4].key[slot % 4], 1);
+}
+
 // Scratch of a bulk call. Kept by the thread: fresh memory for every call would cost as much as the rows it creates.
 struct Scratch {
   Grouping grouping;
@@ -212,31 +220,39 @@ void Table::refuse(uint64_t rows, size_t bytes) const {
 Table::Fresh Table::prepare(const uint64_t* hashes, const uint32_t* slots, const std::vector<size_t>& cuts,
                             const Arrivals* arrivals, const Admission::Verdict* verdicts) {
   Fresh fresh;
-  fresh.cuts.push_back(0);
   fresh.more.assign(kShards, 0);
   std::vector<uint32_t> arrived;
   if (arrivals && !arrivals->unique.empty()) {
     arrived.assign(cuts.back(), kFresh);
     for (uint32_t n = 0; n < arrivals->unique.size(); ++n) arrived[arrivals->unique[n]] = n;
   }
-  for (size_t range = 0; range + 1 < cuts.size(); ++range) {
-    for (size_t i = cuts[range]; i < cuts[range + 1]; ++i)
-      if (slots[i] == kNoSlot) {
-        uint32_t from = arrived.empty() ? kFresh : arrived[i];
-        if (from == kFresh && verdicts && verdicts[i] == Admission::Verdict::kRefuse) from = kRefused;
-        fresh.at.push_back(static_cast<uint32_t>(i));
-        if (!arrived.empty() || verdicts) fresh.from.push_back(from);
-        fresh.more[shard_of(hashes[i])] += from != kRefused;
-      }
-    fresh.cuts.push_back(fresh.at.size());
-  }
-  if (fresh.at.empty()) return fresh;
+  const int ranges = static_cast<int>(cuts.size()) - 1;
+  fresh.cuts.assign(cuts.size(), 0);
+  Pool::shared().run(ranges, [&](int range) {
+    fresh.cuts[range + 1] = std::count(slots + cuts[range], slots + cuts[range + 1], kNoSlot);
+  });
+  for (int range = 0; range < ranges; ++range) fresh.cuts[range + 1] += fresh.cuts[range];
+  if (fresh.cuts.back() == 0) return fresh;
+  fresh.at.resize(fresh.cuts.back());
+  if (!arrived.empty() || verdicts) fresh.from.resize(fresh.at.size());
+  Pool::shared().run(ranges, [&](int range) {
+    size_t n = fresh.cuts[range];
+    for (size_t i = cuts[range]; i < cuts[range + 1]; ++i) {
+      if (slots[i] != kNoSlot) continue;
+      uint32_t from = arrived.empty() ? kFresh : arrived[i];
+      if (from == kFresh && verdicts && verdicts[i] == Admission::Verdict::kRefuse) from = kRefused;
+      if (!fresh.from.empty()) fresh.from[n] = from;
+      fresh.at[n++] = static_cast<uint32_t>(i);
+      fresh.more[shard_of(hashes[i])] += from != kRefused;
+    }
+  });
 
   if (tier_ && tier_->evicts()) {
     tier_->make_room(fresh.at.size());
     promised_ = fresh.at.size();
   }
-  const uint64_t slots_after = slots_ + fresh_slots(fresh, hashes);
+  plan_slots(fresh, hashes);
+  const uint64_t slots_after = fresh.slots_after;
   if (slots_after >= kNoSlot - kFirstSlotCode)
     throw BudgetExceeded("table '" + options_.name + "' would pass 4 billion rows in one process; use more ranks");
   size_t rebuilds = 0;
@@ -246,7 +262,6 @@ Table::Fresh Table::prepare(const uint64_t* hashes, const uint32_t* slots, const
       growth += lines_for(shard, uint64_t{shards_[shard].rows} + more);
       ++rebuilds;
     }
-  fresh.slots_after = slots_after;
   fresh.index_lines = growth;
   const size_t row_bytes = slots_after * view_.row_bytes, header_bytes = (slots_after + 3) / 4 * sizeof(HeaderGroup);
   if (row_bytes > rows_.reserved() || header_bytes > headers_.reserved() ||
@@ -269,19 +284,26 @@ Table::Fresh Table::prepare(const uint64_t* hashes, const uint32_t* slots, const
   return fresh;
 }
 
-// How many slots beyond slots_ the fresh keys will take, in whole blocks of their shards.
-uint64_t Table::fresh_slots(const Fresh& fresh, const uint64_t* hashes) const {
-  if (fresh.at.size() <= free_.size()) return 0;
-  std::vector<uint32_t> wanted(kShards);
-  for (size_t n = free_.size(); n < fresh.at.size(); ++n) ++wanted[shard_of(hashes[fresh.at[n]])];
-  uint64_t total = 0;
-  for (uint32_t shard = 0; shard < kShards; ++shard) {
-    const uint32_t open = blocks_[shard].end - blocks_[shard].next;
-    if (wanted[shard] <= open) continue;
-    const uint32_t block = block_size(shards_[shard].rows);
-    total += (wanted[shard] - open + block - 1) / block * block;
-  }
-  return total;
+// Which slots beyond slots_ the fresh keys will take: the next of their shard's block, or of a new block.
+void Table::plan_slots(Fresh& fresh, const uint64_t* hashes) const {
+  fresh.slots_after = slots_;
+  if (fresh.at.size() <= free_.size()) return;
+  const int ranges = static_cast<int>(fresh.cuts.size()) - 1;
+  std::vector<uint32_t> left(kShards);  // of each shard's block
+  for (uint32_t shard = 0; shard < kShards; ++shard) left[shard] = blocks_[shard].end - blocks_[shard].next;
+  fresh.first.assign(ranges + 1, 0);
+  Pool::shared().run(ranges, [&](int range) {
+    uint64_t more = 0;
+    for (size_t n = std::max(fresh.cuts[range], free_.size()); n < fresh.cuts[range + 1]; ++n) {
+      const uint32_t shard = shard_of(hashes[fresh.at[n]]);
+      if (left[shard] == 0) more += left[shard] = block_size(shards_[shard].rows);
+      --left[shard];
+    }
+    fresh.first[range + 1] = more;
+  });
+  fresh.first[0] = slots_;
+  for (int range = 0; range < ranges; ++range) fresh.first[range + 1] += fresh.first[range];
+  fresh.slots_after = fresh.first.back();
 }
 
 size_t Table::holds() const {
@@ -290,20 +312,27 @@ size_t Table::holds() const {
   return bytes;
 }
 
-// A freed slot, or the next of the shard's block.
-uint32_t Table::take_slot(uint32_t shard) {
-  if (!free_.empty()) {
-    const uint32_t slot = free_.back();
+// Slots for the fresh keys: freed ones for the first, then as planned. Ranges share no shard, so they need not wait.
+void Table::take_slots(const Fresh& fresh, const uint64_t* hashes, uint32_t* slots) {
+  const size_t freed = std::min(free_.size(), fresh.at.size());
+  for (size_t n = 0; n < freed; ++n) {
+    slots[fresh.at[n]] = free_.back();
     free_.pop_back();
-    return slot;
   }
-  SlotBlock& block = blocks_[shard];
-  if (block.next == block.end) {
-    block.next = static_cast<uint32_t>(slots_);
-    block.end = block.next + block_size(shards_[shard].rows);
-    __atomic_store_n(&slots_, uint64_t{block.end}, __ATOMIC_RELAXED);
-  }
-  return block.next++;
+  if (freed == fresh.at.size()) return;
+  Pool::shared().run(static_cast<int>(fresh.cuts.size()) - 1, [&](int range) {
+    auto next = static_cast<uint32_t>(fresh.first[range]);
+    for (size_t n = std::max(fresh.cuts[range], freed); n < fresh.cuts[range + 1]; ++n) {
+      const uint32_t shard = shard_of(hashes[fresh.at[n]]);
+      SlotBlock& block = blocks_[shard];
+      if (block.next == block.end) {
+        block.next = next;
+        block.end = next += block_size(shards_[shard].rows);
+      }
+      slots[fresh.at[n]] = block.next++;
+    }
+  });
+  __atomic_store_n(&slots_, fresh.slots_after, __ATOMIC_RELAXED);
 }
 
 void Table::commit(const Fresh& fresh) {
@@ -318,10 +347,14 @@ void Table::insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uin
                    const Arrivals* arrivals) {
   if (fresh.at.empty()) return;
   const size_t record_bytes = view_.row_bytes + sizeof(RecordHead);
-  for (uint32_t i : fresh.at) slots[i] = take_slot(shard_of(hashes[i]));
+  take_slots(fresh, hashes, slots);
   Pool::shared().run(static_cast<int>(fresh.cuts.size()) - 1, [&](int range) {
     for (size_t n = fresh.cuts[range], end = fresh.cuts[range + 1]; n < end; ++n) {
-      if (n + kAhead < end) prefetch_line(shards_, hashes[fresh.at[n + kAhead]]);
+      if (n + kAhead < end) {
+        const uint32_t ahead = fresh.at[n + kAhead];
+        prefetch_line(shards_, hashes[ahead]);
+        prefetch_slot(view_, slots[ahead]);
+      }
       const uint32_t i = fresh.at[n], slot = slots[i], lane = slot % 4;
       const uint32_t shard = shard_of(hashes[i]), from = fresh.from.empty() ? kFresh : fresh.from[n];
       char* row = view_.rows + size_t{slot} * view_.row_bytes;
@@ -402,14 +435,18 @@ size_t Table::bulk_part() const {
 
 void Table::find_or_create(const int64_t* keys, size_t count, uint32_t* slots) {
   const size_t part = tier_ && tier_->evicts() ? bulk_part() : std::max<size_t>(count, 1);
-  for (size_t at = 0; at < count; at += part) find_or_create_some(keys + at, std::min(part, count - at), slots + at);
+  for (size_t at = 0; at < count; at += part)
+    find_or_create_some(keys + at, std::min(part, count - at), slots ? slots + at : nullptr);
 }
 
 void Table::find_or_create_some(const int64_t* keys, size_t count, uint32_t* slots) {
   auto& [grouping, unique] = Scratch::of_keys(keys, count);
   std::lock_guard lock(writer_);
   create(grouping, unique.data());
-  for (size_t i = 0; i < count; ++i) slots[i] = unique[grouping.inverse()[i]];
+  if (slots)
+    for_chunks(count, [&, unique = unique.data()](size_t begin, size_t end) {
+      for (size_t i = begin; i < end; ++i) slots[i] = unique[grouping.inverse()[i]];
+    });
   if (tier_ && tier_->evicts()) tier_->rebalance();
 }
 

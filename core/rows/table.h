@@ -92,10 +92,11 @@ class Table : public BudgetMember {
   // All require the writer lock, unique keys, and cuts that split them into ranges of which no two share a shard
   // (Grouping's).
   struct Fresh {
-    std::vector<uint32_t> at;    // places of the keys that have no slot
-    std::vector<uint32_t> from;  // of each: its number among the arrivals, kFresh, or kRefused; empty: all kFresh
-    std::vector<size_t> cuts;    // of `at`, by the ranges given
-    std::vector<uint32_t> more;  // new rows by shard, so that a full shard grows once for all of them
+    std::vector<uint32_t> at;     // places of the keys that have no slot
+    std::vector<uint32_t> from;   // of each: its number among the arrivals, kFresh, or kRefused; empty: all kFresh
+    std::vector<size_t> cuts;     // of `at`, by the ranges given
+    std::vector<uint32_t> more;   // new rows by shard, so that a full shard grows once for all of them
+    std::vector<uint64_t> first;  // by range, where its new slots begin; empty: freed ones are enough
     uint64_t slots_after = 0;
     size_t index_lines = 0;  // for the shards that grow
   };
@@ -107,7 +108,7 @@ class Table : public BudgetMember {
               const Arrivals* arrivals = nullptr);
   void settle();  // bring what is charged to the budget to what is really held
 
-  // Any keys, duplicates too; unseen ones get their initial row. Takes the writer lock.
+  // Any keys, duplicates too; unseen ones get their initial row. slots may be null. Takes the writer lock.
   void find_or_create(const int64_t* keys, size_t count, uint32_t* slots);
   // Sets rows, creating those that are missing. rows is [count, row_floats] with row_floats either dim() or width().
   // counts and last_steps may be null. Takes the writer lock. Requires: keys unique.
@@ -175,8 +176,8 @@ class Table : public BudgetMember {
   friend class ColdTier;
   [[noreturn]] void refuse(uint64_t rows, size_t bytes) const;
   void create(const Grouping& grouping, uint32_t* slots);
-  uint64_t fresh_slots(const Fresh& fresh, const uint64_t* hashes) const;
-  uint32_t take_slot(uint32_t shard);
+  void plan_slots(Fresh& fresh, const uint64_t* hashes) const;
+  void take_slots(const Fresh& fresh, const uint64_t* hashes, uint32_t* slots);
   size_t holds() const;
   size_t bulk_part() const;
   void clear_index();

@@ -72,7 +72,7 @@ class TableRows:
 
     def create(self, keys: Tensor) -> None:
         """Make sure that every key has a row."""
-        self.store.find_or_create(keys)
+        self.store.create(keys)
 
     def assign(
         self, keys: Tensor, values: Tensor, counts: Tensor | None = None, last_steps: Tensor | None = None

@@ -83,6 +83,11 @@ class HostStore:
             self.core.find_or_create(keys, slots)
         return slots
 
+    def create(self, keys: Tensor) -> None:
+        """Give unseen keys their initial row."""
+        with core_errors():
+            self.core.create(_keys(keys))
+
     def read(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Values [n, dim] of the keys and whether each has a row; those without one read their initial values."""
         keys = _keys(keys)
