@@ -60,9 +60,10 @@ def test_memory_without_a_limit_has_none() -> None:
     assert Memory().dram_bytes == 0
     assert Memory(dram="4GiB").dram_bytes == 4 << 30
     assert Memory(dram=1000).dram_bytes == 1000
+    assert Memory().hbm_bytes == 0 and Memory(hbm="8GiB").hbm_bytes == 8 << 30
 
 
-@pytest.mark.parametrize("option", [{"dram": "lots"}, {"hbm": "8GiB"}, {"ssd": "rows"}])
+@pytest.mark.parametrize("option", [{"dram": "lots"}, {"hbm": "some"}, {"ssd": "rows"}])
 def test_memory_names_the_tier_that_it_cannot_give(option: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=f"{next(iter(option))}="):
         Memory(**option)
