@@ -234,3 +234,15 @@ def test_hbm_stays_inside_its_budget(device: str) -> None:
     trainer.fit(Clicks(20, size=4096, keys=500_000), progress=False)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - before <= 260 << 20  # with the tower and the last batch
+
+
+def test_many_rows_come_down_a_few_at_a_time(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.table.hot.PIECE_BYTES", 1 << 10)
+    trainer, plain = trainer_of(Memory(hbm=ROOMY), device), trainer_of(None)
+    for each in (trainer, plain):
+        each.fit(Clicks(1), progress=False)
+    assert trainer.model.embeddings.hot is not None
+    assert max(group.tier.dirty().numel() / group.piece for group in trainer.model.embeddings.hot.groups) > 4
+    ours, theirs = rows_of(trainer), rows_of(plain)
+    for name in ours:
+        torch.testing.assert_close(ours[name][1], theirs[name][1], rtol=1e-4, atol=1e-5)

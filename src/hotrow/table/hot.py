@@ -34,6 +34,7 @@ from hotrow.tiers.host import HostStore, Places
 
 WAYS = 8
 PIECE_BYTES = 16 << 20  # of rows that move at a time: one piece is copied while the next is gathered
+FLUSHED = 4  # pieces of rows that are on their way at once when all come down
 WIDE = 1024  # bytes from which on a row is read in place
 
 
@@ -215,11 +216,13 @@ class Group:
         """Bring down what is newer here."""
         tier = self.tier
         self.landed()
-        slots = tier.dirty()
-        if slots.numel():
+        dirty = tier.dirty()
+        if not dirty.numel():
+            return
+        for slots in dirty.split(FLUSHED * self.piece):
             self.lower(tier.source(), slots, self.describe(slots), unhold=False)()
-            self.landed()
-            tier.clean = int(tier.steps[slots.long()].max())
+        self.landed()
+        tier.clean = int(tier.steps[dirty.long()].max())
 
     def describe(self, slots: Tensor) -> Places:
         """Where the rows of these slots, in rising order, are below. Waits for the device."""
