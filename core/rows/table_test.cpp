@@ -115,7 +115,7 @@ TEST(many_rows_are_found_while_the_table_grows) {
 
 TEST(slots_are_the_same_for_any_number_of_threads) {
   testing::Random random(3);
-  const auto keys = random.keys(60000, 40000), gone = random.keys(5000, 40000);
+  const auto keys = random.keys(60000, 40000), gone = random.keys(5000, 40000), more = random.keys(60000, 100000);
   std::vector<std::vector<uint32_t>> slots;
   for (int count : {1, 2, 4}) {
     testing::WithThreads threads(count);
@@ -123,6 +123,12 @@ TEST(slots_are_the_same_for_any_number_of_threads) {
     create(*table, keys);
     table->erase(gone.data(), gone.size());
     slots.push_back(create(*table, keys));
+    // More rows than freed slots: the first take those, the others new ones.
+    table->erase(gone.data(), gone.size());
+    table->find_or_create(more.data(), more.size(), nullptr);
+    const auto found = find(*table, more);
+    CHECK_EQ(std::set<uint32_t>(found.begin(), found.end()).size(), distinct(more).size());
+    slots.back().insert(slots.back().end(), found.begin(), found.end());
   }
   CHECK(slots[0] == slots[1] && slots[0] == slots[2]);
 }
