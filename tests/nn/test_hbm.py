@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from hotrow import optim
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.config import Memory
 from hotrow.data import Cursor
-from hotrow.errors import GradientError, MemoryBudgetError, OptionError
+from hotrow.errors import GradientError, MemoryBudgetError, OptionError, StorageError
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Admission, Expiry, Table
 from hotrow.train.trainer import Trainer
@@ -246,3 +247,20 @@ def test_many_rows_come_down_a_few_at_a_time(device: str, monkeypatch: pytest.Mo
     ours, theirs = rows_of(trainer), rows_of(plain)
     for name in ours:
         torch.testing.assert_close(ours[name][1], theirs[name][1], rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_could_not_be_put_away_are_an_error_until_a_checkpoint_is_loaded(device: str, tmp_path: Path) -> None:
+    trainer = trainer_of(Memory(hbm=ROOMY), device)
+    trainer.fit(Clicks(1), progress=False)
+    trainer.save(tmp_path)
+    saved = rows_of(trainer)
+    assert trainer.model.embeddings.hot is not None
+    failed: Future[None] = Future()
+    failed.set_exception(StorageError("disk full"))
+    trainer.model.embeddings.hot.groups[0]._landing = failed
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"could not be put away: disk full\. They are lost"):
+            trainer.model.embeddings.table("user").read(torch.tensor([1]))
+    trainer.load(tmp_path)
+    for name, parts in rows_of(trainer).items():
+        assert all(torch.equal(x, y) for x, y in zip(parts, saved[name], strict=True))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hotrow import _core
 from hotrow.config import Memory, format_size
-from hotrow.errors import MemoryBudgetError
+from hotrow.errors import MemoryBudgetError, StorageError
 from hotrow.kernels import move
 from hotrow.kernels.insert import erase
 from hotrow.kernels.layout import RowLayout, Source
@@ -123,6 +123,7 @@ class Group:
         self._up, self._down = _stream(tier.device), _stream(tier.device)
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="hotrow-down")
         self._landing: Future[None] | None = None
+        self._lost: BaseException | None = None
         self._reached = [0] * len(self.stores)  # bytes of each table's rows that the GPU can address
         self._ranges: list[int] = []
         weakref.finalize(self, _let_go, self._ranges, tier.device)  # before the stores, which this keeps, are freed
@@ -207,10 +208,15 @@ class Group:
         return behind
 
     def landed(self) -> None:
-        """Wait until everything that went down is there."""
+        """Wait until everything that went down is there. What could not be put there is lost: an error until a load."""
         if self._landing is not None:
             landing, self._landing = self._landing, None
-            landing.result()
+            self._lost = landing.exception()
+        if self._lost is not None:
+            raise StorageError(
+                f"rows that left HBM could not be put away: {self._lost}. They are lost; put that right and load the "
+                "last checkpoint"
+            ) from self._lost
 
     def flush(self) -> None:
         """Bring down what is newer here."""
@@ -236,7 +242,9 @@ class Group:
 
     def drop(self) -> None:
         """Forget every row here."""
-        self.landed()
+        if self._landing is not None:
+            self._landing.exception()
+        self._landing = self._lost = None
         slots = self.tier.resident()
         if slots.numel():
             self.describe(slots).unhold()

@@ -205,6 +205,8 @@ def check_dense(trainer: Trainer, checkpoint: Checkpoint, contents: Contents) ->
 def apply(trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]], contents: Contents) -> None:
     """The trainer becomes what was saved. Requires: it fits."""
     trainer.forget()
+    if trainer.model.embeddings.hot is not None:
+        trainer.model.embeddings.hot.drop()  # all of them are replaced
     apply_rows(checkpoint, pairs)
     trainer.model.tower.load_state_dict(contents.dense)
     if trainer.dense_optimizer is not None and contents.optimizer is not None:
