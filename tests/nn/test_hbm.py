@@ -40,9 +40,9 @@ def device(request: pytest.FixtureRequest) -> str:
 class Tower(nn.Module):
     """Over pooled vectors and a sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, history: int = 4) -> None:
         super().__init__()
-        self.top = nn.Linear(8 + 8 + 8 + 4, 1)
+        self.top = nn.Linear(8 + 8 + 8 + history, 1)
 
     def forward(self, vectors: dict[str, Tensor], dense: Tensor | None = None) -> Tensor:
         history = (vectors["history"] * vectors["history_mask"].unsqueeze(-1)).sum(1)
@@ -264,3 +264,32 @@ def test_rows_that_could_not_be_put_away_are_an_error_until_a_checkpoint_is_load
     trainer.load(tmp_path)
     for name, parts in rows_of(trainer).items():
         assert all(torch.equal(x, y) for x, y in zip(parts, saved[name], strict=True))
+
+
+def test_tables_that_are_full_get_what_others_leave_empty(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.table.shares.FIRST", 2)
+    few = {"user": "user", "item": "clicked"}
+
+    def trainer(hbm: str) -> Trainer:
+        torch.manual_seed(0)
+        made = [Table(name, dim=8, features={feature: "sum"}) for name, feature in [*few.items(), ("tag", "tags")]]
+        made.append(Table("history", dim=8, features={"history": "none"}))
+        embeddings = EmbeddingCollection(made, optim.SGD(lr=0.1), Memory(hbm=hbm), seed=4, device=device)
+        return Trainer(Recommender(embeddings, Tower(history=8)))
+
+    def narrowed(batch: KeyedBatch) -> KeyedBatch:
+        ids = {
+            n: Jagged(j.values % 3 if n in few.values() else j.values, j.offsets, j.weights)
+            for n, j in batch.ids.items()
+        }
+        return KeyedBatch(ids, labels=batch.labels)
+
+    source = Clicks(STEPS)
+    source.all = [narrowed(batch) for batch in source.all]
+    tight, roomy = trainer("40KiB" if LARGE else "12KiB"), trainer(ROOMY)
+    reports = [each.fit(source, progress=False) for each in (tight, roomy)]
+    assert reports[0].losses == reports[1].losses
+    assert_same(tight, roomy)
+    assert tight.model.embeddings.hot is not None
+    sets = tight.model.embeddings.hot.groups[0].tier.index.counts
+    assert min(sets[2:]) > 2 * max(sets[:2])

@@ -35,20 +35,24 @@ class SetIndex:
     WAYS = WAYS
 
     def __init__(self, sets_per_table: Sequence[int], device: torch.device | str) -> None:
-        counts = [int(count) for count in sets_per_table]
-        if not counts or min(counts) < 2:
-            raise OptionError(f"every table needs at least 2 sets ({2 * WAYS} rows) in HBM, got {counts}; raise hbm=")
-        self.sets = sum(counts)
+        self.device = torch.empty(0, device=device).device
+        self.sets = sum(sets_per_table)
         if self.sets * WAYS >= 1 << 30:
             raise OptionError(f"{self.sets * WAYS:,} slots are more than an index takes; split the tables over several")
-        self.counts = counts
-        self.tables = len(counts)
-        self.count = torch.tensor(counts, dtype=torch.int64, device=device)
-        self.first = torch.tensor([sum(counts[:t]) for t in range(len(counts))], dtype=torch.int64, device=device)
-        self.device = self.count.device
         self.keys = torch.empty(self.sets, WAYS, dtype=torch.int64, device=device)
         held = torch.empty(self.capacity, 2, dtype=torch.int32, device=device)
         self.pins, self.scores = held[:, 0], held.view(torch.float32)[:, 1]
+        self.divide(sets_per_table)
+
+    def divide(self, sets_per_table: Sequence[int]) -> None:
+        """Give each table its number of sets, and forget every key. Requires: they are as many as there are."""
+        counts = [int(count) for count in sets_per_table]
+        if not counts or min(counts) < 2:
+            raise OptionError(f"every table needs at least 2 sets ({2 * WAYS} rows) in HBM, got {counts}; raise hbm=")
+        assert sum(counts) == self.sets
+        self.counts, self.tables = counts, len(counts)
+        firsts = [sum(counts[:t]) for t in range(len(counts))]
+        self.count, self.first = torch.tensor([counts, firsts], dtype=torch.int64, device=self.device).unbind()
         self.clear()
 
     @property

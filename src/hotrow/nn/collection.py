@@ -141,8 +141,10 @@ class EmbeddingCollection(nn.Module):
         if sweeps:
             self.flush()
         gone = sum([rows.committed(self.steps, watermark) for rows in self.tables])
-        if sweeps and gone and self.hot is not None:
-            self.hot.prune()
+        if self.hot is not None:
+            if sweeps and gone:
+                self.hot.prune()
+            self.hot.tend()
 
     def flush(self) -> None:
         """Bring rows that are newer in HBM down to DRAM. Whoever reads rows below calls it first."""

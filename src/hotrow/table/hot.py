@@ -28,6 +28,7 @@ from hotrow.errors import MemoryBudgetError, StorageError
 from hotrow.kernels import move
 from hotrow.kernels.insert import erase
 from hotrow.kernels.layout import RowLayout, Source
+from hotrow.table import shares
 from hotrow.table.rows import TableRows
 from hotrow.tiers.hbm import LEAST_SETS, HbmTier, slot_bytes
 from hotrow.tiers.host import HostStore, Places
@@ -96,6 +97,11 @@ class HotRows:
         for group in self.groups:
             group.prune()
 
+    def tend(self) -> None:
+        """Between two steps: see whether the caches are well divided between their tables."""
+        for group in self.groups:
+            group.tend()
+
     def report(self) -> dict[str, int]:
         """Slots and bytes, and what happened so far: ids found, ids missed, evictions, rows without room."""
         tiers = [group.tier for group in self.groups]
@@ -154,6 +160,17 @@ class Group:
                 incoming[begin:end].copy_(staged[begin:end], non_blocking=True)
         wait_for(self._up)
         move.deliver(source, slots, self.width, incoming)
+
+    def tend(self) -> None:
+        """Give tables that are full what others leave empty, now and then (shares.py)."""
+        tier = self.tier
+        if len(self.stores) == 1 or not shares.due(tier.batch) or not tier.free:
+            return
+        wanted = shares.divide(tier.index.counts, tier.used(), tier.missed)
+        if wanted is not None:
+            self.flush()
+            self.drop()
+            tier.divide(wanted)
 
     def _reach(self) -> Tensor:
         """Addresses of the tables' rows, all of which the GPU can reach now."""

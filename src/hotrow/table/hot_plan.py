@@ -164,6 +164,7 @@ class Part:
         chosen = choose(tier.index, unique.keys, unique.tables, unique.number, tier.settled, tier.policy)
         group.landed()
         keys, wanted, leaving, going = self._brief(unique, chosen)
+        tier.missed = [m + b - a for m, a, b in zip(tier.missed, leaving.bounds, leaving.bounds[1:], strict=False)]
         self._lift = HostLift(pinned=tier.device.type == "cuda")
         arriving = self._lift.fetch(group.stores, leaving.bounds, keys, wanted.seen, step)
         slots, going = self._settle_places(chosen, wanted.slots, leaving, going, arriving)

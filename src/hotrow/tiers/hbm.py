@@ -47,6 +47,7 @@ class HbmTier:
         self.clean = 0  # rows whose last update is not after this step are below as they are here
         self.batch = 0
         self._held: set[int] = set()
+        self.missed = [0] * len(sets)  # unique keys, by table, since the sets were divided
         self.hits = self.misses = self.overflows = self.evictions = 0
 
     @property
@@ -80,6 +81,22 @@ class HbmTier:
     def resident(self) -> Tensor:
         """Slots with a row. Waits for the device."""
         return (self.hosts >= 0).nonzero().squeeze(1).to(torch.int32)
+
+    @property
+    def free(self) -> bool:
+        """Whether no batch holds anything."""
+        return not self._held
+
+    def used(self) -> list[int]:
+        """Slots with a row, by table. Waits for the device."""
+        taken = (self.hosts >= 0).view(-1, SetIndex.WAYS).sum(dim=1)
+        return [int(part.sum()) for part in taken.split(self.index.counts)]
+
+    def divide(self, sets: Sequence[int]) -> None:
+        """Give the tables other numbers of sets. Requires: as `clear`."""
+        self.clear()
+        self.index.divide(sets)
+        self.missed = [0] * len(sets)
 
     def clear(self) -> None:
         """Forget every row. Requires: nothing here is newer than below, or it is not wanted."""
