@@ -293,3 +293,14 @@ def test_tables_that_are_full_get_what_others_leave_empty(device: str, monkeypat
     assert tight.model.embeddings.hot is not None
     sets = tight.model.embeddings.hot.groups[0].tier.index.counts
     assert min(sets[2:]) > 2 * max(sets[:2])
+
+
+def test_rows_that_are_read_in_place_are_the_same_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = trainer_of(Memory(hbm=TINY), device)
+    monkeypatch.setattr("hotrow.table.hot.WIDE", 1)
+    in_place = trainer_of(Memory(hbm=TINY), device)
+    assert in_place.model.embeddings.hot is not None
+    assert all(group.in_place for group in in_place.model.embeddings.hot.groups)
+    reports = [trainer.fit(Clicks(STEPS - 1), progress=False) for trainer in (staged, in_place)]
+    assert reports[0].losses == reports[1].losses
+    assert_same(staged, in_place)

@@ -186,18 +186,19 @@ def matrices(tensors: Sequence[Tensor | None], columns: int, device: torch.devic
     return Matrices(small_table(tuple(numbers), device).view(-1, 2), aligned, dtype, missing)
 
 
-_tables: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+_tables: dict[tuple[int, torch.dtype, tuple[int, ...]], Tensor] = {}
 
 
-def small_table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Some int64 on the device; the same tensor again when the same numbers are asked for on the same stream."""
+def small_table(numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Some numbers on the device; the same tensor again when the same ones are asked for on the same stream."""
     on_cuda = device.type == "cuda"
-    key = (torch.cuda.current_stream(device).cuda_stream if on_cuda else -1, (device.index or 0, *numbers))
+    stream = torch.cuda.current_stream(device).cuda_stream if on_cuda else -1
+    key = (stream, dtype, (device.index or 0, *numbers))
     table = _tables.get(key)
     if table is None:
         if len(_tables) >= REMEMBERED:
             _tables.clear()
-        table = torch.tensor(numbers, dtype=torch.int64)
+        table = torch.tensor(numbers, dtype=dtype)
         if on_cuda:
             table = table.pin_memory().to(device, non_blocking=True)
         _tables[key] = table

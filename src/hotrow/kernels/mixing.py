@@ -20,7 +20,8 @@ INVERSES = tuple(pow(m, -1, 1 << 64) for m in MULTIPLIERS)
 MASK = (1 << 64) - 1
 
 
-def _signed(x: int) -> int:
+def signed(x: int) -> int:
+    """64 bits as an int64."""
     return x - (1 << 64) if x >> 63 else x
 
 
@@ -35,7 +36,7 @@ def key_of(hash: int) -> int:
     x ^= (x >> 27) ^ (x >> 54)
     x = x * INVERSES[0] & MASK
     x ^= (x >> 30) ^ (x >> 60)
-    return _signed((x - GOLDEN) & MASK)
+    return signed((x - GOLDEN) & MASK)
 
 
 LOWEST = key_of(0)  # lives in its table's first set

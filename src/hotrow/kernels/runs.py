@@ -82,8 +82,8 @@ def _number_kernel(
         tl.store(number, total)
 
 
-def group(slots: Tensor, highest: int | None = None) -> Runs:
-    """Runs of int32 slots [N]. `highest`, a bound on them, has no use yet: torch's sort takes no number of bits."""
+def group(slots: Tensor) -> Runs:
+    """Runs of int32 slots [N]."""
     if slots.dtype != torch.int32 or slots.dim() != 1:
         raise BatchError(f"slots are {slots.dtype} {list(slots.shape)}, they must be int32 of one dimension")
     n = slots.numel()

@@ -28,12 +28,13 @@ from hotrow.errors import MemoryBudgetError, StorageError
 from hotrow.kernels import move
 from hotrow.kernels.insert import erase
 from hotrow.kernels.layout import RowLayout, Source
+from hotrow.kernels.mixing import signed
+from hotrow.kernels.sets import WAYS
 from hotrow.table import shares
 from hotrow.table.rows import TableRows
 from hotrow.tiers.hbm import LEAST_SETS, HbmTier, slot_bytes
 from hotrow.tiers.host import HostStore, Places
 
-WAYS = 8
 PIECE_BYTES = 16 << 20  # of rows that move at a time: one piece is copied while the next is gathered
 FLUSHED = 4  # pieces of rows that are on their way at once when all come down
 WIDE = 1024  # bytes from which on a row is read in place
@@ -123,7 +124,7 @@ class Group:
         self.piece = max(1, PIECE_BYTES // (4 * self.width))
         self.in_place = not any(store.evicts for store in stores) and 4 * self.width >= WIDE
         self.streams = torch.tensor(
-            [_signed(int(store.core.count_stream)) for store in stores], dtype=torch.int64, device=tier.device
+            [signed(int(store.core.count_stream)) for store in stores], dtype=torch.int64, device=tier.device
         )
         self.missing = Later(tier.device)
         self._up, self._down = _stream(tier.device), _stream(tier.device)
@@ -143,10 +144,9 @@ class Group:
 
     # --- up ---
 
-    def raise_rows(self, source: Source, slots: Tensor, tables: Tensor, places: Places) -> None:
-        """Rows of `places` come up into `slots`."""
+    def raise_rows(self, source: Source, slots: Tensor, tables: Tensor, places: Places, hosts: Tensor) -> None:
+        """Rows of `places`, whose slots are `hosts` on the device, come up into `slots`."""
         if self.in_place:
-            hosts = to_device(places.slots, self.tier.device)
             move.pull(source, slots, tables, self._reach(), hosts, self.width, self.width)
             return
         count = slots.numel()
@@ -160,17 +160,6 @@ class Group:
                 incoming[begin:end].copy_(staged[begin:end], non_blocking=True)
         wait_for(self._up)
         move.deliver(source, slots, self.width, incoming)
-
-    def tend(self) -> None:
-        """Give tables that are full what others leave empty, now and then (shares.py)."""
-        tier = self.tier
-        if len(self.stores) == 1 or not shares.due(tier.batch) or not tier.free:
-            return
-        wanted = shares.divide(tier.index.counts, tier.used(), tier.missed)
-        if wanted is not None:
-            self.flush()
-            self.drop()
-            tier.divide(wanted)
 
     def _reach(self) -> Tensor:
         """Addresses of the tables' rows, all of which the GPU can reach now."""
@@ -274,17 +263,23 @@ class Group:
         if not slots.numel():
             return
         rows = self.describe(slots)
-        gone = torch.cat(
-            [
-                ~store.alive(rows.slots[a:b])
-                for store, a, b in zip(self.stores, rows.bounds, rows.bounds[1:], strict=False)
-            ]
-        )
+        gone = torch.cat([~store.alive(rows.slots[begin:end]) for store, begin, end in rows.of_tables()])
         if bool(gone.any()):
             dead = slots[gone.to(slots.device)]
             self.describe(dead).unhold()
             erase(self.tier.index, dead)
             self.tier.hosts[dead.long()] = -1
+
+    def tend(self) -> None:
+        """Give tables that are full what others leave empty, now and then (shares.py)."""
+        tier = self.tier
+        if len(self.stores) == 1 or not shares.due(tier.batch) or not tier.free:
+            return
+        wanted = shares.divide(tier.index.counts, tier.used(), tier.missed)
+        if wanted is not None:
+            self.flush()
+            self.drop()
+            tier.divide(wanted)
 
 
 class Later:
@@ -347,7 +342,3 @@ def to_host(tensor: Tensor) -> Tensor:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device; does not wait where the tensor is pinned."""
     return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >= 1 << 63 else word

@@ -9,6 +9,7 @@ meanwhile; the rows that had those slots go down (hot.py).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from hotrow.kernels.dedup import Unique, compact_keys, dedup
 from hotrow.kernels.find import find
 from hotrow.kernels.gather import gather
 from hotrow.kernels.insert import choose
-from hotrow.kernels.layout import Items, spread
+from hotrow.kernels.layout import Items, small_table, spread
 from hotrow.kernels.runs import Runs
 from hotrow.kernels.runs import group as group_runs
 from hotrow.kernels.touch import touch
@@ -109,7 +110,7 @@ class HotPlan:
                 "the bad input with torch.autograd.set_detect_anomaly(True)"
             )
         for part in self.parts:
-            part.commit(step)
+            part.commit()
 
     def release(self) -> None:
         """Let go of the rows."""
@@ -164,7 +165,8 @@ class Part:
         chosen = choose(tier.index, unique.keys, unique.tables, unique.number, tier.settled, tier.policy)
         group.landed()
         keys, wanted, leaving, going = self._brief(unique, chosen)
-        tier.missed = [m + b - a for m, a, b in zip(tier.missed, leaving.bounds, leaving.bounds[1:], strict=False)]
+        for table, (begin, end) in enumerate(itertools.pairwise(leaving.bounds)):
+            tier.missed[table] += end - begin
         self._lift = HostLift(pinned=tier.device.type == "cuda")
         arriving = self._lift.fetch(group.stores, leaving.bounds, keys, wanted.seen, step)
         slots, going = self._settle_places(chosen, wanted.slots, leaving, going, arriving)
@@ -172,11 +174,11 @@ class Part:
         evictions = int(np.count_nonzero(leaving.slots.numpy() >= 0))
         tier.evictions += evictions
         put = group.lower(source, going, leaving) if evictions else None
-        group.raise_rows(source, slots, unique.tables, arriving)
-        if put is not None:
-            put()
         assert arriving.block is not None
         places = to_device(arriving.block, tier.device)
+        group.raise_rows(source, slots, unique.tables, arriving, places[0])
+        if put is not None:
+            put()
         # No score yet: the update's touch() gives it.
         admit(tier.index, (tier.hosts, tier.steps, tier.counts), unique.keys, slots, places, self.batch, float("-inf"))
         answer(positions, unique.inverse, slots, self.slots)
@@ -237,7 +239,7 @@ class Part:
         keys, _, rows, _ = self._brief(unique, torch.full_like(unique.counts, -1))
         group.landed()
         values = torch.zeros(keys.numel(), tier.layout.stride, dtype=torch.float32)
-        for store, begin, end in zip(group.stores, rows.bounds, rows.bounds[1:], strict=False):
+        for store, begin, end in rows.of_tables():
             values[begin:end, : tier.layout.dim] = store.read(keys[begin:end])[0]
         self.extra = to_device(values, tier.device)
         self.slots[positions.long()] = tier.capacity + unique.inverse
@@ -250,8 +252,7 @@ class Part:
     def runs(self) -> Runs:
         """The batch's positions, those of one row together."""
         if self._runs is None:
-            extra = 0 if self.extra is None else self.extra.shape[0]
-            self._runs = group_runs(self.slots, self.group.tier.capacity + extra)
+            self._runs = group_runs(self.slots)
         return self._runs
 
     def update(
@@ -263,7 +264,7 @@ class Part:
         meta = Meta(tier.steps, tier.counts, *((self.extra_steps, self.extra_counts) if self._kept else (None, None)))
         update(
             tier.source(self.extra), tier.layout, self.group.code, self.runs(), self.items, gradients, self.keys,
-            coefficients, clips, self.group.streams, self.group.streams, step, scale,
+            coefficients, clips, self.group.streams, None, step, scale,
             meta, flag,
         )  # fmt: skip
 
@@ -271,7 +272,7 @@ class Part:
     def _kept(self) -> bool:
         return self.extra is not None and self._lift is not None
 
-    def commit(self, step: int) -> None:
+    def commit(self) -> None:
         """The update has landed: warm what was used, bring the batch's own rows down, let go."""
         tier, runs = self.group.tier, self.runs()
         touch(tier.index, runs.slots, runs.number, self.batch, tier.policy, tier.half_life)
@@ -318,7 +319,12 @@ _PLAIN: dict[tuple[tuple[tuple[int, ...], ...], torch.device], tuple[Tensor, Ite
 
 def _begins(features: Sequence[Sequence[Feature]], device: torch.device) -> Tensor:
     sizes = [sum(jagged.values.numel() for jagged, _ in of_table) for of_table in features]
-    return _small(np.concatenate(([0], np.cumsum(sizes))), device)
+    return _cumulative(sizes, device)
+
+
+def _cumulative(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """0 and the running sums, int32."""
+    return small_table(tuple(itertools.accumulate(sizes, initial=0)), device, torch.int32)
 
 
 @functools.lru_cache(maxsize=64)
@@ -340,7 +346,7 @@ def _items(of_tables: Sequence[Sequence[Feature]], ids: int, device: torch.devic
     tables = [table for table, of_table in enumerate(of_tables) for _ in of_table]
     jagged = [j.offsets is not None and pooling != "none" for j, pooling in features]
     sizes = [j.size if bags else j.values.numel() for (j, _), bags in zip(features, jagged, strict=True)]
-    begins = _small(np.concatenate(([0], np.cumsum(sizes))), device)
+    begins = _cumulative(sizes, device)
     offsets = item_of = scales = None
     if any(jagged):
         parts, at = [], 0
@@ -355,7 +361,7 @@ def _items(of_tables: Sequence[Sequence[Feature]], ids: int, device: torch.devic
         pooling == "mean" and bags for (_, pooling), bags in zip(features, jagged, strict=True)
     ):
         scales = _join([_scale(j, pooling) for j, pooling in features], device)
-    return Items(begins, _small(np.asarray(tables), device), offsets, scales, item_of)
+    return Items(begins, small_table(tuple(tables), device, torch.int32), offsets, scales, item_of)
 
 
 def _scale(jagged: Jagged, pooling: str) -> Tensor:
@@ -386,17 +392,3 @@ def _join(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def _pinned(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if torch.cuda.is_available() else tensor
-
-
-_SMALL: dict[tuple[bytes, str], Tensor] = {}
-
-
-def _small(values: np.ndarray, device: torch.device) -> Tensor:  # type: ignore[type-arg]
-    """A few int32 numbers on the device; those of the last batches are kept."""
-    values = values.astype(np.int32)
-    key = (values.tobytes(), str(device))
-    if key not in _SMALL:
-        if len(_SMALL) > 256:
-            _SMALL.clear()
-        _SMALL[key] = torch.from_numpy(values).to(device)
-    return _SMALL[key]

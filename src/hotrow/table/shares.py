@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hotrow.kernels.sets import WAYS
+from hotrow.tiers.hbm import LEAST_SETS
+
 FIRST = 64  # batches before the first look
 FULL = 0.5  # of its share in use, from which on a table may want more (sets fill to 0.6 before rows lose their place)
 WORTH = 0.1  # of the cache that must move
-WAYS, LEAST_SETS = 8, 2
 
 
 def due(batch: int) -> bool:

@@ -2,7 +2,7 @@
 
 A row's place here is its slot in a set-associative index (kernels/sets.py); beside it lie the slot that it keeps below
 (`hosts`), the step of its last update and its count. Below, a row that is here is out of date and does not move. Rows
-are brought down when their slot goes to another key, and all at once by `dirty` + `cleaned`.
+are brought down when their slot goes to another key; `dirty` are all that are newer here than below.
 
 A batch holds its rows from `find` to `settle`: slots whose pin is above `settled` are never given away. A row that
 finds no room in its set lives in the batch's `extra` rows instead (slots from `capacity` on), and goes down right after

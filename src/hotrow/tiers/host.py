@@ -357,11 +357,15 @@ class Places:
     counts: Tensor
     block: Tensor | None = None  # the three as one matrix, where they are
 
+    def of_tables(self) -> list[tuple[HostStore, int, int]]:
+        """Each table with where its rows begin and end, where it has any."""
+        pairs = zip(self.stores, self.bounds, self.bounds[1:], strict=False)
+        return [(store, begin, end) for store, begin, end in pairs if begin < end]
+
     @functools.cached_property
     def parts(self) -> list[tuple[Any, int, int]]:
-        """The core's tables with what is theirs."""
-        pairs = zip(self.stores, self.bounds, self.bounds[1:], strict=False)
-        return [(store.core, begin, end) for store, begin, end in pairs if begin < end]
+        """As the core takes them."""
+        return [(store.core, begin, end) for store, begin, end in self.of_tables()]
 
     def copy_rows(self, begin: int, end: int, out: Tensor) -> None:
         """Whole rows of numbers `begin` to `end` into `out`, a float32 matrix."""
@@ -384,8 +388,8 @@ class Places:
 
     def unhold(self) -> None:
         """The rows may leave DRAM again."""
-        for store, begin, end in zip(self.stores, self.bounds, self.bounds[1:], strict=False):
-            if begin < end and store.evicts:
+        for store, begin, end in self.of_tables():
+            if store.evicts:
                 store.core.unhold(self.slots[begin:end])
 
 
@@ -414,8 +418,8 @@ class HostLift:
             self.core = _core.Plan()
             self.core.route_unique(
                 [
-                    (store.core, keys.data_ptr() + 8 * begin, seen.data_ptr() + 4 * begin, end - begin)
-                    for store, begin, end in zip(stores, bounds, bounds[1:], strict=False)
+                    (table, keys.data_ptr() + 8 * begin, seen.data_ptr() + 4 * begin, end - begin)
+                    for table, begin, end in found.parts
                 ]
             )
             self.core.fetch(step)
