@@ -28,7 +28,7 @@ from hotrow.kernels.gather import gather
 from hotrow.kernels.layout import Items, RowLayout, Source, spread
 from hotrow.kernels.quantize import quantize, quantized
 from hotrow.kernels.runs import Runs, group
-from hotrow.kernels.update import DEFAULT, Meta, Tuning, locate, partial, update
+from hotrow.kernels.update import DEFAULT, Coefficients, Meta, Tuning, locate, partial, update
 
 CUDA = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
@@ -248,10 +248,7 @@ class Bench:
     ) -> Callable[..., None]:
         layout = self.layout(rule)
         source = self.source(layout)
-        coefficients = torch.zeros(1 if shared else self.tables, 8)
-        c = rule.coefficients(9)
-        coefficients[:, : len(c)] = torch.tensor(c)
-        coefficients = coefficients.to(DEVICE)
+        coefficients = [Coefficients(rule.coefficients(9))] * (1 if shared else self.tables)
         streams = torch.arange(self.tables, device=DEVICE)
         both = torch.zeros(source.capacity, 2, dtype=torch.int32, device=DEVICE)
         flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -261,7 +258,7 @@ class Bench:
         def call(i: int, runs: Runs | None = None) -> None:
             update(
                 source, layout, rule.code, runs or self.runs[i % BATCHES], self.items, matrices[i % 3],
-                self.keys[i % BATCHES], coefficients, None, streams, None, 9, 1.0, columns, flag, tuning,
+                self.keys[i % BATCHES], coefficients, streams, None, 9, 1.0, columns, flag, tuning=tuning,
             )  # fmt: skip
 
         return call

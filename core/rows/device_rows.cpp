@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstring>
 
+#include "memory/stream_copy.h"
 #include "threads/pool.h"
 
 namespace hotrow {
@@ -13,8 +13,8 @@ namespace {
 constexpr size_t kRowsPerTask = 256;
 constexpr size_t kAhead = 8;
 
-inline __attribute__((always_inline)) void prefetch_row(const char* row, size_t bytes, bool write) {
-  for (size_t at = 0; at < bytes; at += 64) write ? __builtin_prefetch(row + at, 1) : __builtin_prefetch(row + at);
+inline __attribute__((always_inline)) void prefetch_row(const char* row, size_t bytes) {
+  for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
 }
 
 // Runs fn(table, from, to) over the rows from `begin` to `end`, in pieces that lie inside one table.
@@ -54,9 +54,10 @@ void copy_rows(const std::vector<TablePart>& parts, const uint32_t* slots, size_
     const RowView view = table.view();
     auto row = [&](size_t i) { return view.rows + size_t{slots[i]} * view.row_bytes; };
     for (size_t i = from; i < to; ++i) {
-      if (i + kAhead < to) prefetch_row(row(i + kAhead), view.row_bytes, false);
-      std::memcpy(out + (i - begin) * stride, row(i), view.row_bytes);
+      if (i + kAhead < to) prefetch_row(row(i + kAhead), view.row_bytes);
+      stream_copy(out + (i - begin) * stride, row(i), view.row_bytes);
     }
+    finish_stream_copies();
   });
 }
 
@@ -80,16 +81,14 @@ void lower_rows(const std::vector<TablePart>& parts, const uint32_t* slots, cons
   for_pieces(parts, begin, end, [&](const Table& table, size_t from, size_t to) {
     const RowView view = table.view();
     for (size_t i = from; i < to; ++i) {
-      if (i + kAhead < to && comes(i + kAhead)) {
-        __builtin_prefetch(&view.headers[slots[i + kAhead] / 4], 1);
-        prefetch_row(view.rows + size_t{slots[i + kAhead]} * view.row_bytes, view.row_bytes, true);
-      }
+      if (i + kAhead < to && comes(i + kAhead)) __builtin_prefetch(&view.headers[slots[i + kAhead] / 4], 1);
       if (!comes(i)) continue;
       HeaderGroup& group = view.headers[slots[i] / 4];
-      std::memcpy(view.rows + size_t{slots[i]} * view.row_bytes, rows + (i - begin) * stride, view.row_bytes);
+      stream_copy(view.rows + size_t{slots[i]} * view.row_bytes, rows + (i - begin) * stride, view.row_bytes);
       group.stamp[slots[i] % 4] = stamp_of(steps[i]);
       group.count[slots[i] % 4] = static_cast<uint16_t>(counts[i]);
     }
+    finish_stream_copies();
   });
 }
 

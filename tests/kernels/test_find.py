@@ -44,7 +44,7 @@ def test_present_and_absent_keys_of_one_table(device: torch.device, draw: Any, f
     keys = draw(max(n, 1))[:n]
     index = filled([50], keys[: n // 2])
     begins = begins_of([n], device)
-    missing = torch.full((1,), 99, dtype=torch.int32, device=device)
+    missing = torch.zeros(1, dtype=torch.int32, device=device)
     slots = find(index, keys.to(device), begins, missing=missing)
     expected = reference.find(index, keys.to(device), torch.zeros_like(keys, device=device))
     assert slots.dtype == torch.int32 and torch.equal(slots, expected)
@@ -115,7 +115,7 @@ def test_ten_million_keys() -> None:
     tables = tables_of(counts).to(device)
     sets = reference.set_of(reference.hash_key(keys), index.first[tables], index.count[tables])
     index.keys[sets[::7], 3] = keys[::7]
-    missing = torch.empty(1, dtype=torch.int32, device=device)
+    missing = torch.zeros(1, dtype=torch.int32, device=device)
     slots = find(index, keys, begins_of(counts, device), missing=missing)
     assert torch.equal(slots, reference.find(index, keys, tables))
     assert missing.item() == (slots < 0).sum()

@@ -12,7 +12,7 @@ from hotrow.errors import BatchError
 from hotrow.kernels import reference
 from hotrow.kernels.layout import Items, RowLayout, Source, spread
 from hotrow.kernels.runs import group
-from hotrow.kernels.update import DEFAULT, Meta, Tuning, update
+from hotrow.kernels.update import DEFAULT, Coefficients, Meta, Tuning, update
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RowWiseAdagrad, clip
 
 RULES: list[Optimizer] = [
@@ -51,22 +51,17 @@ class Case:
         meta = Meta(*(there(x) for x in vars(self.meta).values()))  # type: ignore[arg-type]
         items = Items(*(there(x) for x in vars(self.items).values()))  # type: ignore[arg-type]
         gradients = [None if g is None else _moved(g, device) for g in self.gradients]
-        coefficients = torch.zeros(len(self.optimizers), 8)
-        clips = torch.zeros(len(self.optimizers), 2)
-        for t, optimizer in enumerate(self.optimizers):
-            c = optimizer.coefficients(STEP)
-            coefficients[t, : len(c)] = torch.tensor(c)
-            clips[t] = torch.tensor([optimizer.clip_value or 0.0, optimizer.clip_norm or 0.0])
-        if shared:
-            coefficients, clips = coefficients[:1], clips[:1]
+        coefficients = [
+            Coefficients(optimizer.coefficients(STEP), optimizer.clip_value or 0.0, optimizer.clip_norm or 0.0)
+            for optimizer in self.optimizers[: 1 if shared else None]
+        ]
         streams = torch.arange(len(self.optimizers), device=device) * -(2**61) - 12345
         if device.type == "cpu" and tuning is DEFAULT:
             tuning = INTERPRETED
         update(
             source, self.layout, self.optimizers[0].code, group(self.slots.to(device)), items, gradients,
-            self.keys.to(device), coefficients.to(device), clips.to(device) if clips.any() else None, streams,
-            streams + 1, STEP, self.grad_scale, meta, torch.tensor([flag], dtype=torch.int32, device=device),
-            tuning,
+            self.keys.to(device), coefficients, streams, streams + 1, STEP, self.grad_scale, meta,
+            torch.tensor([flag], dtype=torch.int32, device=device), tuning=tuning,
         )  # fmt: skip
         back = [x.cpu() if x is not None else None for x in (source.rows, source.extra, *vars(meta).values())]
         return Source(back[0], back[1]), Meta(*back[2:])  # type: ignore[arg-type]
@@ -322,12 +317,12 @@ def test_meta_may_be_two_columns_of_one_tensor(device: torch.device) -> None:
     expected = case.expect()
     both = torch.stack([case.meta.last_steps, case.meta.counts], dim=1).to(device)
     source = Source(case.source.rows.clone().to(device))
-    coefficients = torch.tensor([[0.1] + [0.0] * 7], device=device)
     streams = torch.tensor([-12345], device=device)
     update(
         source, case.layout, 0, group(case.slots.to(device)), Items(*(x if x is None else x.to(device) for x in
-        vars(case.items).values())), [case.gradients[0].to(device)], case.keys.to(device), coefficients, None, streams,
-        None, STEP, 1.0, Meta(both[:, 0], both[:, 1]), torch.zeros(1, dtype=torch.int32, device=device),
+        vars(case.items).values())), [case.gradients[0].to(device)], case.keys.to(device),
+        [Coefficients((0.1,))], streams, None, STEP, 1.0, Meta(both[:, 0], both[:, 1]),
+        torch.zeros(1, dtype=torch.int32, device=device),
     )  # type: ignore[arg-type, union-attr]  # fmt: skip
     _same((Source(source.rows.cpu()), Meta(both[:, 0].cpu(), both[:, 1].cpu())), expected)
 

@@ -217,7 +217,7 @@ class SetCache:
     def batch(self, keys: torch.Tensor, t: int) -> int:
         """How many of the unique keys were there; all are afterwards, as far as their sets have room."""
         begins = torch.tensor([0, len(keys)], dtype=torch.int32, device=keys.device)
-        missing = torch.empty(1, dtype=torch.int32, device=keys.device)
+        missing = torch.zeros(1, dtype=torch.int32, device=keys.device)
         slots = find(self.index, keys, begins, t, missing)
         count = int(missing)
         new = dedup(keys[compact(slots, count)])

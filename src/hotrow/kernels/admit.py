@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.kernels.dedup import Unique
-from hotrow.kernels.launch import fast
+from hotrow.kernels.launch import cdiv, fast
 from hotrow.kernels.sets import SetIndex
 
 BLOCK = 256
@@ -82,7 +82,7 @@ def brief(
     out = torch.empty(FIELDS * n, dtype=torch.int32, device=chosen.device)
     going = torch.empty_like(chosen)
     if n:
-        _brief_kernel[(triton.cdiv(n, BLOCK),)](
+        _brief_kernel[(cdiv(n, BLOCK),)](
             unique.keys, unique.tables, unique.counts, chosen, unique.number, hosts, steps, counts, out,
             out[: 2 * n].view(torch.int64), going, n, clean, STRIDE=steps.stride(0), BLOCK=BLOCK,
         )  # fmt: skip
@@ -104,7 +104,7 @@ def admit(
     """
     n = slots.numel()
     if n:
-        _admit_kernel[(triton.cdiv(n, BLOCK),)](
+        _admit_kernel[(cdiv(n, BLOCK),)](
             index.keys, index.pins, index.scores, *beside, keys, slots, places, n, index.capacity, batch, score,
             STRIDE=beside[1].stride(0), BLOCK=BLOCK,
         )  # fmt: skip
@@ -114,4 +114,4 @@ def answer(positions: Tensor, inverse: Tensor, slots: Tensor, out: Tensor) -> No
     """out[positions[i]] = slots[inverse[i]]."""
     n = positions.numel()
     if n:
-        _answer_kernel[(triton.cdiv(n, BLOCK),)](positions, inverse, slots, out, n, BLOCK=BLOCK)
+        _answer_kernel[(cdiv(n, BLOCK),)](positions, inverse, slots, out, n, BLOCK=BLOCK)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from hotrow.errors import BatchError
-from hotrow.kernels.launch import fast
+from hotrow.kernels.launch import cdiv, fast
 from hotrow.kernels.mixing import hash_key, unhash
 from hotrow.kernels.sets import check
 
@@ -183,7 +183,7 @@ def _compact(
     absent_tables = positions if keys is None else torch.empty_like(positions)
     if count == 0:
         return positions, absent_keys, absent_tables
-    grid = (triton.cdiv(n, BLOCK),)
+    grid = (cdiv(n, BLOCK),)
     counts = torch.empty(grid[0], dtype=torch.int32, device=slots.device)
     count_absent_kernel[grid](slots, counts, n, BLOCK=BLOCK, num_warps=WARPS)
     compact_kernel[grid](
@@ -216,7 +216,7 @@ def dedup(keys: torch.Tensor, tables: torch.Tensor | None = None, table_count: i
     )  # fmt: skip
     if n == 0:
         return unique
-    grid = (triton.cdiv(n, BLOCK),)
+    grid = (cdiv(n, BLOCK),)
     hashes = torch.empty_like(keys)
     hash_kernel[grid](keys, hashes, n, BLOCK=BLOCK, num_warps=WARPS)
     hashes, by_hash = hashes.sort(stable=True)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from hotrow.errors import BatchError
-from hotrow.kernels.launch import fast
+from hotrow.kernels.launch import cdiv, fast, power_of_2
 from hotrow.kernels.mixing import half_of, hash_key, set_of
 from hotrow.kernels.sets import SetIndex, check
 
@@ -103,8 +103,8 @@ def find(
 ) -> torch.Tensor:
     """Slots of keys, int32 [n], -1 where absent. Table t's keys are at positions begins[t] to begins[t + 1].
 
-    With batch > 0 the found slots are pinned for that batch, whose number is above all earlier ones. `missing`, int32
-    [1], becomes the number of absent keys.
+    With batch > 0 the found slots are pinned for that batch, whose number is above all earlier ones. The number of
+    absent keys is added to `missing`, int32 [1].
     """
     return _launch(index, keys, begins, batch, missing, None, 0, None)
 
@@ -141,17 +141,16 @@ def _launch(
     check("begins", begins, torch.int32, index.tables + 1, index.device)
     if missing is not None:
         check("missing", missing, torch.int32, 1, index.device)
-        missing.zero_()
     n = keys.numel()
     slots = torch.empty(n, dtype=torch.int32, device=index.device)
     if n == 0:
         return slots
-    padded = triton.next_power_of_2(dim) if dim else 1
+    padded = power_of_2(dim) if dim else 1
     block, warps = (BLOCK, WARPS) if not dim else (min(BLOCK, max(16, ROWS_ELEMENTS // padded)), ROWS_WARPS)
-    find_kernel[(triton.cdiv(n, block),)](
+    find_kernel[(cdiv(n, block),)](
         index.keys, index.pins, index.first, index.count, keys, begins, slots, slots if missing is None else missing,
         slots if rows is None else rows, slots if out is None else out, n, index.counts[0], batch,
-        TABLES=index.tables, PADDED=triton.next_power_of_2(index.tables), PIN=batch > 0, MISSING=missing is not None,
+        TABLES=index.tables, PADDED=power_of_2(index.tables), PIN=batch > 0, MISSING=missing is not None,
         DIM=dim, DIM_PADDED=padded, STRIDE=rows.stride(0) if rows is not None else 0, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return slots

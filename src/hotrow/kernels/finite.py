@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.errors import GradientError
-from hotrow.kernels.launch import fast
+from hotrow.kernels.launch import cdiv, fast, power_of_2
 from hotrow.kernels.layout import TRITON, matrix_rows, small_table, with_columns_together
 
 BLOCK = 8192  # numbers a program
@@ -70,18 +70,18 @@ def check(matrices: Sequence[Tensor], flag: Tensor) -> None:
         raise GradientError(f"gradients have {sorted({matrix.shape[1] for matrix in given})} columns; give one number")
     if any(matrix.dtype != dtype for matrix in given):
         raise GradientError(f"gradients are of types {sorted({str(matrix.dtype) for matrix in given})}; give one type")
-    width = triton.next_power_of_2(columns)
+    width = power_of_2(columns)
     r = max(1, BLOCK // width)
     numbers: list[int] = []
     programs, aligned, tails = 0, True, False
     for matrix in given:
         rows, tail = divmod(matrix.numel(), columns) if flat else (matrix.shape[0], 0)
         stride = columns * size if flat else matrix.stride(0) * size
-        programs += max(1, triton.cdiv(rows, r))
+        programs += max(1, cdiv(rows, r))
         numbers += (matrix.data_ptr(), stride, rows, tail, programs)
         aligned &= matrix.data_ptr() % 16 == 0 and stride % 16 == 0
         tails |= tail > 0
     _check_kernel[(programs,)](
-        small_table(tuple(numbers), device), flag, MATRICES=len(given), PADDED=triton.next_power_of_2(len(given)),
+        small_table(tuple(numbers), device), flag, MATRICES=len(given), PADDED=power_of_2(len(given)),
         COLUMNS=columns, WIDTH=width, R=r, TYPE=TRITON[dtype], ALIGNED=aligned, TAILS=tails, num_warps=WARPS,
     )  # fmt: skip

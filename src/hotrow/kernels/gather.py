@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.errors import BatchError
-from hotrow.kernels.launch import fast
+from hotrow.kernels.launch import cdiv, fast, power_of_2
 from hotrow.kernels.layout import (
     TRITON,
     Items,
@@ -140,13 +140,13 @@ def gather(
     r, warps = tile or default_tile(layout.block, items.offsets is not None)
     if past_cache is None:
         past_cache = count * layout.dim * out.dtype.itemsize > LARGE
-    _gather_kernel[(triton.cdiv(count, r),)](
+    _gather_kernel[(cdiv(count, r),)](
         source.rows, source.rows if source.extra is None else source.extra, slots, items.begins,
         slots if items.offsets is None else items.offsets, slots if items.scales is None else items.scales, out.table,
         count, source.capacity, DIM=layout.dim, BLOCK=layout.block, STRIDE=layout.stride, STATE=layout.state_offset,
         TYPE=layout.type, OUT=TRITON[out.dtype], ALIGNED=out.aligned, HAS_EXTRA=source.extra is not None,
         POOLED=items.offsets is not None, SCALED=items.scales is not None, FEATURES=features,
-        FEATURES_PADDED=triton.next_power_of_2(features), R=r, AHEAD=AHEAD,
+        FEATURES_PADDED=power_of_2(features), R=r, AHEAD=AHEAD,
         STORE=".cs" if past_cache else "", num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -8,9 +8,11 @@ caller keeps such rows elsewhere for the batch. Every choice is a function of th
 atomics, no races, the same victims on every run.
 
 `choose` only reads, so that the caller can fetch the victims' rows before `place` writes. `insert_and_evict` is both in
-one call over a batch with present and absent keys mixed: it sorts by set (int32, 0.16 ms for a million keys on an
-H200), pins the present keys, chooses, and swaps the rows. Bytes a key there, dim 32, full index: home 12, sort 4 x 24,
-find 88, choose 144, swap 560, together 900: 0.21 ms a million at 4.3 TB/s.
+one call over a batch with present and absent keys mixed: it pins the present keys, sorts by set, chooses, and swaps the
+rows. Only the choice needs the order of the sets; rows move in the caller's order, so that of the four rows that go
+through the swap (values in, old row out of its slot, new row into it, old row to the caller) only those at the slot
+are random accesses. Bytes a key there, dim 32, full index: home 12, sort 4 x 24, find 88, choose 148, rank 8, swap 560,
+together 910: 0.21 ms a million at 4.3 TB/s.
 """
 
 from __future__ import annotations
@@ -22,18 +24,21 @@ import triton
 import triton.language as tl
 
 from hotrow.errors import BatchError, OptionError, choices
-from hotrow.kernels.launch import fast
+from hotrow.kernels.dedup import total_before
+from hotrow.kernels.launch import cdiv, fast, power_of_2
 from hotrow.kernels.mixing import empty_key, half_of, hash_key, home_of
 from hotrow.kernels.sets import POLICIES, SPILL, WAYS, SetIndex, check
 
 BLOCK, WARPS = 64, 4
-SWAP_ELEMENTS, SWAP_WARPS = 4096, 2  # of a block that swaps rows: keys * padded dim
+SWAP_ELEMENTS, SWAP_WARPS = 2048, 2  # of a block that swaps rows: keys * padded dim
+RANK_BLOCK = 1024
 
 _NEVER = tl.constexpr(1 << 62)
 _HELD = tl.constexpr(-(1 << 40))  # below: the order of an empty way
 _WINDOW = tl.constexpr(2 * WAYS)
 _SPILL = tl.constexpr(SPILL)
 _NOWHERE = tl.constexpr((1 << 31) - 1)
+_EVICTS = tl.constexpr(1 << 30)  # beside a slot: somebody must leave it
 
 
 class Evicted(NamedTuple):
@@ -108,17 +113,16 @@ def ranked_ways(index_keys, pins, scores, home, valid, settled):
 @fast
 @triton.jit(do_not_specialize=["n", "settled"])
 def choose_kernel(
-    index_keys, pins, scores, homes, order_of, slots, found, ranks, counts, n, settled,
-    MIXED: tl.constexpr, BLOCK: tl.constexpr,
+    index_keys, pins, scores, homes, order_of, slots, found, n, settled, MIXED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Homes are sorted. MIXED: some keys are present (found[i] >= 0), slots stay in the order of the homes, and `ranks`
-    gets each evicting key's place among its block's."""
+    """Homes are sorted, slots come out in the order of the keys. MIXED: some keys are present (found[i] >= 0), and
+    slots whose holder must leave have _EVICTS in them."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     home = tl.load(homes + at, mask=at < n, other=_NOWHERE)
     valid = home != _NOWHERE
     asks = valid
     if MIXED:
-        source = tl.load(order_of + at, mask=valid, other=0)
+        source = tl.load(order_of + at, mask=at < n, other=0)
         present = tl.load(found + source, mask=valid, other=0)
         asks = valid & (present < 0)
 
@@ -153,14 +157,10 @@ def choose_kernel(
     taken = asks & (rank < 8) & (best < _NEVER)
     slot = tl.where(taken, (home >> 1) * 8 + (best & 7).to(tl.int32), -1)
     if MIXED:
-        evicts = taken & (best >= _HELD)
-        place = tl.cumsum(evicts.to(tl.int32), axis=0) - 1
-        tl.store(ranks + at, tl.where(evicts, place, -1), mask=at < n)
-        tl.store(counts + tl.program_id(0), tl.sum(evicts.to(tl.int32), axis=0))
-        slot = tl.where(asks, slot, present)
-        tl.store(slots + at, slot, mask=at < n)
+        slot = tl.where(asks, tl.where(taken & (best >= _HELD), slot | _EVICTS, slot), present)
     else:
-        tl.store(slots + tl.load(order_of + at, mask=at < n, other=0), slot, mask=at < n)
+        source = tl.load(order_of + at, mask=at < n, other=0)
+    tl.store(slots + source, slot, mask=at < n)
 
 
 @fast
@@ -196,38 +196,52 @@ def erase_kernel(index_keys, pins, scores, first, slots, n, capacity, tables, BL
 
 
 @fast
+@triton.jit(do_not_specialize=["n"])
+def rank_kernel(chosen, ranks, counts, n, BLOCK: tl.constexpr):
+    """Each evicting key's place among its block's, -1 for the others, and how many the block has."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(chosen + at, mask=at < n, other=-1)
+    evicts = (slot >= _EVICTS).to(tl.int32)
+    tl.store(ranks + at, tl.where(evicts > 0, tl.cumsum(evicts, axis=0) - 1, -1), mask=at < n)
+    tl.store(counts + tl.program_id(0), tl.sum(evicts, axis=0))
+
+
+@fast
 @triton.jit(do_not_specialize=["n", "batch"])
 def swap_kernel(
-    index_keys, pins, scores, rows, keys, values, order, chosen, ranks, counts, totals,
-    slots, out_keys, out_values, n, batch, score,
+    index_keys, pins, scores, rows, keys, values, chosen, ranks, counts, slots, out_keys, out_values, number, n, batch,
+    score,
     DIM: tl.constexpr, PADDED: tl.constexpr, STRIDE: tl.constexpr, VALUES_STRIDE: tl.constexpr,
-    CHOSEN_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(0) * BLOCK
+    at = start + tl.arange(0, BLOCK)
     valid = at < n
-    source = tl.load(order + at, mask=valid, other=0)
     slot = tl.load(chosen + at, mask=valid, other=-1)
-    tl.store(slots + source, slot, mask=valid)
-    placed = slot >= 0
-    key = tl.load(keys + source, mask=placed, other=0)
     rank = tl.load(ranks + at, mask=valid, other=-1)
-    evicts = rank >= 0
-    block = at // CHOSEN_BLOCK
-    total, own = tl.load(totals + block, mask=evicts, other=0), tl.load(counts + block, mask=evicts, other=0)
-    out = (total - own + rank).to(tl.int64)
     column = tl.arange(0, PADDED)[None, :]
     wanted = column < DIM
+    placed, evicts = slot >= 0, rank >= 0
+    slot = tl.where(placed, slot & (_EVICTS - 1), -1)
+    coming = tl.load(
+        values + at.to(tl.int64)[:, None] * VALUES_STRIDE + column, mask=placed[:, None] & wanted, other=0.0
+    )
+    key = tl.load(keys + at, mask=placed, other=0)
     row = rows + slot.to(tl.int64)[:, None] * STRIDE + column
-    coming = tl.load(values + source[:, None] * VALUES_STRIDE + column, mask=placed[:, None] & wanted, other=0.0)
-    leaving = tl.load(row, mask=evicts[:, None] & wanted, other=0.0)
-    old_key = tl.load(index_keys + slot, mask=evicts, other=0)
-    tl.store(out_values + out[:, None] * DIM + column, leaving, mask=evicts[:, None] & wanted)
-    tl.store(out_keys + out, old_key, mask=evicts)
-    tl.debug_barrier()  # the old row and key are read by all threads before they are overwritten
+    if tl.max(rank, axis=0) >= 0:
+        out = total_before(counts, start // RANK_BLOCK, CHUNK) + rank
+        leaving = tl.load(row, mask=evicts[:, None] & wanted, other=0.0)
+        old_key = tl.load(index_keys + slot, mask=evicts, other=0)
+        tl.store(out_values + out.to(tl.int64)[:, None] * DIM + column, leaving, mask=evicts[:, None] & wanted)
+        tl.store(out_keys + out, old_key, mask=evicts)
+        tl.debug_barrier()  # the old row and key are read by all threads before they are overwritten
+    tl.store(slots + at, slot, mask=valid)
     tl.store(row, coming, mask=placed[:, None] & wanted)
     tl.store(index_keys + slot, key, mask=placed)
     tl.store(pins + 2 * slot, tl.full([BLOCK], batch, tl.int32), mask=placed)
     tl.store(scores + 2 * slot, tl.full([BLOCK], score, tl.float32), mask=placed)
+    if tl.program_id(0) == 0:
+        tl.store(number, total_before(counts, tl.cdiv(n, RANK_BLOCK), CHUNK))
 
 
 def choose(
@@ -249,8 +263,8 @@ def choose(
     slots = torch.empty(n, dtype=torch.int32, device=index.device)
     if n:
         homes, order = _targets(index, keys, tables, number, None, 0)
-        choose_kernel[(triton.cdiv(n, BLOCK),)](
-            index.keys, index.pins, index.scores, homes, order, slots, slots, slots, slots, n, settled,
+        choose_kernel[(cdiv(n, BLOCK),)](
+            index.keys, index.pins, index.scores, homes, order, slots, slots, n, settled,
             MIXED=False, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return slots
@@ -262,7 +276,7 @@ def place(
     """Write the first `number` (None: all) keys to their slots (-1: passed over), pinned for a batch, with a score."""
     n = _checked(index, keys, None, number, slots)
     if n:
-        place_kernel[(triton.cdiv(n, BLOCK),)](
+        place_kernel[(cdiv(n, BLOCK),)](
             index.keys, index.pins, index.scores, keys, slots, slots if number is None else number, n, batch,
             float(score), NUMBER=number is not None, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
@@ -272,7 +286,7 @@ def erase(index: SetIndex, slots: torch.Tensor) -> None:
     """Empty the ways at slots, pinned or not; slots outside the index are passed over."""
     n = _checked(index, None, None, None, slots)
     if n:
-        erase_kernel[(triton.cdiv(n, BLOCK),)](
+        erase_kernel[(cdiv(n, BLOCK),)](
             index.keys, index.pins, index.scores, index.first, slots, n, index.capacity, index.tables,
             BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
@@ -290,8 +304,8 @@ def insert_and_evict(
 ) -> Evicted:
     """Values [n, dim] to the rows of keys: present keys are assigned, absent ones inserted, pinned for `batch`.
 
-    What absent keys drive out is returned, in the order of the sets. LRU: the score is the batch. Requires: keys are
-    unique in a call, 0 <= settled < batch.
+    What absent keys drive out is returned, in the order of the keys that did. LRU: the score is the batch. Requires:
+    keys are unique in a call, 0 <= settled < batch.
     """
     n = _checked(index, keys, tables, None)
     dim = values.shape[1] if values.dim() == 2 else 0
@@ -308,23 +322,23 @@ def insert_and_evict(
     out = Evicted(torch.empty_like(keys), values.new_empty(n, dim), ints(n), ints(1))
     if n == 0:
         return out._replace(number=out.number.zero_())
-    grid = (triton.cdiv(n, BLOCK),)
-    found, chosen, ranks, counts = ints(n), ints(n), ints(n), ints(grid[0])
+    blocks = cdiv(n, RANK_BLOCK)
+    found, chosen, ranks, counts = ints(n), ints(n), ints(n), ints(blocks)
     homes, order = _targets(index, keys, tables, None, found, batch)
-    choose_kernel[grid](
-        index.keys, index.pins, index.scores, homes, order, chosen, found, ranks, counts, n, settled,
+    choose_kernel[(cdiv(n, BLOCK),)](
+        index.keys, index.pins, index.scores, homes, order, chosen, found, n, settled,
         MIXED=True, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
-    totals = counts.cumsum(0, dtype=torch.int32)
-    padded = triton.next_power_of_2(dim)
+    rank_kernel[(blocks,)](chosen, ranks, counts, n, BLOCK=RANK_BLOCK, num_warps=WARPS)
+    padded = power_of_2(dim)
     block = min(BLOCK, max(16, SWAP_ELEMENTS // padded))
-    swap_kernel[(triton.cdiv(n, block),)](
-        index.keys, index.pins, index.scores, rows, keys, values, order, chosen, ranks, counts, totals,
-        out.slots, out.keys, out.values, n, batch, float(batch),
+    swap_kernel[(cdiv(n, block),)](
+        index.keys, index.pins, index.scores, rows, keys, values, chosen, ranks, counts,
+        out.slots, out.keys, out.values, out.number, n, batch, float(batch),
         DIM=dim, PADDED=padded, STRIDE=rows.stride(0), VALUES_STRIDE=values.stride(0),
-        CHOSEN_BLOCK=BLOCK, BLOCK=block, num_warps=SWAP_WARPS,
+        RANK_BLOCK=RANK_BLOCK, CHUNK=RANK_BLOCK, BLOCK=block, num_warps=SWAP_WARPS,
     )  # fmt: skip
-    return out._replace(number=totals[-1:])
+    return out
 
 
 def _targets(
@@ -338,7 +352,7 @@ def _targets(
     """The sets that keys go to, sorted, and the order that sorts them; with `found`, where present ones are, pinned."""
     n = keys.numel()
     homes = torch.empty(n, dtype=torch.int32, device=index.device)
-    target_kernel[(triton.cdiv(n, BLOCK),)](
+    target_kernel[(cdiv(n, BLOCK),)](
         index.keys, index.pins, index.first, index.count, keys, homes if tables is None else tables,
         homes if number is None else number, homes, homes if found is None else found, n, batch,
         TABLES=tables is not None, MIXED=found is not None, NUMBER=number is not None, BLOCK=BLOCK, num_warps=WARPS,

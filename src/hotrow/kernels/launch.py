@@ -1,9 +1,9 @@
 """Launching a kernel again: what Triton looks up for every call is looked up once.
 
 `@fast` above `@triton.jit` keeps the compiled kernel for what its specialisation depends on: types, alignment to 16
-bytes, small facts about whole numbers, and the options. A launch then costs about a third of the host's time (35 to 12
-microseconds on an H200's host), which is what a training step of ten launches in a millisecond is bound by. Under the
-interpreter it is the kernel itself.
+bytes, small facts about whole numbers, and the options. A step of training is ten launches in a millisecond, so it is
+bound by what the host does for each; addresses go down as plain numbers, so that the launcher need not ask the driver
+what kind of memory every tensor is. Under the interpreter it is the kernel itself.
 """
 
 from __future__ import annotations
@@ -13,39 +13,77 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. Triton's own takes microseconds on the host.
+
+    >>> cdiv(7, 4), cdiv(8, 4)
+    (2, 2)
+    """
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is not below n.
+
+    >>> [power_of_2(n) for n in (1, 2, 3, 8, 9)]
+    [1, 2, 4, 8, 16]
+    """
+    return 1 << (n - 1).bit_length()
 
 
 class Fast:
     """A kernel that remembers what it compiled. Called as a jitted function is: kernel[grid](..., OPTION=...).
 
-    Requires: arguments by position, constexprs and options by name, all of them in every call.
+    Requires: arguments by position, constexprs and options by name, all of them in every call and in one order.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.constexprs = [param.name for param in kernel.params if param.is_constexpr]
         self.loose = [param.do_not_specialize for param in kernel.params]
-        self.compiled: dict[Any, Any] = {}
+        self.compiled: dict[Any, Callable[..., None]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self._launch, grid)
+        return partial(self._launch, grid[0])
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        key: list[Any] = [args[0].device, *options.items()]
+    def _launch(self, programs: int, *args: Any, **options: Any) -> None:
+        device = args[0].get_device()
+        key: list[Any] = [device, *options.values()]
+        values: list[Any] = []
         for loose, arg in zip(self.loose, args, strict=False):
-            if isinstance(arg, Tensor):
-                key.append((arg.dtype, arg.data_ptr() & 15 == 0))
-            elif isinstance(arg, int):
+            if arg.__class__ is int:
                 key.append(arg >> 31 if loose else (arg >> 31, arg == 1, arg & 15 == 0))
+            elif arg.__class__ is not float:
+                key.append(arg.dtype)
+                arg = arg.data_ptr()
+                key.append(arg & 15)
+            values.append(arg)
         known = tuple(key)
-        kernel = self.compiled.get(known)
-        if kernel is None:
-            self.compiled[known] = self.kernel[grid](*args, **options)
+        run = self.compiled.get(known)
+        if run is None:
+            compiled = self.kernel[(programs,)](*args, **options)
+            self.compiled[known] = _runner(compiled, tuple(options[name] for name in self.constexprs))
         else:
-            kernel[(*grid, 1, 1)[:3]](*args, *[options[name] for name in self.constexprs])
+            run(programs, device, values)
+
+
+def _runner(compiled: Any, constants: tuple[Any, ...]) -> Callable[[int, int, list[Any]], None]:
+    """How to run a compiled kernel on so many programs; constants are passed over by the launcher."""
+    current = torch._C._cuda_getCurrentRawStream
+    launcher = getattr(compiled, "run", None)
+    if launcher is None or not hasattr(compiled, "packed_metadata"):  # another Triton than we know
+        return lambda programs, device, values: compiled[(programs, 1, 1)](*values, *constants)
+    function, metadata = compiled.function, compiled.packed_metadata
+
+    def run(programs: int, device: int, values: list[Any]) -> None:
+        launcher(programs, 1, 1, current(device), function, metadata, None, None, None, *values, *constants)
+
+    return run
 
 
 def fast(kernel: Any) -> Any:

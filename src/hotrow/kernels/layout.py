@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.errors import BatchError, OptionError
+from hotrow.kernels.launch import power_of_2
 
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
@@ -78,7 +79,7 @@ class RowLayout:
     @cached_property
     def block(self) -> int:
         """Columns of a kernel's tile: a power of two, at least the eight lanes of rules.sum_of_squares."""
-        return max(8, triton.next_power_of_2(self.dim))
+        return max(8, power_of_2(self.dim))
 
     @cached_property
     def type(self) -> tl.dtype:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hotrow.config import format_size
 from hotrow.errors import StorageError
-from hotrow.kernels.launch import fast
+from hotrow.kernels.launch import cdiv, fast, power_of_2
 from hotrow.kernels.layout import Source
 
 
@@ -82,7 +82,7 @@ def pull(
     count = slots.numel()
     if count == 0:
         return
-    tile = triton.next_power_of_2(width)
+    tile = power_of_2(width)
     _pull_kernel[(count,)](
         source.rows, _extra(source), source.capacity, source.rows.stride(0), slots, tables, bases, hosts, count,
         host_stride, width, R=1, W=tile, num_warps=1 if tile <= 1024 else 4,
@@ -93,9 +93,9 @@ def _buffer(source: Source, slots: Tensor, width: int, buffer: Tensor, out: bool
     count = slots.numel()
     if count == 0:
         return
-    tile = triton.next_power_of_2(width)
+    tile = power_of_2(width)
     per = max(1, 1024 // tile)
-    _buffer_kernel[(triton.cdiv(count, per),)](
+    _buffer_kernel[(cdiv(count, per),)](
         source.rows, _extra(source), source.capacity, source.rows.stride(0), slots, count, buffer, buffer.stride(0),
         width, OUT=out, R=per, W=tile, num_warps=4,
     )  # fmt: skip
@@ -115,7 +115,7 @@ def _tell_kernel(numbers, address, n, BLOCK: tl.constexpr):
 
 def tell(numbers: Tensor, pinned: Tensor) -> None:
     """A few int32 numbers into pinned host memory; by a kernel, because the copy engine may be busy for long."""
-    _tell_kernel[(1,)](numbers, pinned.data_ptr(), numbers.numel(), BLOCK=triton.next_power_of_2(numbers.numel()))
+    _tell_kernel[(1,)](numbers, pinned.data_ptr(), numbers.numel(), BLOCK=power_of_2(numbers.numel()))
 
 
 def reachable(address: int, size: int, device: torch.device) -> None:

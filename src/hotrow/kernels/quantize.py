@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotrow.kernels.launch import fast
+from hotrow.kernels.launch import cdiv, fast
 from hotrow.kernels.layout import RowLayout, Source, read_values
 
 ELEMENTS = 512  # of a program of one warp
@@ -61,7 +61,7 @@ def quantize(rows: Tensor, layout: RowLayout, out: Tensor | None = None) -> Tens
     Source(out).check(to)
     r = max(1, ELEMENTS // layout.block)
     if rows.shape[0]:
-        _quantize_kernel[(triton.cdiv(rows.shape[0], r),)](
+        _quantize_kernel[(cdiv(rows.shape[0], r),)](
             rows, out, rows.shape[0], DIM=layout.dim, D=layout.block, STRIDE=layout.stride, STATE=layout.state_offset,
             TYPE=layout.type, OUT_STRIDE=to.stride, OUT_STATE=to.state_offset, R=r,
             num_warps=max(1, min(8, layout.block // 512)), enable_fp_fusion=False,

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.errors import BatchError
-from hotrow.kernels.launch import fast
+from hotrow.kernels.launch import cdiv, fast
 from hotrow.kernels.layout import steps
 
 BLOCK = 4096
@@ -93,7 +93,7 @@ def group(slots: Tensor) -> Runs:
         whole.zero_()
         return Runs(slots.long(), starts, unique, run_of, number)
     ordered, order = torch.sort(slots, stable=True)
-    blocks = triton.cdiv(n, BLOCK)
+    blocks = cdiv(n, BLOCK)
     counts = torch.empty(blocks, dtype=torch.int32, device=slots.device)
     _count_kernel[(blocks,)](ordered, counts, n, BLOCK=BLOCK, num_warps=8)
     _number_kernel[(blocks,)](

@@ -20,10 +20,21 @@ import triton
 import triton.language as tl
 
 from hotrow.errors import OptionError, choices
-from hotrow.kernels.launch import fast
+from hotrow.kernels.launch import cdiv, fast
 from hotrow.kernels.sets import POLICIES, SetIndex, check
 
 BLOCK, WARPS = 512, 4
+
+
+@triton.jit
+def warm(scores, slot, mask, now, LFU: tl.constexpr):
+    """Slots were used now."""
+    score = tl.zeros_like(slot).to(tl.float32) + now
+    if LFU:
+        old = tl.load(scores + 2 * slot, mask=mask, other=0.0)
+        high = tl.maximum(old, score)
+        score = high + tl.log2(1.0 + tl.exp2(tl.minimum(old, score) - high))
+    tl.store(scores + 2 * slot, score, mask=mask)
 
 
 @fast
@@ -34,13 +45,7 @@ def touch_kernel(scores, slots, number, n, capacity, now, LFU: tl.constexpr, NUM
     if NUMBER:
         real = tl.minimum(n, tl.load(number))
     slot = tl.load(slots + at, mask=at < real, other=-1)
-    mask = (slot >= 0) & (slot < capacity)
-    score = tl.full([BLOCK], now, tl.float32)
-    if LFU:
-        old = tl.load(scores + 2 * slot, mask=mask, other=0.0)
-        high = tl.maximum(old, score)
-        score = high + tl.log2(1.0 + tl.exp2(tl.minimum(old, score) - high))
-    tl.store(scores + 2 * slot, score, mask=mask)
+    warm(scores, slot, (slot >= 0) & (slot < capacity), now, LFU)
 
 
 def first_score(batch: int, policy: str, half_life: float) -> float:
@@ -68,7 +73,7 @@ def touch(
     now = first_score(batch, policy, half_life)
     n = slots.numel()
     if n:
-        touch_kernel[(triton.cdiv(n, BLOCK),)](
+        touch_kernel[(cdiv(n, BLOCK),)](
             index.scores, slots, slots if number is None else number, n, index.capacity, now,
             LFU=policy == "lfu", NUMBER=number is not None, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip

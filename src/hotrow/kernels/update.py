@@ -23,8 +23,10 @@ row-wise Adagrad, 1.7 for Adam; 0.22, 0.22 and 0.40 ms at 4.3 TB/s.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,7 +36,7 @@ from torch import Tensor
 from hotrow.errors import BatchError
 from hotrow.kernels import rules
 from hotrow.kernels.counts import add_count, seen_in_all
-from hotrow.kernels.launch import fast
+from hotrow.kernels.launch import cdiv, fast
 from hotrow.kernels.layout import (
     TRITON,
     Items,
@@ -50,6 +52,8 @@ from hotrow.kernels.layout import (
 )
 from hotrow.kernels.rounding import draws, round_by_chance
 from hotrow.kernels.runs import Runs
+from hotrow.kernels.sets import SetIndex
+from hotrow.kernels.touch import first_score, warm
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,23 @@ class Meta:
     counts: Tensor
     extra_last_steps: Tensor | None = None
     extra_counts: Tensor | None = None
+
+
+class Coefficients(NamedTuple):
+    """What one table's rule reads at this step, up to eight numbers, and where its gradients are clipped (0: not)."""
+
+    rule: tuple[float, ...]
+    clip_value: float = 0.0
+    clip_norm: float = 0.0
+
+
+class Use(NamedTuple):
+    """That a batch used its rows, for the scores of the index they are in (touch.py)."""
+
+    index: SetIndex
+    batch: int
+    policy: str
+    half_life: float
 
 
 @dataclass(frozen=True)
@@ -240,15 +261,17 @@ def _add_partials(total, some, partials, given, begin, length, longest, column, 
 @triton.jit(do_not_specialize=["step", "capacity"])
 def _apply_kernel(
     rows, extra, starts, slots, number, order, keys, addresses, scales, partials, given, run_tables, coefficients,
-    clips, count_streams, rounding_streams, last_steps, counts, extra_last_steps, extra_counts, flag, capacity, step,
-    grad_scale,
+    clips, count_streams, rounding_streams, last_steps, counts, extra_last_steps, extra_counts, scores, flag, capacity,
+    step, grad_scale, now, c0, c1, c2, c3, c4, c5, c6, c7, clip_value, clip_norm,
     RULE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, STATE: tl.constexpr,
     TYPE: tl.constexpr, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, MISSING: tl.constexpr,
     TABLES: tl.constexpr, SHARED: tl.constexpr, CLIP: tl.constexpr, HAS_EXTRA: tl.constexpr, META: tl.constexpr,
-    META_STRIDE: tl.constexpr, PIECE: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr,
+    META_STRIDE: tl.constexpr, USED: tl.constexpr, LFU: tl.constexpr, PIECE: tl.constexpr, R: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     runs = tl.load(number)
     runs = tl.where(tl.load(flag) == 0, runs, 0)
+    shared = (c0, c1, c2, c3, c4, c5, c6, c7)
     column = tl.arange(0, D)
     wanted = column < DIM
     # A step needs to know its runs, then where their first gradients are, then the gradients. Each is asked for one
@@ -276,7 +299,10 @@ def _apply_kernel(
             code = tl.load(counter, mask=live, other=0)
         c = ()
         for i in tl.static_range(8):
-            c = c + (tl.load(coefficients + table * 8 + i),)  # noqa: RUF005
+            if SHARED:
+                c = c + (tl.full([R], shared[i], tl.float32),)  # noqa: RUF005
+            else:
+                c = c + (tl.load(coefficients + table * 8 + i),)  # noqa: RUF005
         short = tl.where(length > PIECE, 0, length)
         g = _gradient(address, scales + begin, short > 0, column, wanted, GRADIENT, ALIGNED, SCALED, MISSING, R, D)
         some = (address != 0).to(tl.int32)
@@ -298,7 +324,10 @@ def _apply_kernel(
             live_rows = live
         g = g * grad_scale
         if CLIP:
-            g = rules.clip(g, tl.load(clips + table * 2), tl.load(clips + table * 2 + 1), R, D)
+            if SHARED:
+                g = rules.clip(g, tl.full([R], clip_value, tl.float32), tl.full([R], clip_norm, tl.float32), R, D)
+            else:
+                g = rules.clip(g, tl.load(clips + table * 2), tl.load(clips + table * 2 + 1), R, D)
 
         if RULE == rules.SGD:
             w = rules.sgd(w, g, c)
@@ -330,6 +359,8 @@ def _apply_kernel(
                 total = add_count(code, length, draw, owner, step).to(tl.uint32)
             tl.store(counter, total.to(tl.int32), mask=live)
             tl.store(stamp, tl.zeros([R], tl.int32) + step, mask=live)
+        if USED:
+            warm(scores, slot, live & (slot < capacity), now, LFU)
         slot, begin, length, table = next_slot, next_begin, next_length, next_table
         next_slot, next_begin, next_length, next_table = last_slot, last_begin, last_length, last_table
         address = next_address
@@ -343,21 +374,21 @@ def update(
     items: Items,
     gradients: Sequence[Tensor | None],
     keys: Tensor,
-    coefficients: Tensor,
-    clips: Tensor | None,
+    coefficients: Sequence[Coefficients],
     streams: Tensor,
     rounding_streams: Tensor | None,
     step: int,
     grad_scale: float,
     meta: Meta | None,
     flag: Tensor,
+    use: Use | None = None,
     tuning: Tuning = DEFAULT,
 ) -> None:
     """Apply one matrix of gradients [items of the feature, dim] a feature, or None, to the rows of a batch.
 
-    coefficients is float32 [T, 8] and clips [T, 2] (value, norm; 0 is off; None: no table clips), or both have one row
-    that holds for all tables, which is quicker. streams and rounding_streams are int64 [T]; keys int64 [N] by position.
-    A run's key and table are those of its first position. A run with no gradient at all changes only its meta.
+    coefficients has one entry a table, or one for all tables, which is quicker. streams and rounding_streams are int64
+    [T]; keys int64 [N] by position. A run's key and table are those of its first position. A run with no gradient at
+    all changes only its meta. With `use`, the slots' scores rise as by touch().
     """
     if len(gradients) != items.tables.numel():
         raise BatchError(f"{items.tables.numel()} features need as many gradients or None, got {len(gradients)}")
@@ -371,24 +402,41 @@ def update(
         return
     source.check(layout)
     gradients = [g if g is None else with_columns_together(g) for g in gradients]  # a copy must live until the end
-    if clips is not None and clips.shape[0] != coefficients.shape[0]:
-        raise BatchError(f"coefficients has {coefficients.shape[0]} rows and clips {clips.shape[0]}; give as many")
+    shared = coefficients[0]
+    one = len(coefficients) == 1
+    several, clips = (streams, streams) if one else _on_device(tuple(coefficients), streams.device)
     work = locate(layout, runs, items, gradients, streams.numel(), tuning)
     partial(layout, runs, work, tuning)
     last_steps, counts, more_steps, more_counts, stride = _meta(meta, source, work.addresses)
     rows, warps = _tile(layout, tuning)
     most = _multiprocessors(work.addresses.device) * tuning.programs
-    _apply_kernel[(min(triton.cdiv(runs.order.numel(), rows), most),)](
+    _apply_kernel[(min(cdiv(runs.order.numel(), rows), most),)](
         source.rows, source.rows if source.extra is None else source.extra, runs.starts, runs.slots, runs.number,
-        runs.order, keys, work.addresses, work.scales, work.partials, work.given, work.run_tables, coefficients,
-        coefficients if clips is None else clips, streams, streams if rounding_streams is None else rounding_streams,
-        last_steps, counts, more_steps, more_counts, flag, source.capacity, step, float(grad_scale),
+        runs.order, keys, work.addresses, work.scales, work.partials, work.given, work.run_tables, several, clips,
+        streams, streams if rounding_streams is None else rounding_streams, last_steps, counts, more_steps, more_counts,
+        flag if use is None else use.index.scores, flag, source.capacity, step, float(grad_scale),
+        0.0 if use is None else first_score(use.batch, use.policy, use.half_life),
+        *_eight(shared.rule), shared.clip_value, shared.clip_norm,
         RULE=rule, DIM=layout.dim, D=layout.block, STRIDE=layout.stride, STATE=layout.state_offset, TYPE=layout.type,
         GRADIENT=work.type, ALIGNED=work.aligned, SCALED=work.scaled, MISSING=work.missing, TABLES=streams.numel(),
-        SHARED=coefficients.shape[0] == 1, CLIP=clips is not None, HAS_EXTRA=source.extra is not None,
-        META=meta is not None, META_STRIDE=stride, PIECE=tuning.piece, R=rows, AHEAD=tuning.ahead, num_warps=warps,
+        SHARED=one, CLIP=any(c.clip_value or c.clip_norm for c in coefficients), HAS_EXTRA=source.extra is not None,
+        META=meta is not None, META_STRIDE=stride, USED=use is not None, LFU=use is not None and use.policy == "lfu",
+        PIECE=tuning.piece, R=rows, AHEAD=tuning.ahead, num_warps=warps,
         enable_fp_fusion=False, maxnreg=tuning.registers or _registers(rows),
     )  # fmt: skip
+
+
+def _eight(rule: tuple[float, ...]) -> tuple[float, ...]:
+    return rule + (0.0,) * (rules.COEFFICIENTS - len(rule))
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(coefficients: tuple[Coefficients, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tables' coefficients, float32 [tables, 8], and clips, [tables, 2]."""
+    numbers = torch.tensor([[*_eight(c.rule), c.clip_value, c.clip_norm] for c in coefficients])
+    if device.type == "cuda":
+        numbers = numbers.pin_memory().to(device, non_blocking=True)
+    return numbers[:, : rules.COEFFICIENTS].contiguous(), numbers[:, rules.COEFFICIENTS :].contiguous()
 
 
 @dataclass(frozen=True)
@@ -414,7 +462,7 @@ def locate(
     found = matrices(gradients, layout.dim, device)
     scaled, missing = items.scales is not None, found.missing > 0
     addresses = torch.empty(n, dtype=torch.int64, device=device)
-    halves = 2 * triton.cdiv(n, tuning.piece)
+    halves = 2 * cdiv(n, tuning.piece)
     work = Work(
         addresses,
         torch.empty(n, dtype=torch.float32, device=device) if scaled else addresses,
@@ -426,7 +474,7 @@ def locate(
         scaled,
         missing,
     )
-    _locate_kernel[(triton.cdiv(n, LOCATE_BLOCK),)](
+    _locate_kernel[(cdiv(n, LOCATE_BLOCK),)](
         runs.order, runs.run_of, addresses if items.item_of is None else items.item_of, items.begins, items.tables,
         items.scales if scaled else addresses, found.table, addresses, work.scales, work.run_tables, n,
         FEATURES=features, HALVINGS=(features - 1).bit_length(), BAGS=items.item_of is not None, SCALED=scaled,
@@ -441,7 +489,7 @@ def partial(layout: RowLayout, runs: Runs, work: Work, tuning: Tuning) -> None:
     if n <= tuning.piece:
         return
     rows, warps = _tile(layout, tuning)
-    _partial_kernel[(triton.cdiv(triton.cdiv(n, tuning.piece), rows),)](
+    _partial_kernel[(cdiv(cdiv(n, tuning.piece), rows),)](
         work.addresses, work.scales, runs.run_of, runs.starts, runs.slots, work.partials, work.given, n,
         DIM=layout.dim, D=block, TYPE=work.type, ALIGNED=work.aligned, SCALED=work.scaled, MISSING=work.missing,
         PIECE=tuning.piece, R=rows, AHEAD=tuning.partial_ahead, num_warps=warps, enable_fp_fusion=False,

@@ -286,7 +286,8 @@ class Later:
     """A number on its way to the host: `send` it, and `wait` for it some other time. One at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self.number = torch.empty(1, dtype=torch.int32, device=device)
+        self.number = torch.zeros(1, dtype=torch.int32, device=device)
+        self._before = 0
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._pinned = torch.empty(1, dtype=torch.int32, pin_memory=True) if self._event else self.number
 
@@ -301,6 +302,12 @@ class Later:
         if self._event is not None:
             self._event.synchronize()
         return int(self._pinned)
+
+    def increase(self) -> int:
+        """By how much the number rose since this was last asked."""
+        now = self.wait()
+        more, self._before = (now - self._before) & 0xFFFFFFFF, now
+        return more
 
 
 def _stream(device: torch.device) -> Any:

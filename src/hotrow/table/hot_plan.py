@@ -8,7 +8,6 @@ meanwhile; the rows that had those slots go down (hot.py).
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,8 +27,7 @@ from hotrow.kernels.insert import choose
 from hotrow.kernels.layout import Items, small_table, spread
 from hotrow.kernels.runs import Runs
 from hotrow.kernels.runs import group as group_runs
-from hotrow.kernels.touch import touch
-from hotrow.kernels.update import Meta, update
+from hotrow.kernels.update import Coefficients, Meta, Use, update
 from hotrow.table.hot import Group, HotRows, to_device, to_host
 from hotrow.tiers.host import HostLift, HostStore, Places, Update
 
@@ -66,15 +64,19 @@ class HotPlan:
         """Find the rows, bring up those that are missing, hold them all."""
         for part in self.parts:
             part.find(part.group.tier.begin())
-        for part in self.parts:
-            part.bring(step)
+        for part, count in zip(self.parts, self._missing(), strict=True):
+            part.bring(count, step)
 
     def read(self) -> None:
         """Find the rows; those that are missing are copied for this batch alone."""
         for part in self.parts:
             part.find(0)
-        for part in self.parts:
-            part.borrow()
+        for part, count in zip(self.parts, self._missing(), strict=True):
+            part.borrow(count)
+
+    def _missing(self) -> list[int]:
+        """How many ids of each part were not found. Waits for the device."""
+        return [part.group.missing.increase() for part in self.parts]
 
     def gather(self, outputs: Sequence[Tensor]) -> None:
         """Pool into one matrix per feature."""
@@ -91,7 +93,6 @@ class HotPlan:
     ) -> None:
         """Apply gradients in place. A NaN or infinity in `checked` raises, and no row has changed."""
         flag = self.hot.flag.number
-        flag.zero_()
         for columns in sorted({matrix.shape[1] for matrix in checked}):
             finite.check([matrix for matrix in checked if matrix.shape[1] == columns], flag)
         self.hot.flag.send()
@@ -105,6 +106,7 @@ class HotPlan:
                 flag,
             )
         if self.hot.flag.wait():
+            flag.zero_()
             raise GradientError(
                 "a gradient is NaN or infinite; no row was changed. Lower the learning rate, clip gradients, or find "
                 "the bad input with torch.autograd.set_detect_anomaly(True)"
@@ -153,10 +155,9 @@ class Part:
         self.slots = find(self.group.tier.index, self.keys, self.begins, batch, missing.number)
         missing.send()
 
-    def bring(self, step: int) -> None:
-        """Rows that are missing come up; rows whose slots they take go down."""
+    def bring(self, count: int, step: int) -> None:
+        """Rows of `count` ids that were not found come up; rows whose slots they take go down."""
         tier, group = self.group.tier, self.group
-        count = self.group.missing.wait()
         tier.hits += self.keys.numel() - count
         tier.misses += count
         if count == 0:
@@ -179,7 +180,7 @@ class Part:
         group.raise_rows(source, slots, unique.tables, arriving, places[0])
         if put is not None:
             put()
-        # No score yet: the update's touch() gives it.
+        # No score yet: the update gives it.
         admit(tier.index, (tier.hosts, tier.steps, tier.counts), unique.keys, slots, places, self.batch, float("-inf"))
         answer(positions, unique.inverse, slots, self.slots)
         self._runs = None
@@ -229,10 +230,9 @@ class Part:
         stays = to_device(torch.from_numpy(aside), tier.device)
         return to_device(torch.from_numpy(slots), tier.device), torch.where(stays, -1, going)
 
-    def borrow(self) -> None:
+    def borrow(self, count: int) -> None:
         """Missing rows are copied for this batch; nothing below or here changes."""
         tier, group = self.group.tier, self.group
-        count = self.group.missing.wait()
         if count == 0:
             return
         positions, unique = self._absent(count)
@@ -260,12 +260,11 @@ class Part:
     ) -> None:
         """Sum each row's gradients and apply the rule, unless the flag is up."""
         tier = self.group.tier
-        coefficients, clips = _coefficients(tuple(updates), tier.device)
         meta = Meta(tier.steps, tier.counts, *((self.extra_steps, self.extra_counts) if self._kept else (None, None)))
         update(
             tier.source(self.extra), tier.layout, self.group.code, self.runs(), self.items, gradients, self.keys,
-            coefficients, clips, self.group.streams, None, step, scale,
-            meta, flag,
+            _coefficients(updates), self.group.streams, None, step, scale, meta, flag,
+            Use(tier.index, self.batch, tier.policy, tier.half_life),
         )  # fmt: skip
 
     @property
@@ -273,9 +272,8 @@ class Part:
         return self.extra is not None and self._lift is not None
 
     def commit(self) -> None:
-        """The update has landed: warm what was used, bring the batch's own rows down, let go."""
-        tier, runs = self.group.tier, self.runs()
-        touch(tier.index, runs.slots, runs.number, self.batch, tier.policy, tier.half_life)
+        """The update has landed: bring the batch's own rows down, let go."""
+        tier = self.group.tier
         if self.extra_rows is not None and bool((self.extra_rows.slots >= 0).any()):
             steps, counts = to_host(torch.stack([self.extra_steps, self.extra_counts]))
             rows = self.extra_rows
@@ -327,17 +325,10 @@ def _cumulative(sizes: Sequence[int], device: torch.device) -> Tensor:
     return small_table(tuple(itertools.accumulate(sizes, initial=0)), device, torch.int32)
 
 
-@functools.lru_cache(maxsize=64)
-def _coefficients(updates: tuple[Update, ...], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """What each table's rule reads, [tables, 8], and where it clips, [tables, 2]; None where none does."""
-    rules = [[*u.coefficients, *[0.0] * (8 - len(u.coefficients))] for u in updates]
-    clips = [[u.clip_value, u.clip_norm] for u in updates]
-    clipped = any(any(pair) for pair in clips)
-    return _copied(rules, device), _copied(clips, device) if clipped else None
-
-
-def _copied(values: list[list[float]], device: torch.device) -> Tensor:
-    return to_device(_pinned(torch.tensor(values)), device)
+def _coefficients(updates: Sequence[Update]) -> list[Coefficients]:
+    """What each table's rule reads; one for all where they are the same."""
+    found = [Coefficients(u.coefficients, u.clip_value, u.clip_norm) for u in updates]
+    return found[:1] if all(c == found[0] for c in found) else found
 
 
 def _items(of_tables: Sequence[Sequence[Feature]], ids: int, device: torch.device) -> Items:
