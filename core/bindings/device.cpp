@@ -35,13 +35,14 @@ std::vector<TablePart> parts_of(const Parts& tuples) {
 void bind_device(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>& plan) {
   m.def(
       "seek_rows",
-      [](const Parts& tuples, Address keys, Address slots, Address steps, Address counts) {
+      [](const Parts& tuples, Address keys, size_t begin, size_t end, Address slots, Address steps, Address counts,
+         Address out, size_t stride) {
         const auto parts = parts_of(tuples);
         nb::gil_scoped_release release;
-        return seek_rows(parts, at<const int64_t>(keys), at<uint32_t>(slots), at<uint32_t>(steps),
-                         at<uint32_t>(counts));
+        return seek_rows(parts, at<const int64_t>(keys), begin, end, at<uint32_t>(slots), at<uint32_t>(steps),
+                         at<uint32_t>(counts), at<float>(out), stride);
       },
-      "Slots, steps and counts of keys in DRAM; returns how many are not there.");
+      "Slots, steps and counts of keys in DRAM, with `out` their rows too; returns how many are not there.");
   m.def("copy_rows", [](const Parts& tuples, Address slots, size_t begin, size_t end, Address out, size_t stride) {
     const auto parts = parts_of(tuples);
     nb::gil_scoped_release release;

@@ -30,20 +30,32 @@ void for_pieces(const std::vector<TablePart>& parts, size_t begin, size_t end, F
 
 }  // namespace
 
-size_t seek_rows(const std::vector<TablePart>& parts, const int64_t* keys, uint32_t* slots, uint32_t* steps,
-                 uint32_t* counts) {
+size_t seek_rows(const std::vector<TablePart>& parts, const int64_t* keys, size_t begin, size_t end, uint32_t* slots,
+                 uint32_t* steps, uint32_t* counts, float* out, size_t stride) {
   std::atomic<size_t> absent{0};
-  for_pieces(parts, 0, parts.empty() ? 0 : parts.back().end, [&](const Table& table, size_t from, size_t to) {
+  for_pieces(parts, begin, end, [&](const Table& table, size_t from, size_t to) {
+    const RowView view = table.view();
     std::array<uint64_t, kRowsPerTask> hashes;
     for (size_t i = from; i < to; ++i) hashes[i - from] = hash_key(keys[i]);
-    const size_t none = kernels().find({table.view(), keys + from, hashes.data(), to - from, slots + from});
+    const size_t none = kernels().find({view, keys + from, hashes.data(), to - from, slots + from});
     if (none) absent.fetch_add(none, std::memory_order_relaxed);
+    auto row = [&](size_t i) { return view.rows + size_t{slots[i]} * view.row_bytes; };
+    auto ask = [&](size_t i) {
+      if (i >= to || slots[i] == kNoSlot) return;
+      __builtin_prefetch(&view.headers[slots[i] / 4]);
+      if (out) prefetch_row(row(i), view.row_bytes);
+    };
+    const size_t ahead = out ? kAhead : 4 * kAhead;
+    for (size_t i = from; i < from + ahead; ++i) ask(i);
     for (size_t i = from; i < to; ++i) {
+      ask(i + ahead);
       if (slots[i] == kNoSlot) continue;
-      const HeaderGroup& group = table.view().headers[slots[i] / 4];
+      const HeaderGroup& group = view.headers[slots[i] / 4];
       steps[i] = step_of(group.stamp[slots[i] % 4]);
       counts[i] = group.count[slots[i] % 4];
+      if (out) stream_copy(out + (i - begin) * stride, row(i), view.row_bytes);
     }
+    finish_stream_copies();
   });
   return absent;
 }

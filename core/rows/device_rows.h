@@ -18,9 +18,10 @@ struct TablePart {
   size_t begin, end;
 };
 
-// Slots, steps and count codes of keys; kNoSlot where a key has no row in DRAM. Returns how many those are.
-size_t seek_rows(const std::vector<TablePart>& parts, const int64_t* keys, uint32_t* slots, uint32_t* steps,
-                 uint32_t* counts);
+// Slots, steps and count codes of keys number `begin` to `end`; kNoSlot where a key has no row in DRAM. Returns how many
+// those are. With `out` the rows are copied too: out[(i - begin) * stride] is key i's.
+size_t seek_rows(const std::vector<TablePart>& parts, const int64_t* keys, size_t begin, size_t end, uint32_t* slots,
+                 uint32_t* steps, uint32_t* counts, float* out = nullptr, size_t stride = 0);
 
 // Whole rows: out[(i - begin) * stride] is the row of slots[i], for i from `begin` to `end`.
 void copy_rows(const std::vector<TablePart>& parts, const uint32_t* slots, size_t begin, size_t end, float* out,

@@ -63,7 +63,7 @@ struct Lot {
     keys.insert(keys.end(), some.begin(), some.end());
     for (auto* each : {&slots, &steps, &counts}) each->resize(keys.size(), kUntouched);
   }
-  size_t seek() { return seek_rows(parts, keys.data(), slots.data(), steps.data(), counts.data()); }
+  size_t seek() { return seek_rows(parts, keys.data(), 0, keys.size(), slots.data(), steps.data(), counts.data()); }
   void lower(uint32_t clean, size_t begin, size_t end, const std::vector<float>& rows, size_t stride) const {
     lower_rows(parts, slots.data(), steps.data(), counts.data(), clean, begin, end, rows.data() + begin * stride,
                stride);
@@ -180,7 +180,7 @@ TEST(sought_rows_are_the_ones_each_table_finds) {
     CHECK_EQ(absent, expected);
     CHECK(expected > 100);
   }
-  CHECK_EQ(seek_rows({}, nullptr, nullptr, nullptr, nullptr), 0u);
+  CHECK_EQ(seek_rows({}, nullptr, 0, 0, nullptr, nullptr, nullptr), 0u);
 }
 
 TEST(copied_rows_are_whole_and_lie_from_the_start_of_the_piece) {
@@ -203,6 +203,12 @@ TEST(copied_rows_are_whole_and_lie_from_the_start_of_the_piece) {
                   expected.begin() + static_cast<ptrdiff_t>((i - begin) * stride));
       }
       CHECK(out == expected);
+      Lot again = lot;
+      std::fill(out.begin(), out.end(), -7.0f);
+      CHECK_EQ(seek_rows(again.parts, again.keys.data(), begin, end, again.slots.data(), again.steps.data(),
+                         again.counts.data(), out.data(), stride),
+               0u);
+      CHECK(out == expected && again.slots == lot.slots && again.steps == lot.steps && again.counts == lot.counts);
     }
   }
 }

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hotrow.errors import BatchError
-from hotrow.kernels.admit import FIELDS, admit, answer, brief
+from hotrow.kernels.admit import FIELDS, SLOTS, TABLES, admit, answer, brief
 from hotrow.kernels.dedup import compact, compact_keys, dedup
+from hotrow.kernels.insert import Chosen
 from hotrow.kernels.sets import SetIndex
 
 SIZES = [0, 1, 256, 600]
@@ -34,13 +35,19 @@ def test_a_brief_holds_what_plain_indexing_finds(device: torch.device, draw: Any
     hosts, steps, counts = beside(1000, device, together)
     chosen = torch.randperm(1000, generator=torch.Generator().manual_seed(5))[:n].int()
     chosen[::3] = -1
-    out, going = brief(unique, chosen.to(device), hosts, steps, counts, clean=11)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(6))
+    found = brief(unique, Chosen(chosen.to(device), order.to(device)), hosts, steps, counts, clean=11)
+    out, going = found.told, found.going
+    assert torch.equal(found.ranks.cpu()[order], torch.arange(n, dtype=torch.int32))
+    chosen = chosen[order]
     assert out.shape == (FIELDS * n,) and out.dtype == torch.int32
     there = chosen >= 0
     host, step = (torch.where(there, each.cpu()[chosen.long()], -1) for each in (hosts, steps))
     count = torch.where(there, counts.cpu()[chosen.long()], 0)
-    assert torch.equal(out[: 2 * n].view(torch.int64), unique.keys)
-    words = (unique.tables, unique.counts, chosen, host, step, count, unique.number.expand(n))
+    assert torch.equal(found.keys.cpu(), unique.keys.cpu()[order])
+    assert torch.equal(found.field(SLOTS).cpu(), chosen)
+    assert torch.equal(found.field(TABLES).cpu(), unique.tables.cpu()[order])
+    words = (unique.tables.cpu()[order], unique.counts.cpu()[order], chosen, host, step, count, unique.number.expand(n))
     for word, expected in zip(out[2 * n :].view(FIELDS - 2, n).cpu(), words, strict=True):
         assert torch.equal(word, expected.cpu())
     assert torch.equal(going.cpu(), torch.where((host >= 0) & (step > 11), chosen, -1))
@@ -52,7 +59,8 @@ def test_a_row_changed_at_the_clean_step_stays(device: torch.device) -> None:
     hosts = torch.tensor([0, 5, -1, 7], dtype=torch.int32, device=device)
     steps = torch.tensor([10, 11, 12, 12], dtype=torch.int32, device=device)
     for clean, expected in ((9, [0, 1, -1, 3]), (10, [-1, 1, -1, 3]), (11, [-1, -1, -1, 3]), (12, [-1] * 4)):
-        assert brief(unique, chosen, hosts, steps, hosts, clean)[1].tolist() == expected
+        order = torch.arange(4, device=device)
+        assert brief(unique, Chosen(chosen, order), hosts, steps, hosts, clean).going.tolist() == expected
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -83,10 +91,11 @@ def test_admitted_keys_and_places_are_in_their_slots_and_nowhere_else(
 def test_positions_learn_the_slots_of_their_keys(device: torch.device, n: int) -> None:
     positions = torch.randperm(1000, generator=torch.Generator().manual_seed(n))[:n].int()
     inverse, slots = ints(0, max(n // 3, 1), n), ints(-1, 5000, max(n // 3, 1), 1)
+    ranks = torch.randperm(max(n // 3, 1), generator=torch.Generator().manual_seed(n)).int()
     out = ints(0, 9, 1000, 2).to(device)
     expected = out.cpu().clone()
-    expected[positions.long()] = slots[inverse.long()]
-    answer(positions.to(device), inverse.to(device), slots.to(device), out)
+    expected[positions.long()] = slots[ranks[inverse.long()].long()]
+    answer(positions.to(device), inverse.to(device), ranks.to(device), slots.to(device), out)
     assert torch.equal(out.cpu(), expected)
 
 

@@ -56,6 +56,24 @@ def test_keys_whose_hashes_differ_in_the_last_bits_stay_apart(device: torch.devi
     same(dedup(keys.to(device), tables.to(device)), keys, tables)
 
 
+@pytest.mark.parametrize("n", [0, 1, 1024, 1500])
+def test_tables_that_rise_take_one_sort(device: torch.device, draw: Any, n: int) -> None:
+    keys = with_repeats(draw(100), n)
+    tables = torch.randint(0, 5, (n,), generator=torch.Generator().manual_seed(2)).int().sort().values
+    ours = dedup(keys.to(device), tables.to(device), rising=True)
+    plain = dedup(keys.to(device), tables.to(device), 5)
+    number = int(ours.number.item())
+    assert number == plain.number.item()
+    pairs = list(zip(ours.tables[:number].tolist(), ours.keys[:number].tolist(), strict=True))
+    hashes = dict(zip(keys.tolist(), reference.hash_key(keys).tolist(), strict=True))
+    assert pairs == sorted(pairs, key=lambda pair: (hashes[pair[1]] & (2**64 - 1), pair[0]))
+    real = slice(int(plain.number.item()))
+    expected = zip(plain.tables[real].tolist(), plain.keys[real].tolist(), plain.counts[real].tolist(), strict=True)
+    assert set(expected) == {(*pair, count) for pair, count in zip(pairs, ours.counts.tolist(), strict=False)}
+    place = ours.inverse.long()
+    assert torch.equal(ours.keys[place].cpu(), keys) and torch.equal(ours.tables[place].cpu(), tables)
+
+
 def test_one_key_a_thousand_times_and_all_keys_once(device: torch.device, draw: Any) -> None:
     one = torch.full((2500,), -1)
     same(dedup(one.to(device)), one, None)

@@ -166,7 +166,9 @@ def bring_all(embeddings: EmbeddingCollection, rows: int, ids: int) -> None:
     everything = torch.arange(rows, device=embeddings.device)
     for begin in [*range(0, rows, ids)] * 2:
         keys = everything[begin : begin + ids]
-        embeddings.route(KeyedBatch({f"f{t}": Jagged(keys) for t in range(TABLES)})).fetch().plan.release()
+        lookup = embeddings.route(KeyedBatch({f"f{t}": Jagged(keys) for t in range(TABLES)})).fetch()
+        lookup.gather()
+        lookup.plan.release()
 
 
 def cached(name: str, share: float) -> Iterator[Result]:

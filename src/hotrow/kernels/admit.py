@@ -9,12 +9,15 @@ microseconds for a hundred thousand keys, and each call is one or two launches i
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hotrow.kernels.dedup import Unique
+from hotrow.kernels.insert import Chosen
 from hotrow.kernels.launch import cdiv, fast
 from hotrow.kernels.sets import SetIndex
 
@@ -25,16 +28,18 @@ FIELDS = 9  # int32 words a key: two of the key, then table, sightings, slot, an
 @fast
 @triton.jit(do_not_specialize=["n", "clean"])
 def _brief_kernel(
-    keys, tables, seen, chosen, number, hosts, steps, counts, out, out_keys, going, n, clean, STRIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    keys, tables, seen, chosen, order, number, hosts, steps, counts, out, out_keys, going, ranks, n, clean,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    slot = tl.load(chosen + at, mask=inside, other=-1)
+    place = tl.load(order + at, mask=inside, other=0)
+    slot = tl.load(chosen + place, mask=inside, other=-1)
     there = slot >= 0
-    tl.store(out_keys + at, tl.load(keys + at, mask=inside, other=0), mask=inside)
-    tl.store(out + 2 * n + at, tl.load(tables + at, mask=inside, other=0), mask=inside)
-    tl.store(out + 3 * n + at, tl.load(seen + at, mask=inside, other=0), mask=inside)
+    tl.store(ranks + place, at, mask=inside)
+    tl.store(out_keys + at, tl.load(keys + place, mask=inside, other=0), mask=inside)
+    tl.store(out + 2 * n + at, tl.load(tables + place, mask=inside, other=0), mask=inside)
+    tl.store(out + 3 * n + at, tl.load(seen + place, mask=inside, other=0), mask=inside)
     tl.store(out + 4 * n + at, slot, mask=inside)
     host, step = tl.load(hosts + slot, mask=there, other=-1), tl.load(steps + STRIDE * slot, mask=there, other=-1)
     tl.store(out + 5 * n + at, host, mask=inside)
@@ -64,29 +69,51 @@ def _admit_kernel(
 
 @fast
 @triton.jit(do_not_specialize=["n"])
-def _answer_kernel(positions, inverse, slots, out, n, BLOCK: tl.constexpr):
+def _answer_kernel(positions, inverse, ranks, slots, out, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    slot = tl.load(slots + tl.load(inverse + at, mask=inside, other=0), mask=inside, other=0)
+    rank = tl.load(ranks + tl.load(inverse + at, mask=inside, other=0), mask=inside, other=0)
+    slot = tl.load(slots + rank, mask=inside, other=0)
     tl.store(out + tl.load(positions + at, mask=inside, other=0), slot, mask=inside)
 
 
-def brief(
-    unique: Unique, chosen: Tensor, hosts: Tensor, steps: Tensor, counts: Tensor, clean: int
-) -> tuple[Tensor, Tensor]:
-    """int32 [FIELDS * n]: keys (int64 [n]), tables, sightings, chosen slots, their hosts, steps, counts, the number.
+class Brief(NamedTuple):
+    """Missing keys, all in one order: by table, then by set. What `told` holds after the number of keys is undefined.
 
-    And the chosen slots whose rows must go down, because they changed after step `clean`; -1 for the others.
+    told   int32 [FIELDS * n]  keys (int64 [n]), tables, sightings, chosen slots, their hosts, steps, counts, the number
+    going  int32 [n]           the chosen slots whose rows must go down, because they changed; -1 for the others
+    ranks  int32 [n]           where in that order each unique key of dedup() is
     """
-    n = chosen.numel()
-    out = torch.empty(FIELDS * n, dtype=torch.int32, device=chosen.device)
-    going = torch.empty_like(chosen)
+
+    told: Tensor
+    going: Tensor
+    ranks: Tensor
+
+    @property
+    def keys(self) -> Tensor:
+        """int64 [n]."""
+        return self.told[: 2 * self.going.numel()].view(torch.int64)
+
+    def field(self, number: int) -> Tensor:
+        """Tables are field 2, slots field 4."""
+        n = self.going.numel()
+        return self.told[number * n : (number + 1) * n]
+
+
+TABLES, SLOTS = 2, 4
+
+
+def brief(unique: Unique, chosen: Chosen, hosts: Tensor, steps: Tensor, counts: Tensor, clean: int) -> Brief:
+    """What the host must know of missing keys. Rows of chosen slots changed if their step is after `clean`."""
+    n = chosen.slots.numel()
+    told = torch.empty(FIELDS * n, dtype=torch.int32, device=chosen.slots.device)
+    found = Brief(told, torch.empty_like(chosen.slots), torch.empty_like(chosen.slots))
     if n:
         _brief_kernel[(cdiv(n, BLOCK),)](
-            unique.keys, unique.tables, unique.counts, chosen, unique.number, hosts, steps, counts, out,
-            out[: 2 * n].view(torch.int64), going, n, clean, STRIDE=steps.stride(0), BLOCK=BLOCK,
+            unique.keys, unique.tables, unique.counts, chosen.slots, chosen.order, unique.number, hosts, steps, counts,
+            told, found.keys, found.going, found.ranks, n, clean, STRIDE=steps.stride(0), BLOCK=BLOCK,
         )  # fmt: skip
-    return out, going
+    return found
 
 
 def admit(
@@ -110,8 +137,8 @@ def admit(
         )  # fmt: skip
 
 
-def answer(positions: Tensor, inverse: Tensor, slots: Tensor, out: Tensor) -> None:
-    """out[positions[i]] = slots[inverse[i]]."""
+def answer(positions: Tensor, inverse: Tensor, ranks: Tensor, slots: Tensor, out: Tensor) -> None:
+    """out[positions[i]] = slots[ranks[inverse[i]]]."""
     n = positions.numel()
     if n:
-        _answer_kernel[(cdiv(n, BLOCK),)](positions, inverse, slots, out, n, BLOCK=BLOCK)
+        _answer_kernel[(cdiv(n, BLOCK),)](positions, inverse, ranks, slots, out, n, BLOCK=BLOCK)

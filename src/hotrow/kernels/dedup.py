@@ -3,8 +3,10 @@
 dedup sorts hashes, not keys: the hash is a bijection, so equal hashes are equal keys, and the unique keys come out
 in the order of their sets, which is what insert.py needs and what makes it read the index front to back. Several
 tables take a second, stable sort by table: (table, hash) has more than 64 bits, and packing what fits would be wrong
-for a few inputs. After the sort, a block counts the heads of runs in it, and the next kernel adds up the counts of the
-blocks before it: a prefix sum in two launches whose result depends on nothing but the input.
+for a few inputs. Where the inputs lie table by table the first sort, which is stable too, is enough to bring equal
+pairs together, and the second is left out if their order does not matter. After the sort, a block counts the heads of
+runs in it, and the next kernel adds up the counts of the blocks before it: a prefix sum in two launches whose result
+depends on nothing but the input.
 
 Bytes a key (one table): 8 + 8 hash, 8 radix passes of 2 x 16 in torch.sort, 8 + 8 heads, 8 + 8 + 4 + at most 20 out.
 The sort is nearly all of it: 0.22 ms for a million int64 keys on an H200.
@@ -30,8 +32,8 @@ _SIGN = tl.constexpr(1 << 63)
 
 
 class Unique(NamedTuple):
-    """Unique (table, key) pairs by table, then unsigned hash. The first `number` entries are real, the rest 0
-    (of `starts`: anything).
+    """Unique (table, key) pairs by table (or not, see dedup), then unsigned hash. The first `number` entries are real,
+    the rest 0 (of `starts`: anything).
 
     `inverse[i]` is the place of input i. Input positions sorted by place are `order`, and place p's are
     order[starts[p]] to order[starts[p] + counts[p] - 1], in input order.
@@ -95,29 +97,33 @@ def hash_kernel(keys, hashes, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sorted_hash(hashes, by_table, at, valid, TABLES: tl.constexpr):
-    if TABLES:
-        at = tl.load(by_table + at, mask=valid, other=0)
-    return tl.load(hashes + at, mask=valid, other=0)
+def sorted_pair(hashes, by_hash, by_table, tables, at, valid, TABLES: tl.constexpr):
+    """Hash, table and input position at sorted positions. TABLES: 0 one, 1 sorted by table too, 2 by hash alone."""
+    if TABLES == 0:
+        return tl.load(hashes + at, mask=valid, other=0), at * 0, tl.load(by_hash + at, mask=valid, other=0)
+    elif TABLES == 1:
+        source = tl.load(by_table + at, mask=valid, other=0)
+        table = tl.load(tables + at, mask=valid, other=0).to(tl.int32)
+        return tl.load(hashes + source, mask=valid, other=0), table, tl.load(by_hash + source, mask=valid, other=0)
+    else:
+        source = tl.load(by_hash + at, mask=valid, other=0)
+        return tl.load(hashes + at, mask=valid, other=0), tl.load(tables + source, mask=valid, other=0), source
 
 
 @triton.jit
-def heads_of(hashes, by_table, tables, at, n, TABLES: tl.constexpr):
-    """Hashes at sorted positions, and which of them differ from the one before."""
+def heads_of(hashes, by_hash, by_table, tables, at, n, TABLES: tl.constexpr):
+    """Hashes, tables and input positions at sorted positions, and which of them differ from the one before."""
     valid = at < n
-    inner = valid & (at > 0)
-    hash = sorted_hash(hashes, by_table, at, valid, TABLES)
-    head = hash != sorted_hash(hashes, by_table, at - 1, inner, TABLES)
-    if TABLES:
-        head |= tl.load(tables + at, mask=valid, other=0) != tl.load(tables + at - 1, mask=inner, other=0)
-    return hash, valid & (head | (at == 0))
+    hash, table, position = sorted_pair(hashes, by_hash, by_table, tables, at, valid, TABLES)
+    before, table_before, _ = sorted_pair(hashes, by_hash, by_table, tables, at - 1, valid & (at > 0), TABLES)
+    return hash, table, position, valid & ((hash != before) | (table != table_before) | (at == 0))
 
 
 @fast
 @triton.jit(do_not_specialize=["n"])
-def count_heads_kernel(hashes, by_table, tables, counts, n, TABLES: tl.constexpr, BLOCK: tl.constexpr):
+def count_heads_kernel(hashes, by_hash, by_table, tables, counts, n, TABLES: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    _, head = heads_of(hashes, by_table, tables, at, n, TABLES)
+    _, _, _, head = heads_of(hashes, by_hash, by_table, tables, at, n, TABLES)
     tl.store(counts + tl.program_id(0), tl.sum(head.to(tl.int32), axis=0))
 
 
@@ -130,15 +136,13 @@ def unique_kernel(
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     valid = at < n
-    hash, head = heads_of(hashes, by_table, tables, at, n, TABLES)
+    hash, table, position, head = heads_of(hashes, by_hash, by_table, tables, at, n, TABLES)
+    position = position.to(tl.int32)
     place = total_before(counts, block, CHUNK) + tl.cumsum(head.to(tl.int32), axis=0) - 1
     tl.store(keys + place, unhash(hash.to(tl.uint64, bitcast=True) ^ _SIGN), mask=head)
     tl.store(starts + place, at, mask=head)
-    source = at
-    if TABLES:
-        tl.store(unique_tables + place, tl.load(tables + at, mask=valid, other=0).to(tl.int32), mask=head)
-        source = tl.load(by_table + at, mask=valid, other=0)
-    position = tl.load(by_hash + source, mask=valid, other=0).to(tl.int32)
+    if TABLES > 0:
+        tl.store(unique_tables + place, table, mask=head)
     tl.store(order + at, position, mask=valid)
     tl.store(inverse + position, place, mask=valid)
     tl.store(number + at * 0, place + 1, mask=at == n - 1)
@@ -194,10 +198,13 @@ def _compact(
     return positions, absent_keys, absent_tables
 
 
-def dedup(keys: torch.Tensor, tables: torch.Tensor | None = None, table_count: int | None = None) -> Unique:
+def dedup(
+    keys: torch.Tensor, tables: torch.Tensor | None = None, table_count: int | None = None, rising: bool = False
+) -> Unique:
     """Unique (table, key) pairs of int64 keys and int32 tables (None: one table), with counts and the way back.
 
-    `table_count`, where the caller knows it, says that tables are below it: fewer bits to sort.
+    `table_count`, where the caller knows it, says that tables are below it: fewer bits to sort. `rising` says that
+    tables never go down; then there is one sort, and pairs come out by hash, those of one hash by table.
     """
     check("keys", keys, torch.int64, None, keys.device)
     n, device = keys.numel(), keys.device
@@ -222,13 +229,15 @@ def dedup(keys: torch.Tensor, tables: torch.Tensor | None = None, table_count: i
     hashes, by_hash = hashes.sort(stable=True)
     by_table = by_hash
     tables = unique.tables if tables is None else tables
-    if several:
+    if several and not rising:
         tables, by_table = tables.to(narrow(table_count))[by_hash].sort(stable=True)
-    counts = ints(grid[0])
-    count_heads_kernel[grid](hashes, by_table, tables, counts, n, TABLES=several, BLOCK=BLOCK, num_warps=WARPS)
+    counts, mode = ints(grid[0]), int(several) + int(several and rising)
+    count_heads_kernel[grid](
+        hashes, by_hash, by_table, tables, counts, n, TABLES=mode, BLOCK=BLOCK, num_warps=WARPS
+    )  # fmt: skip
     unique_kernel[grid](
         hashes, by_hash, by_table, tables, counts, unique.keys, unique.tables, unique.starts, unique.order,
-        unique.inverse, unique.number, n, TABLES=several, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=WARPS,
+        unique.inverse, unique.number, n, TABLES=mode, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=WARPS,
     )  # fmt: skip
     finish_kernel[grid](
         unique.keys, unique.tables, unique.counts, unique.starts, unique.number, n,

@@ -41,6 +41,13 @@ _NOWHERE = tl.constexpr((1 << 31) - 1)
 _EVICTS = tl.constexpr(1 << 30)  # beside a slot: somebody must leave it
 
 
+class Chosen(NamedTuple):
+    """Slots of keys, int32, -1 where there was no room; and the keys' numbers by the sets they go to, int64."""
+
+    slots: torch.Tensor
+    order: torch.Tensor
+
+
 class Evicted(NamedTuple):
     """What insert_and_evict drove out, the first `number` entries, and where each given key is now (-1: nowhere)."""
 
@@ -252,7 +259,19 @@ def choose(
     settled: int,
     policy: str = "lru",
 ) -> torch.Tensor:
-    """Slots for the first `number` (None: all) keys, int32 [n]; -1 where a set has no room, and after them.
+    """Slots for the first `number` (None: all) keys, int32 [n]; -1 where a set has no room, and after them."""
+    return choose_in_order(index, keys, tables, number, settled, policy).slots
+
+
+def choose_in_order(
+    index: SetIndex,
+    keys: torch.Tensor,
+    tables: torch.Tensor | None,
+    number: torch.Tensor | None,
+    settled: int,
+    policy: str = "lru",
+) -> Chosen:
+    """choose, with the order of the sets, which is one of tables too; what is after `number` is last.
 
     Requires: keys are absent and unique; among those of one set, the earlier one has the choice. A row is in the way of
     nobody once the last batch that holds it is at most `settled`. Every policy gives up its lowest score first.
@@ -261,13 +280,14 @@ def choose(
         raise OptionError(f"there is no policy {policy!r}; {choices(policy, POLICIES)}")
     n = _checked(index, keys, tables, number)
     slots = torch.empty(n, dtype=torch.int32, device=index.device)
+    order = keys
     if n:
         homes, order = _targets(index, keys, tables, number, None, 0)
         choose_kernel[(cdiv(n, BLOCK),)](
             index.keys, index.pins, index.scores, homes, order, slots, slots, n, settled,
             MIXED=False, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
-    return slots
+    return Chosen(slots, order)
 
 
 def place(

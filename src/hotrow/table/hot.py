@@ -11,12 +11,13 @@ thread, which waits for it (`landed`) before it looks below again. The training 
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,11 +34,15 @@ from hotrow.kernels.sets import WAYS
 from hotrow.table import shares
 from hotrow.table.rows import TableRows
 from hotrow.tiers.hbm import LEAST_SETS, HbmTier, slot_bytes
-from hotrow.tiers.host import HostStore, Places
+from hotrow.tiers.host import HostLift, HostStore, Places
 
 PIECE_BYTES = 16 << 20  # of rows that move at a time: one piece is copied while the next is gathered
 FLUSHED = 4  # pieces of rows that are on their way at once when all come down
 WIDE = 1024  # bytes from which on a row is read in place
+
+
+if TYPE_CHECKING:
+    from hotrow.table.hot_plan import HotPlan
 
 
 class HotRows:
@@ -48,6 +53,7 @@ class HotRows:
         if device.type == "cuda" and _core.threads() == len(os.sched_getaffinity(0)) > 4:
             _core.set_threads(_core.threads() - 2)  # launching and rows on their way down want a core each
         self.flag = Later(device)  # whether a gradient was not finite
+        self.pending: HotPlan | None = None  # a batch of which it is not known yet whether rows are missing
         self.stores = [rows.store for rows in tables]  # not the tables, which know their cache
         kinds: dict[tuple[int, int, tuple[int, ...]], list[HostStore]] = {}
         for rows in tables:
@@ -127,6 +133,7 @@ class Group:
             [signed(int(store.core.count_stream)) for store in stores], dtype=torch.int64, device=tier.device
         )
         self.missing = Later(tier.device)
+        self.missed = True  # whether the last batch missed any
         self._up, self._down = _stream(tier.device), _stream(tier.device)
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="hotrow-down")
         self._landing: Future[None] | None = None
@@ -144,20 +151,31 @@ class Group:
 
     # --- up ---
 
-    def raise_rows(self, source: Source, slots: Tensor, tables: Tensor, places: Places, hosts: Tensor) -> None:
-        """Rows of `places`, whose slots are `hosts` on the device, come up into `slots`."""
+    def fetch_rows(
+        self, lift: HostLift, bounds: Sequence[int], keys: Tensor, seen: Tensor, step: int
+    ) -> tuple[Places, Tensor | None]:
+        """Where the rows of missing keys are below; and the rows, on their way up, unless they are read in place."""
         if self.in_place:
-            move.pull(source, slots, tables, self._reach(), hosts, self.width, self.width)
-            return
-        count = slots.numel()
+            return lift.fetch(self.stores, bounds, keys, seen, step), None
+        count = keys.numel()
         staged = torch.empty(count, self.width, dtype=torch.float32, pin_memory=self._up is not None)
         incoming = torch.empty(count, self.width, dtype=torch.float32, device=self.tier.device)
         follow(self._up)
-        for begin in range(0, count, self.piece):
-            end = min(count, begin + self.piece)
-            places.copy_rows(begin, end, staged[begin:end])
+
+        def gathered(begin: int, end: int) -> None:
             with on(self._up):
                 incoming[begin:end].copy_(staged[begin:end], non_blocking=True)
+
+        cuts = [*range(0, count, self.piece), count]
+        pieces = [(begin, end, staged[begin:end]) for begin, end in itertools.pairwise(cuts)]
+        places = lift.fetch_with_rows(self.stores, bounds, keys, seen, step, pieces, gathered)
+        return places, incoming
+
+    def raise_rows(self, source: Source, slots: Tensor, tables: Tensor, hosts: Tensor, incoming: Tensor | None) -> None:
+        """Rows that fetch_rows found, whose slots below are `hosts` on the device, come into `slots`."""
+        if incoming is None:
+            move.pull(source, slots, tables, self._reach(), hosts, self.width, self.width)
+            return
         wait_for(self._up)
         move.deliver(source, slots, self.width, incoming)
 
@@ -177,18 +195,15 @@ class Group:
     def lower(self, source: Source, slots: Tensor, places: Places, unhold: bool = True) -> Callable[[], None]:
         """Rows in `slots` (-1 is passed over) start on their way down.
 
-        Call what this returns to have them put into `places` behind the caller's back: later, where the cores are
-        wanted for something else first.
+        Call what this returns to have them put into `places`, as those are then, behind the caller's back: later,
+        because the cores are wanted for something else first.
         """
         self.landed()
         count, clean = slots.numel(), self.tier.clean
         leaving = torch.empty(count, self.width, dtype=torch.float32, device=self.tier.device)
         move.collect(source, slots, self.width, leaving)
         if self._down is None:
-            places.lower(leaving, 0, count, clean)
-            if unhold:
-                places.unhold()
-            return lambda: None
+            return lambda: self._put(places, [(0, count, leaving, None)], clean, unhold)
         staged = torch.empty(count, self.width, dtype=torch.float32, pin_memory=True)
         pieces = []
         follow(self._down)
@@ -198,20 +213,22 @@ class Group:
                 staged[begin:end].copy_(leaving[begin:end], non_blocking=True)
                 arrived = torch.cuda.Event()
                 arrived.record(self._down)
-                pieces.append((begin, end, arrived))
+                pieces.append((begin, end, staged[begin:end], arrived))
         leaving.record_stream(self._down)
 
-        def put() -> None:
-            for begin, end, arrived in pieces:
-                arrived.synchronize()
-                places.lower(staged[begin:end], begin, end, clean)
-            if unhold:
-                places.unhold()
-
         def behind() -> None:
-            self._landing = self._behind.submit(put)
+            self._landing = self._behind.submit(self._put, places, pieces, clean, unhold)
 
         return behind
+
+    @staticmethod
+    def _put(places: Places, pieces: Sequence[tuple[int, int, Tensor, Any]], clean: int, unhold: bool) -> None:
+        for begin, end, rows, arrived in pieces:
+            if arrived is not None:
+                arrived.synchronize()
+            places.lower(rows, begin, end, clean)
+        if unhold:
+            places.unhold()
 
     def landed(self) -> None:
         """Wait until everything that went down is there. What could not be put there is lost: an error until a load."""

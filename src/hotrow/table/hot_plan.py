@@ -19,11 +19,11 @@ from torch import Tensor
 from hotrow.batch import Jagged
 from hotrow.errors import GradientError
 from hotrow.kernels import finite
-from hotrow.kernels.admit import FIELDS, admit, answer, brief
+from hotrow.kernels.admit import FIELDS, SLOTS, TABLES, Brief, admit, answer, brief
 from hotrow.kernels.dedup import Unique, compact_keys, dedup
 from hotrow.kernels.find import find
 from hotrow.kernels.gather import gather
-from hotrow.kernels.insert import choose
+from hotrow.kernels.insert import Chosen, choose_in_order
 from hotrow.kernels.layout import Items, small_table, spread
 from hotrow.kernels.runs import Runs
 from hotrow.kernels.runs import group as group_runs
@@ -41,6 +41,7 @@ class HotPlan:
         self.parts: list[Part] = []
         self.hot = hot
         self.ids = 0
+        self._step: int | None = None  # that rows are still to be brought up for
 
     def route(self, jobs: Sequence[tuple[HostStore, Sequence[Feature]]]) -> None:
         """Bring the keys to the device, group by group."""
@@ -61,18 +62,41 @@ class HotPlan:
         self.ids = sum(part.keys.numel() for part in self.parts)
 
     def fetch(self, step: int = 0) -> None:
-        """Find the rows, bring up those that are missing, hold them all."""
+        """Find the rows and hold them; those that are missing come up now, or when it shows that there are any.
+
+        After a batch that missed nothing, the next is taken to miss nothing either: the device goes on to the gather
+        while the host still waits to hear so.
+        """
+        self._alone()
         for part in self.parts:
             part.find(part.group.tier.begin())
-        for part, count in zip(self.parts, self._missing(), strict=True):
+        self._step, self.hot.pending = step, self
+        if any(part.group.missed for part in self.parts):
+            self._arrive()
+
+    def _arrive(self) -> bool:
+        """Bring up what is missing, unless that was done. Whether there was anything."""
+        if self._step is None:
+            return False
+        step, self._step, self.hot.pending = self._step, None, None
+        counts = self._missing()
+        for part, count in zip(self.parts, counts, strict=True):
+            part.group.missed = count > 0
             part.bring(count, step)
+        return any(counts)
 
     def read(self) -> None:
         """Find the rows; those that are missing are copied for this batch alone."""
+        self._alone()
         for part in self.parts:
             part.find(0)
         for part, count in zip(self.parts, self._missing(), strict=True):
             part.borrow(count)
+
+    def _alone(self) -> None:
+        """Only one batch at a time has something to come."""
+        if self.hot.pending is not None:
+            self.hot.pending._arrive()
 
     def _missing(self) -> list[int]:
         """How many ids of each part were not found. Waits for the device."""
@@ -82,6 +106,8 @@ class HotPlan:
         """Pool into one matrix per feature."""
         for part in self.parts:
             part.gather([outputs[number] for number in part.numbers])
+        if self._arrive():
+            self.gather(outputs)
 
     def update(
         self,
@@ -92,6 +118,7 @@ class HotPlan:
         grad_scale: float,
     ) -> None:
         """Apply gradients in place. A NaN or infinity in `checked` raises, and no row has changed."""
+        self._arrive()
         flag = self.hot.flag.number
         for columns in sorted({matrix.shape[1] for matrix in checked}):
             finite.check([matrix for matrix in checked if matrix.shape[1] == columns], flag)
@@ -116,12 +143,15 @@ class HotPlan:
 
     def release(self) -> None:
         """Let go of the rows."""
+        if self._step is not None:
+            self._step, self.hot.pending, _ = None, None, self._missing()
         for part in self.parts:
             part.release()
 
     @property
     def unique(self) -> int:
         """Unique keys of the batch. Waits for the device."""
+        self._arrive()
         return sum(int(part.runs().number) for part in self.parts)
 
     def __del__(self) -> None:
@@ -163,58 +193,55 @@ class Part:
         if count == 0:
             return
         positions, unique = self._absent(count)
-        chosen = choose(tier.index, unique.keys, unique.tables, unique.number, tier.settled, tier.policy)
+        chosen = choose_in_order(tier.index, unique.keys, unique.tables, unique.number, tier.settled, tier.policy)
         group.landed()
-        keys, wanted, leaving, going = self._brief(unique, chosen)
+        report, keys, wanted, leaving = self._brief(unique, chosen)
         for table, (begin, end) in enumerate(itertools.pairwise(leaving.bounds)):
             tier.missed[table] += end - begin
+        number = keys.numel()
+        evicts = bool((leaving.slots.numpy() >= 0).any())
+        put = group.lower(tier.source(), report.going[:number], leaving) if evicts else None
         self._lift = HostLift(pinned=tier.device.type == "cuda")
-        arriving = self._lift.fetch(group.stores, leaving.bounds, keys, wanted.seen, step)
-        slots, going = self._settle_places(chosen, wanted.slots, leaving, going, arriving)
-        source = tier.source(self.extra)
-        evictions = int(np.count_nonzero(leaving.slots.numpy() >= 0))
-        tier.evictions += evictions
-        put = group.lower(source, going, leaving) if evictions else None
+        arriving, incoming = group.fetch_rows(self._lift, leaving.bounds, keys, wanted.seen, step)
+        slots = self._settle_places(report.field(SLOTS)[:number], wanted.slots, leaving, arriving)
         assert arriving.block is not None
         places = to_device(arriving.block, tier.device)
-        group.raise_rows(source, slots, unique.tables, arriving, places[0])
+        group.raise_rows(tier.source(self.extra), slots, report.field(TABLES), places[0], incoming)
         if put is not None:
+            tier.evictions += int(np.count_nonzero(leaving.slots.numpy() >= 0))
             put()
         # No score yet: the update gives it.
-        admit(tier.index, (tier.hosts, tier.steps, tier.counts), unique.keys, slots, places, self.batch, float("-inf"))
-        answer(positions, unique.inverse, slots, self.slots)
+        beside = (tier.hosts, tier.steps, tier.counts)
+        admit(tier.index, beside, report.keys, slots, places, self.batch, float("-inf"))
+        answer(positions, unique.inverse, report.ranks, slots, self.slots)
         self._runs = None
 
     def _absent(self, count: int) -> tuple[Tensor, Unique]:
-        """Positions of the ids without a slot, and their unique keys in order of their sets."""
+        """Positions of the ids without a slot, and their unique keys."""
         positions, keys, tables = compact_keys(self.slots, count, self.keys, self.begins)
-        return positions, dedup(keys, tables, len(self.group.stores))
+        return positions, dedup(keys, tables, rising=True)
 
-    def _brief(self, unique: Unique, chosen: Tensor) -> tuple[Tensor, Wanted, Places, Tensor]:
+    def _brief(self, unique: Unique, chosen: Chosen) -> tuple[Brief, Tensor, Wanted, Places]:
         """On the host: the missing keys, what they want, and who leaves for them. Waits for the device.
 
         The host's part is numpy: torch would wake threads for it that then stand in the way of the core's.
         """
         tier = self.group.tier
-        told, going = brief(unique, chosen, tier.hosts, tier.steps, tier.counts, tier.clean)
-        told, n = to_host(told), chosen.numel()
+        report = brief(unique, chosen, tier.hosts, tier.steps, tier.counts, tier.clean)
+        told, n = to_host(report.told), chosen.slots.numel()
         tables, seen, slots, *leaving, numbers = told[2 * n :].view(FIELDS - 2, n).unbind()
         number = int(numbers[0])
         bounds = self.group.bounds(tables[:number])
         rows = Places(self.group.stores, bounds, *(field[:number] for field in leaving))
         keys = told[: 2 * n].view(torch.int64)[:number]
-        return keys, Wanted(seen[:number], slots[:number]), rows, going[:number]
+        return report, keys, Wanted(seen[:number], slots[:number]), rows
 
-    def _settle_places(
-        self, chosen: Tensor, wanted: Tensor, leaving: Places, going: Tensor, arriving: Places
-    ) -> tuple[Tensor, Tensor]:
-        """The slots of the arriving rows, and those whose rows go down for them.
-
-        Those that found no way, or are not admitted, get rows of the batch's own.
-        """
+    def _settle_places(self, chosen: Tensor, wanted: Tensor, leaving: Places, arriving: Places) -> Tensor:
+        """The slots of the arriving rows. Those that found no way, or are not admitted, get rows of the batch's own,
+        and whose place they would have had does not leave."""
         tier, steps, slots = self.group.tier, arriving.steps.numpy(), wanted.numpy()
         if slots.size == 0 or (slots.min() >= 0 and steps.min() >= 0):
-            return chosen[: slots.size], going
+            return chosen
         refused = steps < 0
         aside = refused | (slots < 0)
         extra = int(aside.sum())
@@ -227,8 +254,7 @@ class Part:
         bounds = _bounds_of(aside, arriving.bounds)
         self.extra_rows = Places(self.group.stores, bounds, kept, arriving.steps, arriving.counts)
         tier.overflows += int((kept >= 0).sum())
-        stays = to_device(torch.from_numpy(aside), tier.device)
-        return to_device(torch.from_numpy(slots), tier.device), torch.where(stays, -1, going)
+        return to_device(torch.from_numpy(slots), tier.device)
 
     def borrow(self, count: int) -> None:
         """Missing rows are copied for this batch; nothing below or here changes."""
@@ -236,13 +262,15 @@ class Part:
         if count == 0:
             return
         positions, unique = self._absent(count)
-        keys, _, rows, _ = self._brief(unique, torch.full_like(unique.counts, -1))
+        real = torch.arange(unique.keys.numel(), device=tier.device) < unique.number
+        order = torch.where(real, unique.tables, len(group.stores)).sort(stable=True)[1]
+        report, keys, _, rows = self._brief(unique, Chosen(torch.full_like(unique.counts, -1), order))
         group.landed()
         values = torch.zeros(keys.numel(), tier.layout.stride, dtype=torch.float32)
         for store, begin, end in rows.of_tables():
             values[begin:end, : tier.layout.dim] = store.read(keys[begin:end])[0]
         self.extra = to_device(values, tier.device)
-        self.slots[positions.long()] = tier.capacity + unique.inverse
+        self.slots[positions.long()] = tier.capacity + report.ranks[unique.inverse.long()]
         self._runs = None
 
     def gather(self, outputs: Sequence[Tensor]) -> None:

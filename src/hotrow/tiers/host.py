@@ -8,7 +8,7 @@ up as HotRow's. Calls release the interpreter lock and use the core's thread poo
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -367,6 +367,12 @@ class Places:
         """As the core takes them."""
         return [(store.core, begin, end) for store, begin, end in self.of_tables()]
 
+    def seek(self, keys: Tensor, begin: int, end: int, out: Tensor | None = None) -> bool:
+        """Find keys number `begin` to `end` in DRAM, with `out` their rows too; False if one is not there."""
+        there = [tensor.data_ptr() for tensor in (self.slots, self.steps, self.counts)]
+        rows = (0, 0) if out is None else (out.data_ptr(), out.stride(0))
+        return int(_core.seek_rows(self.parts, keys.data_ptr(), begin, end, *there, *rows)) == 0
+
     def copy_rows(self, begin: int, end: int, out: Tensor) -> None:
         """Whole rows of numbers `begin` to `end` into `out`, a float32 matrix."""
         _core.copy_rows(self.parts, self.slots.data_ptr(), begin, end, out.data_ptr(), out.stride(0))
@@ -407,14 +413,43 @@ class HostLift:
 
         A key that admission refuses has step -1; its slot has its initial row until `commit` or `release`.
         """
-        block = torch.empty(3, keys.numel(), dtype=torch.int32, pin_memory=self.pinned)
+        found = self._nowhere(stores, bounds, keys.numel())
+        if not any(store.evicts for store in stores) and found.seek(keys, 0, keys.numel()):
+            return found  # all there, and there they stay
+        return self._fetch(found, keys, seen, step)
+
+    def fetch_with_rows(
+        self,
+        stores: Sequence[HostStore],
+        bounds: Sequence[int],
+        keys: Tensor,
+        seen: Tensor,
+        step: int,
+        pieces: Sequence[tuple[int, int, Tensor]],
+        done: Callable[[int, int], None],
+    ) -> Places:
+        """fetch, with the rows from `begin` to `end` copied into each piece's matrix; `done` is told after each."""
+        found = self._nowhere(stores, bounds, keys.numel())
+        plain = not any(store.evicts for store in stores)
+        for begin, end, rows in pieces:
+            if not (plain and found.seek(keys, begin, end, rows)):
+                break
+            done(begin, end)
+        else:
+            return found
+        self._fetch(found, keys, seen, step)
+        for begin, end, rows in pieces:
+            found.copy_rows(begin, end, rows)
+            done(begin, end)
+        return found
+
+    def _nowhere(self, stores: Sequence[HostStore], bounds: Sequence[int], count: int) -> Places:
+        block = torch.empty(3, count, dtype=torch.int32, pin_memory=self.pinned)
         slots, steps, counts = block.unbind()
-        found = Places(stores, bounds, slots, steps, counts, block)
-        outs = (slots.data_ptr(), steps.data_ptr(), counts.data_ptr())
+        return Places(stores, bounds, slots, steps, counts, block)
+
+    def _fetch(self, found: Places, keys: Tensor, seen: Tensor, step: int) -> Places:
         with core_errors():
-            plain = not any(store.evicts for store in stores)
-            if plain and _core.seek_rows(found.parts, keys.data_ptr(), *outs) == 0:
-                return found  # all there, and there they stay
             self.core = _core.Plan()
             self.core.route_unique(
                 [
@@ -423,7 +458,7 @@ class HostLift:
                 ]
             )
             self.core.fetch(step)
-            self.core.places(*outs)
+            self.core.places(found.slots.data_ptr(), found.steps.data_ptr(), found.counts.data_ptr())
             self.core.hold()
         return found
 
