@@ -3,21 +3,21 @@
 Tables with one row layout and one rule share a cache (`Group`), so that a batch takes one launch for all of them. A row
 that comes up keeps its slot in DRAM; one whose place is wanted goes back there with its step and count.
 
-Up: all cores gather into pinned memory, piece by piece, and the copy engine follows on a stream of its own; wide rows
-that never leave DRAM are read in place by the GPU, which leaves the cores free (kernels/move.py has the rates). Down:
+Up: all cores gather into pinned memory, piece by piece, and the copy engine follows on a stream of its own. Rows that
+never leave DRAM are read in place by the GPU too: wide ones all, of others a share that takes it as long as the rest
+takes the cores (kernels/move.py has the rates). Down:
 rows are collected on the device, copied on another stream, and put into their slots by a thread behind the training
 thread, which waits for it (`landed`) before it looks below again. The training thread is the only caller.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,8 @@ from hotrow.tiers.host import HostLift, HostStore, Places
 
 PIECE_BYTES = 16 << 20  # of rows that move at a time: one piece is copied while the next is gathered
 FLUSHED = 4  # pieces of rows that are on their way at once when all come down
-WIDE = 1024  # bytes from which on a row is read in place
+WIDE = 1024  # bytes from which on rows are all read in place
+IN_PLACE = 0.35  # the share of narrower ones
 
 
 if TYPE_CHECKING:
@@ -119,6 +120,22 @@ class HotRows:
 FIGURES = ("hits", "misses", "evictions", "overflows")
 
 
+class Into(NamedTuple):
+    """Where missing rows go: slots of a source, and the tables they are of."""
+
+    source: Source
+    slots: Tensor
+    tables: Tensor
+
+
+class Coming(NamedTuple):
+    """Rows on their way up: found at `places`, those before `first` read in place, the others in `incoming`."""
+
+    places: Places
+    first: int
+    incoming: Tensor | None
+
+
 class Group:
     """Tables that share a cache, with the way to the rows below."""
 
@@ -128,7 +145,8 @@ class Group:
         self.code = code
         self.width = tier.layout.width
         self.piece = max(1, PIECE_BYTES // (4 * self.width))
-        self.in_place = not any(store.evicts for store in stores) and 4 * self.width >= WIDE
+        self.stays = not any(store.evicts for store in stores)  # rows never leave DRAM
+        self.in_place = 0.0 if not self.stays else 1.0 if 4 * self.width >= WIDE else IN_PLACE
         self.streams = torch.tensor(
             [signed(int(store.core.count_stream)) for store in stores], dtype=torch.int64, device=tier.device
         )
@@ -152,32 +170,58 @@ class Group:
     # --- up ---
 
     def fetch_rows(
-        self, lift: HostLift, bounds: Sequence[int], keys: Tensor, seen: Tensor, step: int
-    ) -> tuple[Places, Tensor | None]:
-        """Where the rows of missing keys are below; and the rows, on their way up, unless they are read in place."""
-        if self.in_place:
-            return lift.fetch(self.stores, bounds, keys, seen, step), None
+        self, lift: HostLift, bounds: Sequence[int], keys: Tensor, seen: Tensor, step: int, into: Into | None
+    ) -> Coming:
+        """Where the rows of missing keys are below, and the rows on their way up.
+
+        Without `into` (some have no slot yet) none is read in place before all are found.
+        """
         count = keys.numel()
-        staged = torch.empty(count, self.width, dtype=torch.float32, pin_memory=self._up is not None)
-        incoming = torch.empty(count, self.width, dtype=torch.float32, device=self.tier.device)
+        first = int(count * self.in_place) if into is not None else 0
+        places = lift.nowhere(self.stores, bounds, count)
+        found = self.stays and places.seek(keys, 0, first)
+        if found and into is not None:
+            self._pull(into, places, first)
+        if found and first == count:
+            return Coming(places, first, None)
+        incoming = torch.empty(count - first, self.width, dtype=torch.float32, device=self.tier.device)
+        if found and self._gather(incoming, first, lambda begin, end, rows: places.seek(keys, begin, end, rows)):
+            return Coming(places, first, incoming)
+        lift.fetch(places, keys, seen, step)
+        if self.in_place == 1.0:
+            return Coming(places, 0, None)
+        if first:
+            incoming = torch.empty(count, self.width, dtype=torch.float32, device=self.tier.device)
+        self._gather(incoming, 0, places.copy_rows)
+        return Coming(places, 0, incoming)
+
+    def _gather(self, incoming: Tensor, first: int, copy: Callable[[int, int, Tensor], bool]) -> bool:
+        """Rows from number `first` on, piece by piece, by way of pinned memory. False as soon as `copy` is."""
+        count = first + incoming.shape[0]
+        staged = torch.empty(incoming.shape, dtype=torch.float32, pin_memory=self._up is not None)
         follow(self._up)
-
-        def gathered(begin: int, end: int) -> None:
+        for begin in range(first, count, self.piece):
+            end = min(count, begin + self.piece)
+            piece = slice(begin - first, end - first)
+            if not copy(begin, end, staged[piece]):
+                wait_for(self._up)  # nobody else may have that memory before its copies are through
+                return False
             with on(self._up):
-                incoming[begin:end].copy_(staged[begin:end], non_blocking=True)
+                incoming[piece].copy_(staged[piece], non_blocking=True)
+        return True
 
-        cuts = [*range(0, count, self.piece), count]
-        pieces = [(begin, end, staged[begin:end]) for begin, end in itertools.pairwise(cuts)]
-        places = lift.fetch_with_rows(self.stores, bounds, keys, seen, step, pieces, gathered)
-        return places, incoming
+    def raise_rows(self, into: Into, coming: Coming) -> None:
+        """Rows that fetch_rows found come into their slots."""
+        if coming.incoming is not None:
+            wait_for(self._up)
+            move.deliver(into.source, into.slots[coming.first :], self.width, coming.incoming)
+        elif coming.first == 0:
+            self._pull(into, coming.places, into.slots.numel())
 
-    def raise_rows(self, source: Source, slots: Tensor, tables: Tensor, hosts: Tensor, incoming: Tensor | None) -> None:
-        """Rows that fetch_rows found, whose slots below are `hosts` on the device, come into `slots`."""
-        if incoming is None:
-            move.pull(source, slots, tables, self._reach(), hosts, self.width, self.width)
-            return
-        wait_for(self._up)
-        move.deliver(source, slots, self.width, incoming)
+    def _pull(self, into: Into, places: Places, count: int) -> None:
+        """The first `count` are read in place."""
+        hosts = to_device(places.slots[:count], self.tier.device)
+        move.pull(into.source, into.slots[:count], into.tables, self._reach(), hosts, self.width, self.width)
 
     def _reach(self) -> Tensor:
         """Addresses of the tables' rows, all of which the GPU can reach now."""

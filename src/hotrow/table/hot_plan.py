@@ -28,7 +28,7 @@ from hotrow.kernels.layout import Items, small_table, spread
 from hotrow.kernels.runs import Runs
 from hotrow.kernels.runs import group as group_runs
 from hotrow.kernels.update import Coefficients, Meta, Use, update
-from hotrow.table.hot import Group, HotRows, to_device, to_host
+from hotrow.table.hot import Group, HotRows, Into, to_device, to_host
 from hotrow.tiers.host import HostLift, HostStore, Places, Update
 
 Feature = tuple[Jagged, str]
@@ -201,12 +201,14 @@ class Part:
         number = keys.numel()
         evicts = bool((leaving.slots.numpy() >= 0).any())
         put = group.lower(tier.source(), report.going[:number], leaving) if evicts else None
+        into = Into(tier.source(), report.field(SLOTS)[:number], report.field(TABLES))
         self._lift = HostLift(pinned=tier.device.type == "cuda")
-        arriving, incoming = group.fetch_rows(self._lift, leaving.bounds, keys, wanted.seen, step)
-        slots = self._settle_places(report.field(SLOTS)[:number], wanted.slots, leaving, arriving)
-        assert arriving.block is not None
-        places = to_device(arriving.block, tier.device)
-        group.raise_rows(tier.source(self.extra), slots, report.field(TABLES), places[0], incoming)
+        room = number > 0 and int(wanted.slots.numpy().min()) >= 0
+        coming = group.fetch_rows(self._lift, leaving.bounds, keys, wanted.seen, step, into if room else None)
+        slots = self._settle_places(into.slots, wanted.slots, leaving, coming.places)
+        group.raise_rows(Into(tier.source(self.extra), slots, into.tables), coming)
+        assert coming.places.block is not None
+        places = to_device(coming.places.block, tier.device)
         if put is not None:
             tier.evictions += int(np.count_nonzero(leaving.slots.numpy() >= 0))
             put()

@@ -8,7 +8,7 @@ up as HotRow's. Calls release the interpreter lock and use the core's thread poo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -373,9 +373,10 @@ class Places:
         rows = (0, 0) if out is None else (out.data_ptr(), out.stride(0))
         return int(_core.seek_rows(self.parts, keys.data_ptr(), begin, end, *there, *rows)) == 0
 
-    def copy_rows(self, begin: int, end: int, out: Tensor) -> None:
+    def copy_rows(self, begin: int, end: int, out: Tensor) -> bool:
         """Whole rows of numbers `begin` to `end` into `out`, a float32 matrix."""
         _core.copy_rows(self.parts, self.slots.data_ptr(), begin, end, out.data_ptr(), out.stride(0))
+        return True
 
     def lower(self, rows: Tensor, begin: int, end: int, clean: int) -> None:
         """Rows come back from a GPU, with their steps and counts: those with a slot, updated after step `clean`."""
@@ -406,49 +407,17 @@ class HostLift:
         self.core: Any = None
         self.pinned = pinned
 
-    def fetch(
-        self, stores: Sequence[HostStore], bounds: Sequence[int], keys: Tensor, seen: Tensor, step: int
-    ) -> Places:
-        """Where the rows of unique keys are (table by table), seen so often in the batch that update `step` is for.
-
-        A key that admission refuses has step -1; its slot has its initial row until `commit` or `release`.
-        """
-        found = self._nowhere(stores, bounds, keys.numel())
-        if not any(store.evicts for store in stores) and found.seek(keys, 0, keys.numel()):
-            return found  # all there, and there they stay
-        return self._fetch(found, keys, seen, step)
-
-    def fetch_with_rows(
-        self,
-        stores: Sequence[HostStore],
-        bounds: Sequence[int],
-        keys: Tensor,
-        seen: Tensor,
-        step: int,
-        pieces: Sequence[tuple[int, int, Tensor]],
-        done: Callable[[int, int], None],
-    ) -> Places:
-        """fetch, with the rows from `begin` to `end` copied into each piece's matrix; `done` is told after each."""
-        found = self._nowhere(stores, bounds, keys.numel())
-        plain = not any(store.evicts for store in stores)
-        for begin, end, rows in pieces:
-            if not (plain and found.seek(keys, begin, end, rows)):
-                break
-            done(begin, end)
-        else:
-            return found
-        self._fetch(found, keys, seen, step)
-        for begin, end, rows in pieces:
-            found.copy_rows(begin, end, rows)
-            done(begin, end)
-        return found
-
-    def _nowhere(self, stores: Sequence[HostStore], bounds: Sequence[int], count: int) -> Places:
+    def nowhere(self, stores: Sequence[HostStore], bounds: Sequence[int], count: int) -> Places:
+        """Room for where so many rows are."""
         block = torch.empty(3, count, dtype=torch.int32, pin_memory=self.pinned)
         slots, steps, counts = block.unbind()
         return Places(stores, bounds, slots, steps, counts, block)
 
-    def _fetch(self, found: Places, keys: Tensor, seen: Tensor, step: int) -> Places:
+    def fetch(self, found: Places, keys: Tensor, seen: Tensor, step: int) -> None:
+        """Where the rows of unique keys are (table by table), seen so often in the batch that update `step` is for.
+
+        A key that admission refuses has step -1; its slot has its initial row until `commit` or `release`.
+        """
         with core_errors():
             self.core = _core.Plan()
             self.core.route_unique(
@@ -460,7 +429,6 @@ class HostLift:
             self.core.fetch(step)
             self.core.places(found.slots.data_ptr(), found.steps.data_ptr(), found.counts.data_ptr())
             self.core.hold()
-        return found
 
     def commit(self) -> None:
         """The batch's update has landed: sightings of refused keys count."""
