@@ -19,7 +19,7 @@ from torch import Tensor
 from hotrow.kernels.dedup import Unique
 from hotrow.kernels.insert import Chosen
 from hotrow.kernels.launch import cdiv, fast
-from hotrow.kernels.sets import SetIndex
+from hotrow.kernels.sets import SetIndex, held_by
 
 BLOCK = 256
 FIELDS = 9  # int32 words a key: two of the key, then table, sightings, slot, and host, step, count of who is in it
@@ -50,9 +50,9 @@ def _brief_kernel(
 
 
 @fast
-@triton.jit(do_not_specialize=["n", "capacity", "batch"])
+@triton.jit(do_not_specialize=["n", "capacity", "word"])
 def _admit_kernel(
-    index_keys, pins, scores, hosts, steps, counts, keys, slots, places, n, capacity, batch, score,
+    index_keys, held, hosts, steps, counts, keys, slots, places, n, capacity, word,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -60,8 +60,7 @@ def _admit_kernel(
     slot = tl.load(slots + at, mask=inside, other=-1)
     mask = (slot >= 0) & (slot < capacity)
     tl.store(index_keys + slot, tl.load(keys + at, mask=mask, other=0), mask=mask)
-    tl.store(pins + 2 * slot, tl.full([BLOCK], batch, tl.int32), mask=mask)
-    tl.store(scores + 2 * slot, tl.full([BLOCK], score, tl.float32), mask=mask)
+    tl.store(held + slot, tl.full([BLOCK], word, tl.int64), mask=mask)
     tl.store(hosts + slot, tl.load(places + at, mask=mask, other=0), mask=mask)
     tl.store(steps + STRIDE * slot, tl.load(places + n + at, mask=mask, other=0), mask=mask)
     tl.store(counts + STRIDE * slot, tl.load(places + 2 * n + at, mask=mask, other=0), mask=mask)
@@ -132,7 +131,7 @@ def admit(
     n = slots.numel()
     if n:
         _admit_kernel[(cdiv(n, BLOCK),)](
-            index.keys, index.pins, index.scores, *beside, keys, slots, places, n, index.capacity, batch, score,
+            index.keys, index.held, *beside, keys, slots, places, n, index.capacity, held_by(batch, score),
             STRIDE=beside[1].stride(0), BLOCK=BLOCK,
         )  # fmt: skip
 

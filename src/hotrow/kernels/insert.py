@@ -27,9 +27,9 @@ from hotrow.errors import BatchError, OptionError, choices
 from hotrow.kernels.dedup import total_before
 from hotrow.kernels.launch import cdiv, fast, power_of_2
 from hotrow.kernels.mixing import empty_key, half_of, hash_key, home_of
-from hotrow.kernels.sets import POLICIES, SPILL, WAYS, SetIndex, check
+from hotrow.kernels.sets import POLICIES, SPILL, WAYS, SetIndex, check, held_by
 
-BLOCK, WARPS = 64, 4
+BLOCK, WARPS = 32, 1
 SWAP_ELEMENTS, SWAP_WARPS = 2048, 2  # of a block that swaps rows: keys * padded dim
 RANK_BLOCK = 1024
 
@@ -171,10 +171,8 @@ def choose_kernel(
 
 
 @fast
-@triton.jit(do_not_specialize=["n", "batch"])
-def place_kernel(
-    index_keys, pins, scores, keys, slots, number, n, batch, score, NUMBER: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit(do_not_specialize=["n", "word"])
+def place_kernel(index_keys, held, keys, slots, number, n, word, NUMBER: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = n
     if NUMBER:
@@ -182,8 +180,7 @@ def place_kernel(
     slot = tl.load(slots + at, mask=at < real, other=-1)
     mask = slot >= 0
     tl.store(index_keys + slot, tl.load(keys + at, mask=mask, other=0), mask=mask)
-    tl.store(pins + 2 * slot, tl.full([BLOCK], batch, tl.int32), mask=mask)
-    tl.store(scores + 2 * slot, tl.full([BLOCK], score, tl.float32), mask=mask)
+    tl.store(held + slot, tl.full([BLOCK], word, tl.int64), mask=mask)
 
 
 @fast
@@ -214,10 +211,9 @@ def rank_kernel(chosen, ranks, counts, n, BLOCK: tl.constexpr):
 
 
 @fast
-@triton.jit(do_not_specialize=["n", "batch"])
+@triton.jit(do_not_specialize=["n", "word"])
 def swap_kernel(
-    index_keys, pins, scores, rows, keys, values, chosen, ranks, counts, slots, out_keys, out_values, number, n, batch,
-    score,
+    index_keys, held, rows, keys, values, chosen, ranks, counts, slots, out_keys, out_values, number, n, word,
     DIM: tl.constexpr, PADDED: tl.constexpr, STRIDE: tl.constexpr, VALUES_STRIDE: tl.constexpr,
     RANK_BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -245,8 +241,7 @@ def swap_kernel(
     tl.store(slots + at, slot, mask=valid)
     tl.store(row, coming, mask=placed[:, None] & wanted)
     tl.store(index_keys + slot, key, mask=placed)
-    tl.store(pins + 2 * slot, tl.full([BLOCK], batch, tl.int32), mask=placed)
-    tl.store(scores + 2 * slot, tl.full([BLOCK], score, tl.float32), mask=placed)
+    tl.store(held + slot, tl.full([BLOCK], word, tl.int64), mask=placed)
     if tl.program_id(0) == 0:
         tl.store(number, total_before(counts, tl.cdiv(n, RANK_BLOCK), CHUNK))
 
@@ -297,8 +292,8 @@ def place(
     n = _checked(index, keys, None, number, slots)
     if n:
         place_kernel[(cdiv(n, BLOCK),)](
-            index.keys, index.pins, index.scores, keys, slots, slots if number is None else number, n, batch,
-            float(score), NUMBER=number is not None, BLOCK=BLOCK, num_warps=WARPS,
+            index.keys, index.held, keys, slots, slots if number is None else number, n, held_by(batch, score),
+            NUMBER=number is not None, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -351,10 +346,10 @@ def insert_and_evict(
     )  # fmt: skip
     rank_kernel[(blocks,)](chosen, ranks, counts, n, BLOCK=RANK_BLOCK, num_warps=WARPS)
     padded = power_of_2(dim)
-    block = min(BLOCK, max(16, SWAP_ELEMENTS // padded))
+    block = min(64, max(16, SWAP_ELEMENTS // padded))
     swap_kernel[(cdiv(n, block),)](
-        index.keys, index.pins, index.scores, rows, keys, values, chosen, ranks, counts,
-        out.slots, out.keys, out.values, out.number, n, batch, float(batch),
+        index.keys, index.held, rows, keys, values, chosen, ranks, counts,
+        out.slots, out.keys, out.values, out.number, n, held_by(batch, batch),
         DIM=dim, PADDED=padded, STRIDE=rows.stride(0), VALUES_STRIDE=values.stride(0),
         RANK_BLOCK=RANK_BLOCK, CHUNK=RANK_BLOCK, BLOCK=block, num_warps=SWAP_WARPS,
     )  # fmt: skip

@@ -57,7 +57,8 @@ class Fast:
         values: list[Any] = []
         for loose, arg in zip(self.loose, args, strict=False):
             if arg.__class__ is int:
-                key.append(arg >> 31 if loose else (arg >> 31, arg == 1, arg & 15 == 0))
+                wide = not -(1 << 31) <= arg < 1 << 31
+                key.append(wide if loose else (wide, arg == 1, arg & 15 == 0))
             elif arg.__class__ is not float:
                 key.append(arg.dtype)
                 arg = arg.data_ptr()

@@ -17,6 +17,7 @@ streams must be ordered by the caller. Nothing synchronises with the host.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -42,6 +43,7 @@ class SetIndex:
         self.keys = torch.empty(self.sets, WAYS, dtype=torch.int64, device=device)
         held = torch.empty(self.capacity, 2, dtype=torch.int32, device=device)
         self.pins, self.scores = held[:, 0], held.view(torch.float32)[:, 1]
+        self.held = held.view(torch.int64).view(-1)  # both: the score's bits above the pin's
         self.divide(sets_per_table)
 
     def divide(self, sets_per_table: Sequence[int]) -> None:
@@ -77,6 +79,11 @@ class SetIndex:
         """Device memory of the index: 16 bytes a slot."""
         parts = (self.keys, self.pins, self.scores, self.first, self.count)
         return sum(part.numel() * part.element_size() for part in parts)
+
+
+def held_by(batch: int, score: float) -> int:
+    """What `held` says of a row that a batch has pinned, with its score: one store of eight bytes."""
+    return int(struct.unpack("<q", struct.pack("<if", batch, score))[0])
 
 
 def check(name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int | None, device: torch.device) -> None:

@@ -3,11 +3,11 @@
 Tables with one row layout and one rule share a cache (`Group`), so that a batch takes one launch for all of them. A row
 that comes up keeps its slot in DRAM; one whose place is wanted goes back there with its step and count.
 
-Up: all cores gather into pinned memory, piece by piece, and the copy engine follows on a stream of its own. Rows that
-never leave DRAM are read in place by the GPU too: wide ones all, of others a share that takes it as long as the rest
-takes the cores (kernels/move.py has the rates). Down:
-rows are collected on the device, copied on another stream, and put into their slots by a thread behind the training
-thread, which waits for it (`landed`) before it looks below again. The training thread is the only caller.
+Up: all cores gather into pinned memory, piece by piece, and the copy engine follows on a stream of its own. Of rows
+that never leave DRAM the GPU reads a share in place, which takes it as long as the rest takes the cores
+(kernels/move.py has the rates). Down: rows are collected on the device, copied on another stream, and put into their
+slots by a thread behind the training thread, which waits for it (`landed`) before it looks below again. The training
+thread is the only caller.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ from hotrow.tiers.host import HostLift, HostStore, Places
 
 PIECE_BYTES = 16 << 20  # of rows that move at a time: one piece is copied while the next is gathered
 FLUSHED = 4  # pieces of rows that are on their way at once when all come down
-WIDE = 1024  # bytes from which on rows are all read in place
-IN_PLACE = 0.35  # the share of narrower ones
+WIDE = 1024  # bytes from which on a row is wide
+IN_PLACE = 0.6  # the share of rows that are read in place,
+IN_PLACE_WIDE = 0.8  # and of wide ones
+PULLS = 4  # launches that read them: one reads while the next one's rows are found
 
 
 if TYPE_CHECKING:
@@ -133,7 +135,7 @@ class Coming(NamedTuple):
 
     places: Places
     first: int
-    incoming: Tensor | None
+    incoming: Tensor
 
 
 class Group:
@@ -146,7 +148,7 @@ class Group:
         self.width = tier.layout.width
         self.piece = max(1, PIECE_BYTES // (4 * self.width))
         self.stays = not any(store.evicts for store in stores)  # rows never leave DRAM
-        self.in_place = 0.0 if not self.stays else 1.0 if 4 * self.width >= WIDE else IN_PLACE
+        self.in_place = 0.0 if not self.stays else IN_PLACE_WIDE if 4 * self.width >= WIDE else IN_PLACE
         self.streams = torch.tensor(
             [signed(int(store.core.count_stream)) for store in stores], dtype=torch.int64, device=tier.device
         )
@@ -174,30 +176,37 @@ class Group:
     ) -> Coming:
         """Where the rows of missing keys are below, and the rows on their way up.
 
-        Without `into` (some have no slot yet) none is read in place before all are found.
+        Without `into` (some have no slot yet) none is read in place.
         """
         count = keys.numel()
         first = int(count * self.in_place) if into is not None else 0
         places = lift.nowhere(self.stores, bounds, count)
-        found = self.stays and places.seek(keys, 0, first)
-        if found and into is not None:
-            self._pull(into, places, first)
-        if found and first == count:
-            return Coming(places, first, None)
-        incoming = torch.empty(count - first, self.width, dtype=torch.float32, device=self.tier.device)
-        if found and self._gather(incoming, first, lambda begin, end, rows: places.seek(keys, begin, end, rows)):
-            return Coming(places, first, incoming)
+        if self.stays and self._pull(into, places, keys, first):
+            incoming = self._gather(first, count, lambda begin, end, rows: places.seek(keys, begin, end, rows))
+            if incoming is not None:
+                return Coming(places, first, incoming)
         lift.fetch(places, keys, seen, step)
-        if self.in_place == 1.0:
-            return Coming(places, 0, None)
-        if first:
-            incoming = torch.empty(count, self.width, dtype=torch.float32, device=self.tier.device)
-        self._gather(incoming, 0, places.copy_rows)
+        incoming = self._gather(0, count, places.copy_rows)
+        assert incoming is not None
         return Coming(places, 0, incoming)
 
-    def _gather(self, incoming: Tensor, first: int, copy: Callable[[int, int, Tensor], bool]) -> bool:
-        """Rows from number `first` on, piece by piece, by way of pinned memory. False as soon as `copy` is."""
-        count = first + incoming.shape[0]
+    def _pull(self, into: Into | None, places: Places, keys: Tensor, count: int) -> bool:
+        """Find the first `count` rows and have them read in place. False as soon as one is not there."""
+        if into is None:
+            return True
+        part = max(1, -(-count // PULLS))
+        for begin in range(0, count, part):
+            end = min(count, begin + part)
+            if not places.seek(keys, begin, end):
+                return False
+            hosts = to_device(places.slots[begin:end], self.tier.device)
+            slots, tables = into.slots[begin:end], into.tables[begin:end]
+            move.pull(into.source, slots, tables, self._reach(), hosts, self.width, self.width)
+        return True
+
+    def _gather(self, first: int, count: int, copy: Callable[[int, int, Tensor], bool]) -> Tensor | None:
+        """Rows from number `first` on, piece by piece, by way of pinned memory. None as soon as `copy` is False."""
+        incoming = torch.empty(count - first, self.width, dtype=torch.float32, device=self.tier.device)
         staged = torch.empty(incoming.shape, dtype=torch.float32, pin_memory=self._up is not None)
         follow(self._up)
         for begin in range(first, count, self.piece):
@@ -205,23 +214,15 @@ class Group:
             piece = slice(begin - first, end - first)
             if not copy(begin, end, staged[piece]):
                 wait_for(self._up)  # nobody else may have that memory before its copies are through
-                return False
+                return None
             with on(self._up):
                 incoming[piece].copy_(staged[piece], non_blocking=True)
-        return True
+        return incoming
 
     def raise_rows(self, into: Into, coming: Coming) -> None:
         """Rows that fetch_rows found come into their slots."""
-        if coming.incoming is not None:
-            wait_for(self._up)
-            move.deliver(into.source, into.slots[coming.first :], self.width, coming.incoming)
-        elif coming.first == 0:
-            self._pull(into, coming.places, into.slots.numel())
-
-    def _pull(self, into: Into, places: Places, count: int) -> None:
-        """The first `count` are read in place."""
-        hosts = to_device(places.slots[:count], self.tier.device)
-        move.pull(into.source, into.slots[:count], into.tables, self._reach(), hosts, self.width, self.width)
+        wait_for(self._up)
+        move.deliver(into.source, into.slots[coming.first :], self.width, coming.incoming)
 
     def _reach(self) -> Tensor:
         """Addresses of the tables' rows, all of which the GPU can reach now."""
