@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hotrow.kernels import reference, runs
-from hotrow.kernels.runs import group
+from hotrow.kernels.runs import RECORDED, Grouper, group
 
 
 def _check(slots: torch.Tensor, device: torch.device) -> None:
@@ -36,3 +36,16 @@ def test_many_blocks_add_up_the_counts_before_them(device: torch.device, monkeyp
     monkeypatch.setattr(runs, "BLOCK", 16)
     monkeypatch.setattr(runs, "COUNTS", 4)
     _check(torch.randint(0, 100, (400,), dtype=torch.int32, generator=torch.Generator().manual_seed(0)), device)
+
+
+def test_recorded_launches_group_as_plain_ones(device: torch.device) -> None:
+    grouper = Grouper()
+    for size in (50, 0, 700):
+        for seed in range(RECORDED + 3):
+            slots = torch.randint(-1, 40, (size,), generator=torch.Generator().manual_seed(seed)).int().to(device)
+            ours, plain = grouper(slots), group(slots)
+            number = int(plain.number.item())
+            assert ours.number.item() == number
+            assert torch.equal(ours.order, plain.order) and torch.equal(ours.run_of, plain.run_of)
+            assert torch.equal(ours.starts[: number + 1], plain.starts[: number + 1])
+            assert torch.equal(ours.slots[:number], plain.slots[:number])

@@ -296,8 +296,9 @@ def test_tables_that_are_full_get_what_others_leave_empty(device: str, monkeypat
 
 
 def test_rows_that_are_read_in_place_are_the_same_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.table.hot.IN_PLACE", 0.0)
     staged = trainer_of(Memory(hbm=TINY), device)
-    monkeypatch.setattr("hotrow.table.hot.WIDE", 1)
+    monkeypatch.setattr("hotrow.table.hot.IN_PLACE", 0.6)
     in_place = trainer_of(Memory(hbm=TINY), device)
     assert in_place.model.embeddings.hot is not None
     assert all(group.in_place for group in in_place.model.embeddings.hot.groups)

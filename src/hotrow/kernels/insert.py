@@ -29,8 +29,8 @@ from hotrow.kernels.launch import cdiv, fast, power_of_2
 from hotrow.kernels.mixing import empty_key, half_of, hash_key, home_of
 from hotrow.kernels.sets import POLICIES, SPILL, WAYS, SetIndex, check, held_by
 
-BLOCK, WARPS = 32, 1
-SWAP_ELEMENTS, SWAP_WARPS = 2048, 2  # of a block that swaps rows: keys * padded dim
+BLOCK, WARPS = 64, 2
+SWAP_ELEMENTS, SWAP_WARPS = 4096, 4  # of a block that swaps rows: keys * padded dim
 RANK_BLOCK = 1024
 
 _NEVER = tl.constexpr(1 << 62)

@@ -39,7 +39,8 @@ def power_of_2(n: int) -> int:
 class Fast:
     """A kernel that remembers what it compiled. Called as a jitted function is: kernel[grid](..., OPTION=...).
 
-    Requires: arguments by position, constexprs and options by name, all of them in every call and in one order.
+    Requires: a grid of one dimension; arguments by position, constexprs and options by name, all of them in every call
+    and in one order.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -75,11 +76,10 @@ class Fast:
 
 def _runner(compiled: Any, constants: tuple[Any, ...]) -> Callable[[int, int, list[Any]], None]:
     """How to run a compiled kernel on so many programs; constants are passed over by the launcher."""
-    current = torch._C._cuda_getCurrentRawStream
     launcher = getattr(compiled, "run", None)
     if launcher is None or not hasattr(compiled, "packed_metadata"):  # another Triton than we know
         return lambda programs, device, values: compiled[(programs, 1, 1)](*values, *constants)
-    function, metadata = compiled.function, compiled.packed_metadata
+    function, metadata, current = compiled.function, compiled.packed_metadata, torch._C._cuda_getCurrentRawStream
 
     def run(programs: int, device: int, values: list[Any]) -> None:
         launcher(programs, 1, 1, current(device), function, metadata, None, None, None, *values, *constants)

@@ -6,6 +6,9 @@ each block, the other numbers them, each block adding up the counts of those bef
 the device: everything has room for N, and readers look at `number`.
 
 Slots of -1 sort first and make one run, which the update skips.
+
+A sort is a dozen launches. Where batches have one size, as with one id a feature, `Grouper` records them once and has
+the device replay them: one launch for the host.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from hotrow.kernels.layout import steps
 
 BLOCK = 4096
 COUNTS = 1024  # of the blocks before, read at once
+RECORDED = 8  # batches of one size after which the launches are recorded
 
 
 @dataclass(frozen=True)
@@ -100,3 +104,41 @@ def group(slots: Tensor) -> Runs:
         ordered, counts, starts, unique, run_of, number, n, BLOCK=BLOCK, COUNTS=COUNTS, num_warps=8
     )  # fmt: skip
     return Runs(order, starts, unique, run_of, number)
+
+
+class Grouper:
+    """group(), for batch after batch. What it returns holds until it is called again."""
+
+    def __init__(self) -> None:
+        self.sizes = 0  # calls in a row with one size
+        self.slots = torch.empty(0, dtype=torch.int32)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.runs: Runs | None = None
+
+    def __call__(self, slots: Tensor) -> Runs:
+        """Runs of int32 slots [N]."""
+        if slots.device.type != "cuda" or slots.numel() == 0:
+            return group(slots)
+        self.sizes = self.sizes + 1 if slots.shape == self.slots.shape else 0
+        if self.sizes == 0:
+            self.slots, self.graph = slots, None
+        if self.sizes < RECORDED:
+            return group(slots)
+        if self.graph is None:
+            self._record(slots)
+        else:
+            self.slots.copy_(slots)
+        assert self.graph is not None and self.runs is not None
+        self.graph.replay()
+        return self.runs
+
+    def _record(self, slots: Tensor) -> None:
+        self.slots = slots.clone()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(slots.device)
+        stream.wait_stream(torch.cuda.current_stream(slots.device))
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on with theirs
+            self.runs = group(self.slots)
+            graph.capture_end()
+        torch.cuda.current_stream(slots.device).wait_stream(stream)
+        self.graph = graph

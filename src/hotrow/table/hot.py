@@ -30,6 +30,7 @@ from hotrow.kernels import move
 from hotrow.kernels.insert import erase
 from hotrow.kernels.layout import RowLayout, Source
 from hotrow.kernels.mixing import signed
+from hotrow.kernels.runs import Grouper
 from hotrow.kernels.sets import WAYS
 from hotrow.table import shares
 from hotrow.table.rows import TableRows
@@ -38,9 +39,7 @@ from hotrow.tiers.host import HostLift, HostStore, Places
 
 PIECE_BYTES = 16 << 20  # of rows that move at a time: one piece is copied while the next is gathered
 FLUSHED = 4  # pieces of rows that are on their way at once when all come down
-WIDE = 1024  # bytes from which on a row is wide
-IN_PLACE = 0.6  # the share of rows that are read in place,
-IN_PLACE_WIDE = 0.8  # and of wide ones
+IN_PLACE = 0.9  # the share of rows that are read in place
 PULLS = 4  # launches that read them: one reads while the next one's rows are found
 
 
@@ -148,10 +147,11 @@ class Group:
         self.width = tier.layout.width
         self.piece = max(1, PIECE_BYTES // (4 * self.width))
         self.stays = not any(store.evicts for store in stores)  # rows never leave DRAM
-        self.in_place = 0.0 if not self.stays else IN_PLACE_WIDE if 4 * self.width >= WIDE else IN_PLACE
+        self.in_place = IN_PLACE if self.stays else 0.0
         self.streams = torch.tensor(
             [signed(int(store.core.count_stream)) for store in stores], dtype=torch.int64, device=tier.device
         )
+        self.grouper = Grouper()
         self.missing = Later(tier.device)
         self.missed = True  # whether the last batch missed any
         self._up, self._down = _stream(tier.device), _stream(tier.device)

@@ -290,9 +290,10 @@ class Part:
     ) -> None:
         """Sum each row's gradients and apply the rule, unless the flag is up."""
         tier = self.group.tier
+        runs = self._runs or self.group.grouper(self.slots)
         meta = Meta(tier.steps, tier.counts, *((self.extra_steps, self.extra_counts) if self._kept else (None, None)))
         update(
-            tier.source(self.extra), tier.layout, self.group.code, self.runs(), self.items, gradients, self.keys,
+            tier.source(self.extra), tier.layout, self.group.code, runs, self.items, gradients, self.keys,
             _coefficients(updates), self.group.streams, None, step, scale, meta, flag,
             Use(tier.index, self.batch, tier.policy, tier.half_life),
         )  # fmt: skip
