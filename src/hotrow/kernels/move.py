@@ -20,7 +20,9 @@ from torch import Tensor
 from hotrow.config import format_size
 from hotrow.errors import StorageError
 from hotrow.kernels.launch import cdiv, fast, power_of_2
-from hotrow.kernels.layout import Source
+from hotrow.kernels.layout import Source, steps
+
+PULLERS = 1056  # programs that read host rows: enough for what the wire takes, and room for others beside them
 
 
 @triton.jit
@@ -48,21 +50,18 @@ def _buffer_kernel(
 
 
 @fast
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _pull_kernel(
-    rows, extra, capacity, stride, slots, tables, bases, hosts, count, host_stride, width,
-    R: tl.constexpr, W: tl.constexpr,
+    rows, extra, capacity, stride, slots, tables, bases, hosts, count, host_stride, width, W: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0) * R + tl.arange(0, R)
-    real = at < count
-    slot = tl.load(slots + at, mask=real, other=-1)
-    table = tl.load(tables + at, mask=real, other=0)
-    base = tl.load(bases + table).to(tl.pointer_type(tl.float32))
-    host = tl.load(hosts + at, mask=real, other=-1).to(tl.int64)
     column = tl.arange(0, W)
-    mask = ((slot >= 0) & (host >= 0))[:, None] & (column < width)[None, :]
-    arriving = tl.load(base[:, None] + host[:, None] * host_stride + column[None, :], mask=mask)
-    tl.store(_slot_rows(rows, extra, capacity, stride, slot)[:, None] + column[None, :], arriving, mask=mask)
+    for at in steps(tl.program_id(0), count, tl.num_programs(0)):
+        slot = tl.load(slots + at)
+        base = tl.load(bases + tl.load(tables + at)).to(tl.pointer_type(tl.float32))
+        host = tl.load(hosts + at).to(tl.int64)
+        mask = (slot >= 0) & (host >= 0) & (column < width)
+        arriving = tl.load(base + host * host_stride + column, mask=mask)
+        tl.store(_slot_rows(rows, extra, capacity, stride, slot) + column, arriving, mask=mask)
 
 
 def collect(source: Source, slots: Tensor, width: int, out: Tensor) -> None:
@@ -83,9 +82,9 @@ def pull(
     if count == 0:
         return
     tile = power_of_2(width)
-    _pull_kernel[(count,)](
+    _pull_kernel[(min(count, PULLERS),)](
         source.rows, _extra(source), source.capacity, source.rows.stride(0), slots, tables, bases, hosts, count,
-        host_stride, width, R=1, W=tile, num_warps=1 if tile <= 1024 else 4,
+        host_stride, width, W=tile, num_warps=1 if tile <= 1024 else 4,
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ from hotrow.tiers.host import HostLift, HostStore, Places
 
 PIECE_BYTES = 16 << 20  # of rows that move at a time: one piece is copied while the next is gathered
 FLUSHED = 4  # pieces of rows that are on their way at once when all come down
-IN_PLACE = 0.9  # the share of rows that are read in place
+IN_PLACE = 0.8  # the share of rows that are read in place
 PULLS = 4  # launches that read them: one reads while the next one's rows are found
 
 
@@ -135,6 +135,9 @@ class Coming(NamedTuple):
     places: Places
     first: int
     incoming: Tensor
+
+
+Piece = tuple[int, int, Tensor, Any]  # rows from one number to another, and when they are there
 
 
 class Group:
@@ -249,25 +252,32 @@ class Group:
         move.collect(source, slots, self.width, leaving)
         if self._down is None:
             return lambda: self._put(places, [(0, count, leaving, None)], clean, unhold)
-        staged = torch.empty(count, self.width, dtype=torch.float32, pin_memory=True)
-        pieces = []
-        follow(self._down)
+        collected = torch.cuda.Event()
+        collected.record()
+        pieces = self._behind.submit(self._send, leaving, collected)
+
+        def behind() -> None:
+            self._landing = self._behind.submit(lambda: self._put(places, pieces.result(), clean, unhold))
+
+        return behind
+
+    def _send(self, leaving: Tensor, collected: torch.cuda.Event) -> list[Piece]:
+        """Rows on their way into pinned memory, piece by piece."""
+        staged = torch.empty(leaving.shape, dtype=torch.float32, pin_memory=True)
+        pieces: list[Piece] = []
         with on(self._down):
-            for begin in range(0, count, self.piece):
-                end = min(count, begin + self.piece)
+            self._down.wait_event(collected)
+            for begin in range(0, len(staged), self.piece):
+                end = min(len(staged), begin + self.piece)
                 staged[begin:end].copy_(leaving[begin:end], non_blocking=True)
                 arrived = torch.cuda.Event()
                 arrived.record(self._down)
                 pieces.append((begin, end, staged[begin:end], arrived))
         leaving.record_stream(self._down)
-
-        def behind() -> None:
-            self._landing = self._behind.submit(self._put, places, pieces, clean, unhold)
-
-        return behind
+        return pieces
 
     @staticmethod
-    def _put(places: Places, pieces: Sequence[tuple[int, int, Tensor, Any]], clean: int, unhold: bool) -> None:
+    def _put(places: Places, pieces: Sequence[Piece], clean: int, unhold: bool) -> None:
         for begin, end, rows, arrived in pieces:
             if arrived is not None:
                 arrived.synchronize()
