@@ -200,6 +200,16 @@ void bind_store(nb::module_& m) {
   plan.def(nb::init<>())
       .def("route", &route, nb::arg("jobs"))
       .def("fetch", &Plan::fetch, nb::arg("step") = 0, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "prefetch",
+          [](Plan& plan) {
+            const Plan::Prefetched came = [&] {
+              nb::gil_scoped_release release;
+              return plan.prefetch();
+            }();
+            return std::make_tuple(came.rows, came.bytes, came.short_of_room);
+          },
+          "Brings rows up from SSD and keeps them for fetch; returns (rows, bytes, whether room was short).")
       .def("release", &Plan::release, nb::call_guard<nb::gil_scoped_release>())
       .def("read", &Plan::read, nb::call_guard<nb::gil_scoped_release>())
       .def(

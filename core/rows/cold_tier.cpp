@@ -78,8 +78,7 @@ void ColdTier::find_records(const Grouping& grouping, const uint32_t* slots, Arr
       std::memcpy(&head, record, sizeof(head));
       if (head.key == grouping.keys()[asked[i]]) {
         const uint64_t hash = grouping.hashes()[asked[i]];
-        if (table_.expired(hash, head, reinterpret_cast<const float*>(record + sizeof(head)))) {
-          if (!locked) continue;
+        if (locked && table_.expired(hash, head, reinterpret_cast<const float*>(record + sizeof(head)))) {
           drop_cold(hash, places[i]);
           __atomic_store_n(&table_.live_, table_.live_ - 1, __ATOMIC_RELAXED);
           continue;

@@ -64,7 +64,7 @@ class ColdTier {
 
   // Rows of those unique keys that have no slot, as far as they are on SSD. Expired ones are dropped here.
   void fetch(const Grouping& grouping, const uint32_t* slots, Arrivals& arrivals);
-  // The same without the lock and without a change, for prefetch.
+  // The same without the lock and without a change, for prefetch. Expired ones are the caller's to drop.
   void look_up(const Grouping& grouping, const uint32_t* slots, Arrivals& arrivals) const;
   // The rows of keys[i] for i in `absent`, for readers: values to out + i * dim; found[i] (may be null).
   void read(const int64_t* keys, const std::vector<uint32_t>& absent, float* out, bool* found) const;

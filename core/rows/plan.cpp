@@ -95,12 +95,20 @@ void Plan::let_go(Job& job) {
   job.lent.clear();
 }
 
+// Requires: the table's writer lock.
+void Plan::let_go_ahead(Job& job) {
+  if (!job.ahead.empty() && job.ahead_generation == job.table->generation())
+    job.table->tier()->unpin(job.ahead.data(), job.ahead.size());
+  job.ahead.clear();
+}
+
 void Plan::release() {
   for (size_t j = 0; j < job_count_; ++j) {
     Job& job = jobs_[j];
-    if (!job.held && job.lent.empty()) continue;
+    if (!job.held && job.lent.empty() && job.ahead.empty()) continue;
     std::lock_guard lock(job.table->writer());
     let_go(job);
+    let_go_ahead(job);
     // The reserve can wait: where the disk refuses, the next fetch makes room or says so. Destructors call this.
     try {
       if (ColdTier* tier = job.table->tier(); tier && tier->evicts()) tier->rebalance();
@@ -149,6 +157,31 @@ void Plan::judge(Job& job) {
   for (uint32_t u : job.arrivals.unique) job.verdicts[u] = Admission::Verdict::kAdmit;
 }
 
+Plan::Prefetched Plan::prefetch() {
+  require(state_ == State::kRouted, "prefetch: route first, and before fetch");
+  std::vector<Prefetched> found(job_count_);
+  // A pool of its own: these threads wait for the device most of the time, and the shared ones have rows to compute.
+  Pool::waiting().run(static_cast<int>(job_count_), [&](int j) {
+    Job& job = jobs_[j];
+    ColdTier* tier = job.table->tier();
+    if (!tier || !tier->evicts()) return;
+    {
+      std::lock_guard lock(job.table->writer());
+      let_go_ahead(job);
+      job.ahead_generation = job.table->generation();
+    }
+    const Table::Brought brought = job.table->bring(job.grouping, &job.ahead);
+    found[j] = {brought.rows, brought.rows * tier->log().record_bytes(), brought.short_of_room};
+  });
+  Prefetched total;
+  for (const Prefetched& of_table : found) {
+    total.rows += of_table.rows;
+    total.bytes += of_table.bytes;
+    total.short_of_room |= of_table.short_of_room;
+  }
+  return total;
+}
+
 void Plan::fetch(uint32_t step) {
   require(state_ != State::kEmpty, "fetch: route first");
   step_ = step;
@@ -161,7 +194,8 @@ void Plan::fetch(uint32_t step) {
 void Plan::find_and_create() {
   for (size_t j = 0; j < job_count_; ++j) let_go(jobs_[j]);
   for (size_t j = 0; j < job_count_; ++j)
-    if (ColdTier* tier = jobs_[j].table->tier(); tier && tier->evicts()) tier->claim(jobs_[j].grouping.size());
+    if (ColdTier* tier = jobs_[j].table->tier(); tier && tier->evicts())
+      tier->claim(jobs_[j].grouping.size() - jobs_[j].ahead.size());  // those have slots, and are counted as held
   std::vector<char> missing(job_count_);
   std::vector<Table::Fresh> fresh(job_count_);
   std::vector<char> pinned(job_count_);
@@ -179,6 +213,7 @@ void Plan::find_and_create() {
       // What was found is held before room is made for the rest.
       if (tier) tier->pin_found(job.slots.data(), job.grouping.size());
       pinned[j] = true;
+      let_go_ahead(job);
       if (tier && tier->evicts() && missing[j]) tier->fetch(job.grouping, job.slots.data(), job.arrivals);
       if (missing[j]) judge(job);
     });

@@ -133,6 +133,13 @@ class Table : public BudgetMember {
   // Brings rows of these keys up from SSD, as far as they are there: reads without the lock, then puts them into slots.
   // Changes no result, only what the next fetch finds in DRAM. Any thread. Returns how many came.
   size_t prefetch(const int64_t* keys, size_t count);
+  // The same for a batch's unique keys. With `held`, every row that is in DRAM afterwards is pinned, and its slot put
+  // there. A row that was changed, erased, expired or evicted meanwhile is as it would be without this call.
+  struct Brought {
+    size_t rows = 0;
+    bool short_of_room = false;
+  };
+  Brought bring(const Grouping& grouping, std::vector<uint32_t>* held);
   // Removes every row, on SSD too. Requires: no reader, no plan that holds slots.
   void clear();
 
@@ -181,7 +188,6 @@ class Table : public BudgetMember {
   size_t holds() const;
   size_t bulk_part() const;
   void clear_index();
-  size_t prefetch_some(const int64_t* keys, size_t count);
   void find_or_create_some(const int64_t* keys, size_t count, uint32_t* slots);
   void erase_slot(uint64_t hash, uint32_t slot);
   void cap_rows(uint64_t max_rows);

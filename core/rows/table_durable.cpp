@@ -135,54 +135,65 @@ size_t Table::prefetch(const int64_t* keys, size_t count) {
   if (!tier_ || !tier_->evicts()) return 0;
   const size_t part = bulk_part();
   size_t came = 0;
-  try {
-    for (size_t at = 0; at < count; at += part) came += prefetch_some(keys + at, std::min(part, count - at));
-  } catch (const BudgetExceeded&) {
-    // Batches hold the rest of DRAM: what did not come up is read when it is needed.
+  Grouping grouping;
+  for (size_t at = 0; at < count; at += part) {
+    grouping.build({{keys + at, std::min(part, count - at)}});
+    const Brought brought = bring(grouping, nullptr);
+    came += brought.rows;
+    if (brought.short_of_room) break;  // batches hold the rest of DRAM: what did not come up is read when it is needed
   }
   return came;
 }
 
-size_t Table::prefetch_some(const int64_t* keys, size_t count) {
-  Grouping grouping;
-  grouping.build({{keys, count}});
+Table::Brought Table::bring(const Grouping& grouping, std::vector<uint32_t>* held) {
+  if (!tier_ || !tier_->evicts()) return {};
   std::vector<uint32_t> slots(grouping.size());
-  find_unique(grouping, slots.data());
   Arrivals arrivals;
-  tier_->look_up(grouping, slots.data(), arrivals);
-  if (arrivals.unique.empty()) return 0;
+  if (find_unique(grouping, slots.data())) tier_->look_up(grouping, slots.data(), arrivals);
+  if (arrivals.unique.empty() && !held) return {};
+
   std::lock_guard lock(writer_);
-  // A place names one version of one row for ever: if the key still has it, what was read is still the row.
-  std::vector<size_t> still;
-  for (size_t n = 0; n < arrivals.unique.size(); ++n)
-    if (tier_->cold().contains(grouping.hashes()[arrivals.unique[n]], arrivals.places[n])) still.push_back(n);
-  if (still.empty()) return 0;
-  tier_->make_room(still.size());
-  // As much as prepare, commit and insert want: only the arrivals are missing, everything else is left alone.
-  std::fill(slots.begin(), slots.end(), 0u);
-  Arrivals kept;
-  const uint32_t record_bytes = tier_->log().record_bytes();
-  for (size_t n : still) {
-    const uint64_t hash = grouping.hashes()[arrivals.unique[n]];
-    if (!tier_->cold().contains(hash, arrivals.places[n])) continue;  // making room may have moved nothing of ours, but
-    slots[arrivals.unique[n]] = kNoSlot;
-    kept.unique.push_back(arrivals.unique[n]);
-    kept.places.push_back(arrivals.places[n]);
-    kept.records.insert(kept.records.end(), arrivals.records.begin() + n * record_bytes,
-                        arrivals.records.begin() + (n + 1) * record_bytes);
+  find_unique(grouping, slots.data());  // again: now nobody moves them
+  auto hold = [&](uint32_t slot) {
+    if (!held) return tier_->marks().warm(slot);  // or the next batch's room would be made by throwing it out again
+    tier_->pin(&slot, 1);
+    held->push_back(slot);
+  };
+  if (held) {
+    held->reserve(held->size() + grouping.size());
+    for (uint32_t slot : slots)
+      if (slot != kNoSlot) hold(slot);
   }
+  // A place names one version of one row for ever: if the key still has it, what was read is still the row. Whether it
+  // has expired is for the rules of this moment to say. As prepare and insert see it, nothing else is missing.
+  std::vector<uint32_t> wanted(grouping.size(), 0u), coming;
+  for (size_t n = 0; n < arrivals.unique.size(); ++n) {
+    const uint32_t u = arrivals.unique[n];
+    const uint64_t hash = grouping.hashes()[u];
+    if (slots[u] != kNoSlot || !tier_->cold().contains(hash, arrivals.places[n])) continue;
+    RecordHead head;
+    const char* record = arrivals.records.data() + n * tier_->log().record_bytes();
+    std::memcpy(&head, record, sizeof(head));
+    if (expired(hash, head, reinterpret_cast<const float*>(record + sizeof(head)))) continue;
+    wanted[u] = kNoSlot;
+    coming.push_back(u);
+  }
+  if (coming.empty()) return {};
   try {
-    Fresh fresh = prepare(grouping.hashes(), slots.data(), grouping.cuts(), &kept);
+    Fresh fresh = prepare(grouping.hashes(), wanted.data(), grouping.cuts(), &arrivals);
     commit(fresh);
-    insert(std::move(fresh), grouping.keys(), grouping.hashes(), slots.data(), &kept);
+    insert(std::move(fresh), grouping.keys(), grouping.hashes(), wanted.data(), &arrivals);
+  } catch (const BudgetExceeded&) {
+    settle();
+    return {0, true};
   } catch (...) {
     settle();
     throw;
   }
-  // Warm, or the next batch's room would be made by throwing these out again.
-  for (uint32_t u : kept.unique) tier_->marks().warm(slots[u]);
-  tier_->counters.prefetched += kept.unique.size();
-  return kept.unique.size();
+  for (uint32_t u : coming) hold(wanted[u]);
+  tier_->counters.prefetched += coming.size();
+  tier_->rebalance();
+  return {coming.size(), false};
 }
 
 void Table::clear_index() {

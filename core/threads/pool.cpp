@@ -22,6 +22,12 @@ Pool& Pool::shared() {
   return *pool;
 }
 
+Pool& Pool::waiting() {
+  constexpr int kThreads = 4;
+  static Pool* pool = new Pool(kThreads);
+  return *pool;
+}
+
 Pool::Pool(int threads) { set_threads(threads); }
 Pool::~Pool() { stop(); }
 

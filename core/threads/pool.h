@@ -1,4 +1,4 @@
-// One pool of worker threads for the whole process.
+// One pool of worker threads for the whole process (and one for those that only wait).
 //
 // run(n, fn) calls fn(0) ... fn(n - 1), each once, on the caller and the workers, and returns when all are done.
 // Callers cut their work into tasks by size alone, never by thread count, so results cannot depend on how many threads
@@ -21,6 +21,8 @@ namespace hotrow {
 class Pool {
  public:
   static Pool& shared();
+  // Another, small one, for tasks that wait for a device and hardly compute.
+  static Pool& waiting();
 
   explicit Pool(int threads);
   ~Pool();

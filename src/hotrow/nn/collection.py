@@ -72,6 +72,11 @@ class EmbeddingCollection(nn.Module):
         return {place.feature: place.end - place.begin for place in self._layout.places if place.pooled}
 
     @property
+    def width(self) -> int:
+        """Of the pooled features side by side."""
+        return self._layout.width
+
+    @property
     def sequences(self) -> dict[str, int]:
         """Width of each sequence feature's vectors, in order."""
         return {place.feature: place.table.table.dim for place in self._layout.places if not place.pooled}
@@ -86,8 +91,21 @@ class EmbeddingCollection(nn.Module):
 
     def route(self, batch: KeyedBatch) -> Lookup:
         """Begin a batch's lookup: deduplicate its keys. Follow with `fetch()` or `read()`."""
-        plan = self._plans.pop() if self._plans else None
+        try:
+            plan = self._plans.pop()
+        except IndexError:  # nobody is asked first: several threads route
+            plan = None
         return Lookup(self._layout, batch, plan, self.steps + 1).route()
+
+    def fetch(self, lookup: Lookup) -> Lookup:
+        """A lookup's turn has come: find its rows. It is part of the next update, whatever was so when it was routed."""
+        lookup.step = self.steps + 1
+        return lookup.fetch()
+
+    @property
+    def routes_ahead(self) -> bool:
+        """Whether a batch may be routed on another thread: Triton's interpreter, which stands in for a GPU, has one."""
+        return self.hot is None or self.device.type == "cuda"
 
     def forward(self, batch: KeyedBatch | Lookup) -> dict[str, Tensor]:
         """Vectors by feature: [batch, dim] where pooled; [batch, length, dim] and a `<name>_mask` for sequences."""

@@ -29,7 +29,7 @@ from hotrow.kernels.runs import Runs
 from hotrow.kernels.runs import group as group_runs
 from hotrow.kernels.update import Coefficients, Meta, Use, update
 from hotrow.table.hot import Group, HotRows, Into, to_device, to_host
-from hotrow.tiers.host import HostLift, HostStore, Places, Update
+from hotrow.tiers.host import HostLift, HostStore, Moved, Places, Update
 
 Feature = tuple[Jagged, str]
 
@@ -60,6 +60,14 @@ class HotPlan:
             for group in self.hot.groups
         ]
         self.ids = sum(part.keys.numel() for part in self.parts)
+
+    def prefetch(self) -> Moved:
+        """Nothing yet: `fetch` does it all."""
+        return Moved()
+
+    def stage(self) -> Moved:
+        """Nothing yet: `fetch` does it all."""
+        return Moved()
 
     def fetch(self, step: int = 0) -> None:
         """Find the rows and hold them; those that are missing come up now, or when it shows that there are any.

@@ -1,7 +1,10 @@
-"""One batch through the tables: route → fetch → gather → update, in verbs, top to bottom.
+"""One batch through the tables: route → (prefetch → stage →) fetch → gather → update, in verbs, top to bottom.
 
 A `Lookup` is made for a batch and lives until its update has landed. `route` needs only the keys; `fetch` needs the
-rows that earlier batches left; `gather` and `update` run in the training step. For evaluation `read` takes the place of
+rows that earlier batches left; `gather` and `update` run in the training step. `prefetch` and `stage` may run between
+route and fetch, while earlier batches are in work: they bring rows nearer and change nothing that anybody can see, so
+they may be left out. Each call of a plan is made by one thread at a time, and those of one plan one after another; but
+`route`, `prefetch` and `stage` of different batches run on different threads at the same moment. For evaluation `read` takes the place of
 `fetch`: it creates no row and touches no count, and there is no `update`.
 
 Pooled features share one output matrix [batch, sum of dims], in the collection's order of features, because towers put
@@ -25,13 +28,15 @@ from torch import Tensor
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.errors import BatchError, choices
 from hotrow.table.rows import TableRows
-from hotrow.tiers.host import HostPlan, HostStore, Update
+from hotrow.tiers.host import HostPlan, HostStore, Moved, Update
 
 
 class Plan(Protocol):
     """A batch's way through the tiers: HostPlan over DRAM and SSD, HotPlan with HBM above them."""
 
     def route(self, jobs: Sequence[tuple[HostStore, Sequence[tuple[Jagged, str]]]]) -> None: ...
+    def prefetch(self) -> Moved: ...
+    def stage(self) -> Moved: ...
     def fetch(self, step: int = 0) -> None: ...
     def read(self) -> None: ...
     def gather(self, outputs: Sequence[Tensor]) -> None: ...
@@ -125,6 +130,14 @@ class Lookup:
         """Deduplicate the batch's keys, table by table."""
         self.plan.route(self.layout.jobs(self.batch))
         return self
+
+    def prefetch(self) -> Moved:
+        """Bring rows nearer, ahead of the batch's turn."""
+        return self.plan.prefetch()
+
+    def stage(self) -> Moved:
+        """Bring rows up to the device, ahead of the batch's turn."""
+        return self.plan.stage()
 
     def fetch(self) -> Lookup:
         """Find the rows; unseen keys get one."""

@@ -287,6 +287,15 @@ class Update:
         return Update(optimizer.coefficients(step), optimizer.clip_value or 0.0, optimizer.clip_norm or 0.0)
 
 
+@dataclass(frozen=True)
+class Moved:
+    """What an early stage of a batch moved up a tier, and whether it was short of room for more."""
+
+    rows: int = 0
+    bytes: int = 0
+    short: bool = False
+
+
 class HostPlan:
     """One batch's way through several tables: route, fetch or read, gather, update (core/rows/plan.h)."""
 
@@ -297,6 +306,15 @@ class HostPlan:
         """Deduplicate the keys of each table's features; each feature is given with its pooling."""
         with core_errors():
             self.core.route([(store.core, [_feature(jagged, pooling) for jagged, pooling in fs]) for store, fs in jobs])
+
+    def prefetch(self) -> Moved:
+        """Bring rows up from SSD and keep them in DRAM until `fetch` or `release`. Beside other batches' calls."""
+        with core_errors():
+            return Moved(*self.core.prefetch())
+
+    def stage(self) -> Moved:
+        """Nothing: there is no tier above DRAM."""
+        return Moved()
 
     def fetch(self, step: int = 0) -> None:
         """Find the rows, bring those on SSD up, create those of unseen keys; `step` is the update they are for."""

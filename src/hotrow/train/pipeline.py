@@ -2,25 +2,65 @@
 
     read     decode events and make a KeyedBatch, with the cursor that resumes after it
     route    deduplicate its keys, table by table
-    fetch    find its rows; unseen keys get theirs
+    fetch    bring its rows up from SSD and keep them in DRAM
     stage    copy rows up to HBM (nothing to do without a GPU)
-    compute  gather and pool, tower forward and backward, update rows in place, step the dense part
+    compute  find the rows (unseen keys get theirs), gather and pool, tower forward and backward, update rows in place,
+             step the dense part
 
-This version runs them one after another, one batch at a time. That order is the definition of what training computes:
-whatever overlaps them later must give the same bits.
+One batch after another is the definition of what training computes. With `lookahead`, the first four stages work on
+later batches while one is computed, each on its own thread (flow.py), and give the same bits, because they do only what
+nobody can observe: keys are deduplicated, rows change their tier. What depends on the batches before (which keys are
+new, who is admitted, what has expired, which step this is) is decided when the batch's turn has come, on the training
+thread, by `fetch`. Rows that came up stay until then, whatever else wants their room.
+
+Where the memory cannot hold the rows of so many batches, the lookahead shrinks, and says so; a batch that does not fit
+on its own is an error, as it is one at a time.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+from torch import Tensor
+
 from hotrow.batch import KeyedBatch
+from hotrow.config import format_size
 from hotrow.data import Cursor, Source
+from hotrow.errors import MemoryBudgetError
 from hotrow.nn import EmbeddingCollection
 from hotrow.table import Lookup
+from hotrow.train.flow import Flow, Stage
+from hotrow.train.stages import Stages
 
 Result = TypeVar("Result")
+
+
+@dataclass
+class Ahead:
+    """How far to run ahead, and what the run says about it meanwhile.
+
+    `needed` gives how many batches are still wanted (None: all there are), `given_up` whether to stop waiting.
+    """
+
+    lookahead: int
+    stages: Stages = field(default_factory=Stages)
+    needed: Callable[[], int | None] = lambda: None
+    given_up: Callable[[], bool] = lambda: False
+
+
+@dataclass
+class Travelling:
+    """A batch on its way."""
+
+    batch: KeyedBatch
+    after: Cursor
+    lookup: Lookup | None = None
+    short: bool = False  # of room for its rows
 
 
 def run(
@@ -28,9 +68,140 @@ def run(
     embeddings: EmbeddingCollection,
     compute: Callable[[Lookup], Result],
     cursor: Cursor | None = None,
+    ahead: Ahead | None = None,
 ) -> Iterator[tuple[Result, KeyedBatch, Cursor]]:
     """Take every batch of `source` through the five stages; yields what `compute` made of it."""
-    for batch, after in source.batches(cursor):
-        lookup = embeddings.route(batch)
-        lookup.fetch()
-        yield compute(lookup), batch, after
+    pipeline = Pipeline(embeddings, ahead or Ahead(0))
+    batches = ((Travelling(batch, after), _bytes(batch)) for batch, after in source.batches(cursor))
+    for item in pipeline.travel(batches):  # read
+        if item.lookup is None:
+            pipeline.route(item)
+        lookup = pipeline.land(item)
+        yield compute(lookup), item.batch, item.after
+
+
+class Pipeline:
+    """The stages between the source and compute."""
+
+    def __init__(self, embeddings: EmbeddingCollection, ahead: Ahead) -> None:
+        self.embeddings, self.stages, self.options = embeddings, ahead.stages, ahead
+        self.flow: Flow[Travelling] | None = None
+        self._held: list[Lookup] = []  # whose rows fetch keeps in DRAM
+        self._fetching, self._staging = threading.Lock(), threading.Lock()  # whoever lets go of rows holds both
+
+    def travel(self, batches: Iterator[tuple[Travelling, int]]) -> Iterator[Travelling]:
+        """Batches whose turn has come."""
+        if self.options.lookahead == 0:
+            yield from self._one_by_one(batches)
+            return
+        ahead, clocks = self.options, self.stages
+        work = [Stage(clocks["route"], self.route), Stage(clocks["fetch"], self.fetch), Stage(clocks["stage"], self.stage)]
+        if not self.embeddings.routes_ahead:
+            work = []
+        with Flow(batches, clocks["read"], work, ahead.lookahead, _drop, ahead.needed, ahead.given_up) as self.flow:
+            yield from self._timed(iter(self.flow))
+
+    def route(self, item: Travelling) -> int:
+        """Deduplicate the keys."""
+        item.lookup = self.embeddings.route(item.batch)
+        return 8 * item.batch.id_count()
+
+    def fetch(self, item: Travelling) -> int:
+        """Bring rows up from SSD, and keep them."""
+        assert item.lookup is not None
+        with self._fetching:
+            self._held.append(item.lookup)
+            moved = item.lookup.prefetch()
+        item.short = moved.short
+        return moved.bytes
+
+    def stage(self, item: Travelling) -> int:
+        """Copy rows up to HBM."""
+        assert item.lookup is not None
+        with self._staging:
+            return item.lookup.stage().bytes
+
+    def land(self, item: Travelling) -> Lookup:
+        """The batch's turn: its rows are found, those of unseen keys created."""
+        assert item.lookup is not None
+        begin = time.perf_counter()
+        if item.short:
+            self._shrink(1)
+        try:
+            self.embeddings.fetch(item.lookup)
+        except MemoryBudgetError:
+            if not self._relent():
+                raise
+            self.embeddings.fetch(item.lookup)
+        with self._fetching:
+            self._held = [lookup for lookup in self._held if lookup is not item.lookup]
+        self.stages.landing.worked(begin, time.perf_counter(), 0, self.stages.landing.batches + 1, "compute (fetch)")
+        return item.lookup
+
+    def _relent(self) -> bool:
+        """Let go of what later batches hold; False if nobody holds anything."""
+        with self._fetching, self._staging:
+            held, self._held = self._held, []
+            for lookup in held:
+                lookup.plan.release()
+        self._shrink(0)
+        return bool(held)
+
+    def _shrink(self, least: int) -> None:
+        """One batch less ahead, from the next one on."""
+        if self.flow is None or self.flow.ahead <= least:
+            return
+        self.flow.ahead -= 1
+        self.options.lookahead = max(1, self.flow.ahead)
+        limit = self.embeddings.budget.limit
+        warnings.warn(
+            f"dram={format_size(limit)} cannot hold the rows of the batches in flight: lookahead goes down to "
+            f"{self.flow.ahead}, and results stay the same. Raise dram=, or set lookahead={self.flow.ahead}",
+            stacklevel=2,
+        )
+
+    def _one_by_one(self, batches: Iterator[tuple[Travelling, int]]) -> Iterator[Travelling]:
+        """The same stages with nothing ahead."""
+
+        def inline() -> Iterator[Travelling]:
+            read, route = self.stages["read"], self.stages["route"]
+            while (needed := self.options.needed()) is None or needed > 0:
+                begin = time.perf_counter()
+                item, size = next(batches, (None, 0))
+                if item is None or self.options.given_up():
+                    return
+                done = time.perf_counter()
+                read.worked(begin, done, size, read.batches + 1)
+                size = self.route(item)
+                route.worked(done, time.perf_counter(), size, route.batches + 1)
+                yield item
+
+        return self._timed(inline())
+
+    def _timed(self, items: Iterator[Travelling]) -> Iterator[Travelling]:
+        """Keeps compute's account: it waits for `items`, and is busy in between, less what fetch takes of that."""
+        clock, landing = self.stages["compute"], self.stages.landing
+        while True:
+            with clock.waiting():
+                item = next(items, None)
+            if item is None:
+                return
+            begin, before = time.perf_counter(), landing.busy
+            try:
+                yield item
+            finally:
+                begin += landing.busy - before
+                moved = 8 * item.batch.size * self.embeddings.width  # vectors out, gradients back
+                clock.worked(begin, time.perf_counter(), moved, clock.batches + 1)
+
+
+def _bytes(batch: KeyedBatch) -> int:
+    tensors: list[Tensor | None] = [batch.dense, batch.labels, batch.time]
+    for jagged in batch.ids.values():
+        tensors += [jagged.values, jagged.offsets, jagged.weights]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def _drop(item: Travelling) -> None:
+    if item.lookup is not None:
+        item.lookup.plan.release()

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from hotrow.config import in_units
+from hotrow.train.stages import brief
 
 
 def human(count: float) -> str:
@@ -63,14 +64,26 @@ class ProgressView:
         """Whether it is time to show something new."""
         return self.enabled and time.perf_counter() - self.last_line >= self.interval
 
-    def update(self, examples: int, ids: int, metrics: dict[str, float], saving: int | None = None) -> None:
-        """Show the state after `examples`; `saving` is the step whose checkpoint is being written."""
+    def update(
+        self,
+        examples: int,
+        ids: int,
+        metrics: dict[str, float],
+        saving: int | None = None,
+        stages: dict[str, float] | None = None,
+    ) -> None:
+        """Show the state after `examples`; `saving` is the step whose checkpoint is being written.
+
+        `stages` is how busy each stage was since the last time.
+        """
         self.last_line = time.perf_counter()
         seconds = max(1e-9, self.last_line - self.started)
         figures = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("logloss", "auc") if name in metrics)
         status = f"{human(examples / seconds)} examples/s  {human(ids / seconds)} ids/s  {figures}"
         if saving is not None:
             status += f"  saving step {saving:,}"
+        if stages is not None:
+            status += f"  {brief(stages)}"
         shown = self.done + examples
         if self.live:
             self.bar.update(self.task, completed=shown, status=status)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hotrow.data import Cursor
+from hotrow.train.stages import StageReport
 
 
 @dataclass
@@ -31,7 +32,8 @@ class SaveReport:
 class Report:
     """What a call of `fit` did: its steps and losses, its speed, where it stopped, the checkpoints it made.
 
-    `metrics` are those of the last epoch, with what an interrupted run had seen of it before it was resumed.
+    `metrics` are those of the last epoch, with what an interrupted run had seen of it before it was resumed. `stages`
+    says what each stage of the pipeline did: seconds busy and waiting, bytes, share of the time.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -44,6 +46,7 @@ class Report:
     cursor: Cursor | None = field(default=None, repr=False)
     saves: list[SaveReport] = field(default_factory=list, repr=False)
     resumed_from: int | None = None
+    stages: list[StageReport] = field(default_factory=list, repr=False)
 
     @property
     def examples_per_second(self) -> float:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from hotrow import trace
 from hotrow.errors import HotRowError, OptionError
 from hotrow.train.checkpoint import list_checkpoints, step_name
 from hotrow.train.report import SaveReport
@@ -40,7 +41,8 @@ class Saver:
         """Capture now and write, waiting for the end or not. Raises the error of the save before, if it failed."""
         start = time.perf_counter()
         self.wait()
-        instant = capture()
+        with trace.span("checkpoint", "capture (training waits)"):
+            instant = capture()
         report = SaveReport(folder / step_name(instant.step), instant.step, time.perf_counter() - start)
         self._homes.add(folder.resolve())
         if wait:
@@ -86,7 +88,9 @@ class Saver:
 
     def _write(self, instant: Instant, report: SaveReport, start: float) -> None:
         try:
-            write(instant, report, self.keep)
+            with trace.span("checkpoint", f"write step {report.step}") as span:
+                write(instant, report, self.keep)
+                span.note(rows_written=report.rows_written, bytes_written=report.bytes_written)
         finally:
             instant.abandon()
         report.seconds, report.done = time.perf_counter() - start, True

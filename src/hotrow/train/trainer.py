@@ -1,32 +1,38 @@
 """Trainer: batches in, a better model out, with numbers on the way.
 
 One step is: the batch through the stages (pipeline.py), loss, backward, rows updated by their sparse optimizers, dense
-weights by a torch optimizer. Everything that decides a number is a function of the seed and the batches; the clock only
+weights by a torch optimizer. The stages before compute run ahead on threads of their own (`lookahead` batches of them);
+everything here runs on the thread that called. Everything that decides a number is a function of the seed and the batches; the clock only
 decides when the progress bar moves. A gradient that is NaN or infinite stops the run before anything has changed.
 
 A checkpoint is taken between two steps (saving.py) and holds everything that decides what comes next, so a run that was
-interrupted and resumed (loading.py) computes the same bits as one that was not.
+interrupted and resumed (loading.py) computes the same bits as one that was not. What is counted (cursor, metrics,
+examples) is counted when its step is whole, so that a run can stop between any two batches and be saved: Ctrl-C does
+(interrupt.py).
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from hotrow.batch import KeyedBatch
+from hotrow import trace
 from hotrow.data import Cursor, Source
-from hotrow.errors import BatchError, CheckpointError, GradientError, OptionError
+from hotrow.errors import BatchError, CheckpointError, GradientError, HotRowError, OptionError
 from hotrow.features import FeatureSpec
 from hotrow.nn import Recommender
 from hotrow.table import Lookup
 from hotrow.train import loading, pipeline
+from hotrow.train.checkpoint import list_checkpoints, step_name
+from hotrow.train.interrupt import Interrupted, Interrupts
 from hotrow.train.metrics import Metrics
 from hotrow.train.place import Place
 from hotrow.train.progress import ProgressView
@@ -34,9 +40,13 @@ from hotrow.train.report import Report, SaveReport
 from hotrow.train.row_logs import open_logs
 from hotrow.train.saver import Saver
 from hotrow.train.saving import capture
+from hotrow.train.stages import Stages
 from hotrow.train.tensorboard import open_writer
+from hotrow.train.traffic import Traffic
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Counted = tuple[tuple[Tensor, Tensor], KeyedBatch, Cursor]  # logits and loss of a batch, and where it ended
+LOOKAHEAD, MOST_AHEAD = 2, 64  # batches
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,7 +59,12 @@ class Trainer:
 
     `checkpoints` is the folder of this run's checkpoints. With `checkpoint_every`, `fit` saves there at every so many
     steps while training goes on; the last `keep` stay (None keeps all). A scheduler that changes the dense optimizer's
-    learning rate is yours to save: the checkpoint has the rate that it last set, not its own counters.
+    learning rate is yours to save: the checkpoint has the rate that it last set, not its own counters. Ctrl-C ends
+    `fit` after a whole step and saves there too; it raises KeyboardInterrupt.
+
+    `lookahead` is how many batches are read, routed and fetched while one is computed; results are the same for any
+    number, and 0 does one thing after another. `trace` is a file for a trace of every `fit`, which
+    https://ui.perfetto.dev opens.
 
     >>> import hotrow as hr
     >>> clicks = hr.data.synthetic.criteo_like(examples=2048, batch_size=256)
@@ -73,6 +88,8 @@ class Trainer:
         checkpoints: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
         keep: int | None = 3,
+        lookahead: int = LOOKAHEAD,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         if precision not in PRECISIONS:
             raise OptionError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
@@ -85,6 +102,8 @@ class Trainer:
             )
         if keep is not None and keep < 1:
             raise OptionError(f"keep={keep}: give how many checkpoints stay, 1 or more, or None for all")
+        if not isinstance(lookahead, int) or not 0 <= lookahead <= MOST_AHEAD:
+            raise OptionError(f"lookahead={lookahead!r}: give a number of batches from 0 to {MOST_AHEAD}")
         self.model = model
         self.parameters = [p for p in model.tower.parameters() if p.requires_grad]
         self.dense_optimizer = dense_optimizer or (torch.optim.Adam(self.parameters) if self.parameters else None)
@@ -100,7 +119,10 @@ class Trainer:
         self.place = Place()
         self.features: FeatureSpec | None = None
         self.saver = Saver(keep)
-        self._waiting = 0  # batches whose gradients wait for a step
+        self.lookahead = lookahead
+        self.trace = None if trace is None else Path(trace)
+        self._interrupts = Interrupts()
+        self._waiting: list[Counted] = []  # batches whose gradients wait for a step
         self._seen = 0  # the last step after which there was a look at what is due
         self.writer = open_writer(log_dir)
 
@@ -132,32 +154,34 @@ class Trainer:
         report = Report(resumed_from=self._begin(source, cursor, resume))
         first, saves, start = self.steps, len(self.saver.reports), time.perf_counter()
         total = None if source.examples is None else source.examples * epochs
-        with ProgressView("train", total, progress, done=self.place.examples) as view:
-            while not self._reached(steps):
-                for result, batch, after in pipeline.run(
-                    source, self.model.embeddings, self._forward_backward, self.cursor
-                ):
-                    self._waiting += 1
-                    if self._waiting == self.accumulate:
-                        self._step()
-                    self._count(report, result, batch, after)
-                    if view.due:
-                        view.update(report.examples, report.ids, self.metrics.compute(), self.saver.running)
-                    if self._waiting:
-                        continue
+        stages = Stages()
+        view = ProgressView("train", total, progress, done=self.place.examples)
+        self._interrupts = Interrupts()
+        with trace.recording(self.trace), self._interrupts, view:
+            traffic = Traffic(self.model.embeddings)
+            while not self._stops(steps):
+                with closing(self._batches(source, steps, stages)) as batches:
+                    for computed in batches:
+                        self._waiting.append(computed)
+                        if len(self._waiting) == self.accumulate:
+                            self._commit(report)
+                            self._between_steps(report, evaluate, evaluate_every)
+                        traffic.show()
+                        if view.due:
+                            self._show(view, report, stages)
+                if self._waiting and not self._interrupts.asked:
+                    self._commit(report)
                     self._between_steps(report, evaluate, evaluate_every)
-                    if self._reached(steps):
-                        break
-                if self._waiting:
-                    self._step()
-                    self._between_steps(report, evaluate, evaluate_every)
-                if self.place.epoch + 1 >= epochs or self._reached(steps):
+                if self.place.epoch + 1 >= epochs or self._stops(steps):
                     break
                 self.place.epoch, self.cursor = self.place.epoch + 1, None
                 self.metrics.reset()
             report.metrics, report.seconds = self.metrics.compute(), time.perf_counter() - start
+            report.stages = stages.report(report.seconds)
+            if self._interrupts.asked:
+                self._interrupted()
             if progress:
-                view.update(report.examples, report.ids, report.metrics, self.saver.running)
+                self._show(view, report, stages)
             self.saver.wait()
         report.steps, report.cursor, report.saves = self.steps - first, self.cursor, self.saver.reports[saves:]
         self._log("train", report.metrics)
@@ -172,7 +196,7 @@ class Trainer:
         try:
             with torch.inference_mode(), ProgressView("evaluate", source.examples, progress) as view:
                 for step, (batch, _) in enumerate(source.batches()):
-                    if steps is not None and step >= steps:
+                    if self._interrupts.asked or (steps is not None and step >= steps):
                         break
                     with self._autocast():
                         logits = self.model(batch)
@@ -238,7 +262,10 @@ class Trainer:
 
     def forget(self) -> None:
         """Drop gradients that wait for a step."""
-        self._waiting = 0
+        self._waiting.clear()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         self.model.embeddings.discard()
         if self.dense_optimizer is not None:
             self.dense_optimizer.zero_grad()
@@ -266,6 +293,45 @@ class Trainer:
         self.cursor, self.place = cursor, Place(first_step=self.steps)
         return None
 
+    def _batches(self, source: Source, steps: int | None, stages: Stages) -> Generator[Counted, None, None]:
+        """Batches of `source` from the cursor on, computed; as many as `steps` still wants."""
+
+        def needed() -> int | None:
+            if steps is None:
+                return None
+            return (steps - self.steps + self.place.first_step) * self.accumulate - len(self._waiting)
+
+        ahead = pipeline.Ahead(self.lookahead, stages, needed, lambda: self._interrupts.asked)
+        yield from pipeline.run(source, self.model.embeddings, self._forward_backward, self.cursor, ahead)
+
+    def _show(self, view: ProgressView, report: Report, stages: Stages) -> None:
+        metrics, running = self.metrics.compute(), self.saver.running
+        view.update(report.examples, report.ids, metrics, running, stages.utilisation())
+
+    def _interrupted(self) -> NoReturn:
+        """Ctrl-C: drop what is half done, save what is whole, and say where it is."""
+        self.forget()
+        self._interrupts.__exit__(None, None, None)  # another one need not wait for the save
+        folder, why = self.checkpoints, "nothing was saved: there is no checkpoints="
+        if folder is None:
+            raise Interrupted(self.steps, None, why)
+        try:
+            self.saver.wait()
+            newest = next(iter(list_checkpoints(folder)), None)
+            if newest is None or newest.name != step_name(self.steps):
+                self.saver.check_home(folder)
+                newest = self.save(notes={"interrupted": True}).path
+        except HotRowError as error:
+            raise Interrupted(self.steps, None, f"no checkpoint was written: {error}") from error
+        raise Interrupted(self.steps, newest)
+
+    def _commit(self, report: Report) -> None:
+        """Make the step for which gradients wait; what its batches were is then part of the run."""
+        self._step()
+        for result, batch, after in self._waiting:
+            self._count(report, result, batch, after)
+        self._waiting.clear()
+
     def _count(self, report: Report, result: tuple[Tensor, Tensor], batch: KeyedBatch, after: Cursor) -> None:
         logits, value = result
         self.cursor = after
@@ -286,8 +352,8 @@ class Trainer:
         if self.checkpoint_every is not None and self.steps % self.checkpoint_every == 0:
             self.save(wait=False)
 
-    def _reached(self, steps: int | None) -> bool:
-        return steps is not None and self.steps - self.place.first_step >= steps
+    def _stops(self, steps: int | None) -> bool:
+        return self._interrupts.asked or (steps is not None and self.steps - self.place.first_step >= steps)
 
     def _forward_backward(self, lookup: Lookup) -> tuple[Tensor, Tensor]:
         labels = _labels(lookup.batch).to(self.model.embeddings.device, non_blocking=True)
@@ -305,7 +371,6 @@ class Trainer:
 
     def _step(self) -> None:
         """Rows first: they are checked for NaN before anything changes. Then the dense part."""
-        self._waiting = 0
         if self.scaler.is_enabled():
             self._scaled_step()
             return
@@ -330,7 +395,7 @@ class Trainer:
             self._clip_dense()
             self.model.embeddings.step(grad_scale=1.0 / scale)
         except GradientError:
-            self.forget()
+            self._drop_gradients()
             self.scaler.update(scale * self.scaler.get_backoff_factor())
             return
         if self.dense_optimizer is not None:
