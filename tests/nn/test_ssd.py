@@ -160,6 +160,7 @@ def test_prefetching_at_random_moments_changes_nothing(tmp_path: Path) -> None:
     alone, tiered = trainer_of(), trainer_of(Memory(dram=MIDDLE, ssd=tmp_path))
     first, second = Clicks(16), Clicks(16, seed=2)
     for trainer in (alone, tiered):
+        trainer.lookahead = 0  # whose own prefetching would be counted too
         trainer.fit(first, progress=False)
     tickets = []
 

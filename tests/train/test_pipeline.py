@@ -1,0 +1,252 @@
+"""However far the stages run ahead, and however little memory there is: the bits of one batch at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import SHAPE, DropoutTower, all_rows, bits
+
+import hotrow as hr
+from hotrow.data import Cursor
+from hotrow.data.synthetic import SyntheticClicks
+from hotrow.train.checkpoint import list_checkpoints
+
+BATCH, STEPS, DIM = 1024, 24, 64
+BUDGETS = {"dram": None, "small": "12MiB", "tiny": "9MiB"}  # rows of about 20 MB
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "policies": {
+        "admission": hr.Admission(after=2, sketch="64KiB"),
+        "expiry": hr.Expiry(steps=8, min_count=2, grace=3, every=4),
+    },
+    "accumulated": {"accumulate": 3, "admission": hr.Admission(probability=0.5, sketch="64KiB")},
+    "fp16": {"precision": "fp16", "admission": hr.Admission(probability=0.5, sketch="64KiB")},
+}
+
+
+def clicks(steps: int = STEPS) -> SyntheticClicks:
+    return SyntheticClicks(examples=steps * BATCH, batch_size=BATCH, keys=200_000, shape=SHAPE)
+
+
+def make(
+    lookahead: int, memory: hr.Memory | None = None, *, admission: Any = None, expiry: Any = None, **options: Any
+) -> hr.Trainer:
+    tables = [hr.Table(name, dim=DIM, admission=admission, expiry=expiry) for name in ("user", "item")]
+    embeddings = hr.EmbeddingCollection(tables, optimizer=hr.optim.Adam(lr=0.01), memory=memory, seed=3)
+    torch.manual_seed(0)
+    tower = DropoutTower(16, DIM)
+    optimizer = torch.optim.Adam(tower.parameters(), lr=0.01)
+    trainer = hr.Trainer(hr.Recommender(embeddings, tower), optimizer, lookahead=lookahead, **options)
+    if options.get("precision") == "fp16":  # some steps are skipped: batches ahead of them keep their turn
+        trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=4)
+    return trainer
+
+
+def memory_of(budget: str, folder: Path) -> hr.Memory | None:
+    dram = BUDGETS[budget]
+    return None if dram is None else hr.Memory(dram=dram, ssd=folder)
+
+
+_expected: dict[str, tuple[list[float], dict[str, Any]]] = {}
+
+
+def expected(variant: str) -> tuple[list[float], dict[str, Any]]:
+    """One batch at a time, all in DRAM."""
+    if variant not in _expected:
+        trainer = make(0, **VARIANTS[variant])
+        _expected[variant] = trainer.fit(clicks(), progress=False).losses, bits(trainer)
+    return _expected[variant]
+
+
+@pytest.mark.filterwarnings("ignore:dram=:UserWarning")
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_lookahead_and_budget_gives_the_same_bits(
+    tmp_path: Path, variant: str, lookahead: int, budget: str
+) -> None:
+    trainer = make(lookahead, memory_of(budget, tmp_path), **VARIANTS[variant])
+    report = trainer.fit(clicks(), progress=False)
+    losses, everything = expected(variant)
+    assert report.losses == losses
+    assert bits(trainer) == everything
+    assert not stage_threads()
+    if variant == "fp16":
+        assert 4 < report.steps < STEPS
+    if budget != "dram" and variant == "plain":
+        tiers = [rows.store.tier() for rows in trainer.model.embeddings.tables]
+        assert sum(tier["evicted"] for tier in tiers) > 1000
+        assert (sum(tier["prefetched"] for tier in tiers) > 100) == (lookahead > 0)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 4])
+def test_a_checkpoint_is_the_same_whatever_runs_ahead_of_it(tmp_path: Path, lookahead: int) -> None:
+    """Saved while batches are in flight, over a small DRAM; loaded into one without SSD."""
+    options = VARIANTS["policies"]
+    saving = make(
+        lookahead, hr.Memory(dram="12MiB", ssd=tmp_path / "ssd"), checkpoints=tmp_path / "c", checkpoint_every=5, **options
+    )
+    saving.fit(clicks(), progress=False)
+    plain = make(0, **options)
+    plain.fit(clicks(), steps=20, progress=False)
+    loaded = make(2, **options)
+    loaded.load(list_checkpoints(tmp_path / "c")[0])
+    assert loaded.steps == 20
+    assert bits(loaded)["rows"] == bits(plain)["rows"]
+    loaded_report = loaded.fit(clicks(), cursor=loaded.cursor, progress=False)
+    assert loaded_report.losses == expected("policies")[0][20:]
+
+
+def test_evaluation_in_the_middle_sees_and_changes_nothing_of_what_is_ahead(tmp_path: Path) -> None:
+    reports = []
+    for lookahead in (0, 3):
+        trainer = make(lookahead, hr.Memory(dram="12MiB", ssd=tmp_path / str(lookahead)))
+        report = trainer.fit(clicks(), evaluate=clicks(2), evaluate_every=5, epochs=2, progress=False)
+        reports.append((report.losses, report.evaluations, all_rows(trainer)))
+    assert reports[0] == reports[1]
+
+
+class Watched:
+    """A source that notes what was asked of it."""
+
+    def __init__(self, source: SyntheticClicks) -> None:
+        self.source, self.examples, self.made = source, source.examples, 0
+        self.closed_by: list[str] = []
+
+    def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[hr.KeyedBatch, Cursor]]:
+        try:
+            for item in self.source.batches(cursor):
+                self.made += 1
+                yield item
+        finally:
+            self.closed_by.append(threading.current_thread().name)
+
+    def describe(self) -> str:
+        return "watched"
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 4])
+def test_no_more_than_lookahead_batches_are_ahead_of_the_one_in_work(lookahead: int) -> None:
+    source, seen = Watched(clicks(12)), []
+    trainer = make(lookahead)
+    real = trainer._forward_backward
+
+    def compute(lookup: Any) -> Any:
+        time.sleep(0.02)  # the stages have all the time they want
+        seen.append(source.made)
+        return real(lookup)
+
+    trainer._forward_backward = compute  # type: ignore[method-assign]
+    trainer.fit(source, progress=False)
+    assert [made - number for number, made in enumerate(seen, 1)] == [min(lookahead, 12 - n) for n in range(1, 13)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("lookahead", [0, 1, 4])
+def test_nothing_is_read_beyond_the_last_step_and_the_cursor_is_its_own(lookahead: int, accumulate: int) -> None:
+    source, trainer = Watched(clicks()), make(lookahead, accumulate=accumulate)
+    report = trainer.fit(source, steps=4, progress=False)
+    assert source.made == 4 * accumulate
+    cursors = [after for _, after in clicks().batches()]
+    assert report.cursor == trainer.cursor == cursors[4 * accumulate - 1]
+    assert source.closed_by and not stage_threads()
+
+
+def stage_threads() -> list[str]:
+    names = [f"hotrow {name}" for name in ("read", "route", "fetch", "stage")]
+    return [thread.name for thread in threading.enumerate() if thread.name in names]
+
+
+class BadStage(Exception):  # noqa: N818
+    """A stage broke."""
+
+
+def break_at(trainer: hr.Trainer, stage: str, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call-th call of a stage raises, deep inside."""
+    from hotrow.table import Lookup
+
+    owner, name = {
+        "route": (Lookup, "route"),
+        "fetch": (Lookup, "prefetch"),
+        "stage": (Lookup, "stage"),
+        "compute": (Lookup, "gather"),
+    }[stage]
+    real, calls = getattr(owner, name), [0]
+
+    def deep_inside(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise BadStage(stage)
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, deep_inside)
+
+
+@pytest.mark.parametrize("stage", ["read", "route", "fetch", "stage", "compute"])
+def test_an_error_of_a_stage_ends_the_run_with_its_own_traceback(
+    tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(3, hr.Memory(dram="12MiB", ssd=tmp_path))
+    source: Any = clicks()
+    if stage == "read":
+
+        class Broken(Watched):
+            def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[hr.KeyedBatch, Cursor]]:
+                for i, item in enumerate(super().batches(cursor)):
+                    if i == 6:
+                        deep_inside()
+                    yield item
+
+        def deep_inside() -> None:
+            raise BadStage("read")
+
+        source = Broken(clicks())
+    else:
+        break_at(trainer, stage, 7, monkeypatch)
+    with pytest.raises(BadStage, match=stage) as caught:
+        trainer.fit(source, progress=False)
+    assert caught.traceback[-1].name == "deep_inside"
+    assert trainer.steps == 6  # what came before it was computed
+    assert not stage_threads()
+    monkeypatch.undo()
+    trainer.forget()
+    trainer.fit(clicks(), cursor=trainer.cursor, progress=False)  # nothing is held by those that were dropped
+    assert bits(trainer)["rows"] == expected("plain")[1]["rows"]
+
+
+def test_a_budget_too_small_for_so_many_batches_shrinks_the_lookahead_and_says_so(tmp_path: Path) -> None:
+    source = SyntheticClicks(examples=20 * 1700, batch_size=1700, keys=200_000, shape=SHAPE)
+    plain = make(0)
+    losses = plain.fit(source, progress=False).losses
+    trainer = make(8, hr.Memory(dram="9MiB", ssd=tmp_path))
+    with pytest.warns(UserWarning, match=r"dram=9\.0MiB cannot hold .* lookahead goes down to [0-7],.* Raise dram="):
+        report = trainer.fit(source, progress=False)
+    assert report.losses == losses
+    assert all_rows(trainer) == all_rows(plain)
+    assert trainer.model.embeddings.budget.used <= trainer.model.embeddings.budget.limit
+
+
+@pytest.mark.parametrize("lookahead", [-1, 65, 1.5, "2"])
+def test_a_wrong_lookahead_is_refused(lookahead: Any) -> None:
+    with pytest.raises(hr.OptionError, match="lookahead="):
+        make(lookahead)
+
+
+def test_the_report_says_what_each_stage_did(tmp_path: Path) -> None:
+    trainer = make(2, hr.Memory(dram="12MiB", ssd=tmp_path))
+    report = trainer.fit(clicks(), progress=False)
+    stages = {stage.name: stage for stage in report.stages}
+    assert list(stages) == ["read", "route", "fetch", "stage", "compute"]
+    for stage in stages.values():
+        assert 0 <= stage.busy <= report.seconds and 0 <= stage.share <= 1
+    assert stages["compute"].busy + stages["compute"].waited_input <= report.seconds
+    came = sum(rows.store.tier()["prefetched"] for rows in trainer.model.embeddings.tables)
+    assert stages["fetch"].bytes == came * (16 + DIM * 3 * 4) > 0
+    assert stages["route"].bytes == STEPS * BATCH * 2 * 8
+    assert stages["compute"].busy > 0 and stages["read"].waited_room > 0
