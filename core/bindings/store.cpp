@@ -233,6 +233,7 @@ void bind_store(nb::module_& m) {
           },
           nb::arg("gradients"), nb::arg("checked"), nb::arg("updates"), nb::arg("step"), nb::arg("grad_scale"))
       .def_prop_ro("ids", &Plan::ids)
+      .def_prop_ro("late", &Plan::late)
       .def_prop_ro("unique", &Plan::unique)
       .def_prop_ro("bytes", &Plan::bytes);
 

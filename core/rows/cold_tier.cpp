@@ -190,8 +190,9 @@ void ColdTier::make_room(size_t rows) {
     if (grow_slab()) continue;
     const size_t want = rows - table_.free_.size();
     if (evict(std::max<size_t>(want, active_slabs_ * kSlabSlots / 64)) >= want) continue;
+    if (!modest && table_.free_.size() < rows) evict(rows - table_.free_.size(), true);
     if (table_.free_.size() >= rows) break;
-    if (!table_.budget_->reclaim(table_)) {
+    if (modest || !table_.budget_->reclaim(table_)) {
       const size_t more = (rows - table_.free_.size() + kSlabSlots - 1) / kSlabSlots;
       table_.refuse(rows, more * slab_bytes() + table_.budget_->reserve());
     }
@@ -199,7 +200,7 @@ void ColdTier::make_room(size_t rows) {
 }
 
 // The hand goes round at most four times: a row is at most 3 warm.
-size_t ColdTier::evict(size_t want) {
+size_t ColdTier::evict(size_t want, bool all) {
   std::array<uint32_t, kEvictedTogether> victims;
   size_t evicted = 0, count = 0;
   const uint64_t slots = table_.slots_;
@@ -211,7 +212,7 @@ size_t ColdTier::evict(size_t want) {
       looked += kSlabSlots - 1;
       continue;
     }
-    if (table_.view_.headers[slot / 4].stamp[slot % 4] == 0 || marks_.pins(slot)) continue;
+    if (table_.view_.headers[slot / 4].stamp[slot % 4] == 0 || marks_.pins(slot) || (!all && kept(slot))) continue;
     if (marks_.heat(slot)) {
       marks_.cool(slot);
       continue;
@@ -385,6 +386,14 @@ void ColdTier::drop_cold(uint64_t hash, Place place) {
 }
 
 void ColdTier::mark_all_dirty() { marks_.set_all(table_.slots_, epoch_); }
+
+// Tags go round, so that one is used again long after its batch has ended. Should that take more batches in flight than
+// there are tags, rows are kept a little longer.
+uint8_t ColdTier::begin_waiting() {
+  last_tag_ = last_tag_ + 1 == kTags ? 1 : last_tag_ + 1;
+  ++waiting_[last_tag_];
+  return last_tag_;
+}
 
 void ColdTier::pin(const uint32_t* slots, size_t count) {
   for (size_t i = 0; i < count; ++i) held_ += marks_.pins(slots[i])++ == 0;

@@ -6,6 +6,9 @@
 //   make_room slots come from the budget by slabs of 4,096; when it is spent, a hand sweeps the slots (each hit warms a
 //             row up to 3, the hand cools it, cold and unpinned ones leave; docs/decisions/0002): clean rows are
 //             dropped, dirty ones appended to the log
+//   keep      a row that came up for a batch in flight is not what the hand takes; but where a batch whose turn has come
+//             finds no other room, it goes again, and is read once more when it is its batch's turn: running ahead never
+//             makes a budget too small
 //   touch     a row that is about to change loses its place; one that a snapshot still wants is appended first (its
 //             pre-image goes straight to the log, so a snapshot needs no memory of its own)
 //   snapshot  begin() turns the epoch over and copies the log's live bits: that is the pause. capture() then walks the
@@ -21,6 +24,7 @@
 // Threads: every call requires the table's writer lock, except read(), which takes none.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -77,8 +81,9 @@ class ColdTier {
   void make_room(size_t rows);
   // Evicts until the budget has its reserve again.
   void rebalance();
-  // Rows that are not pinned leave DRAM, the coldest first; returns how many.
-  size_t evict(size_t want);
+  // Rows that are not pinned leave DRAM, the coldest first; returns how many. Those that batches in flight wait for stay,
+  // unless `all`.
+  size_t evict(size_t want, bool all = false);
   // Gives one slab back to the budget; false where none can go.
   bool release_slab();
   // For a table that comes to have a log while it has rows.
@@ -87,6 +92,13 @@ class ColdTier {
   void touch(const uint32_t* slots, size_t count);
   void forget(uint32_t slot);  // before a row is erased
   bool erase_cold(int64_t key, uint64_t hash);
+  // A batch in flight begins to wait for rows: returns its tag, with which they are kept until the batch ends.
+  uint8_t begin_waiting();
+  void end_waiting(uint8_t tag) { --waiting_[tag]; }
+  void keep(uint32_t slot, uint8_t tag) { marks_.set_wait(slot, tag); }
+  bool kept(uint32_t slot) { return waiting_[marks_.wait(slot)] != 0; }
+  // While true, room is made from what is free and what nobody waits for, in this table alone.
+  bool modest = false;
   void pin(const uint32_t* slots, size_t count);
   void unpin(const uint32_t* slots, size_t count);
   void pin_found(const uint32_t* slots, size_t count);  // those that are slots at all
@@ -140,6 +152,9 @@ class ColdTier {
   uint64_t hand_ = 0;
   size_t held_ = 0;     // slots with pins
   size_t claimed_ = 0;  // slots that a batch in work needs
+  static constexpr uint8_t kTags = 16;
+  std::array<uint32_t, kTags> waiting_{};  // batches in flight, by tag; [0] stays 0
+  uint8_t last_tag_ = 0;
   uint8_t epoch_ = 1;
   std::optional<Snapshot> snapshot_;
   std::vector<Place> compacting_;  // what is left of the segment in work

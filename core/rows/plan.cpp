@@ -55,6 +55,7 @@ void Plan::route(const std::vector<JobInput>& jobs) {
   for (size_t j = 0; j < jobs.size(); ++j) {
     Job& job = jobs_[j];
     job.table = jobs[j].table;
+    job.late = 0;
     job.feature_count = jobs[j].features.size();
     if (job.features.size() < job.feature_count) job.features.resize(job.feature_count);
     size_t begin = 0;
@@ -96,19 +97,18 @@ void Plan::let_go(Job& job) {
 }
 
 // Requires: the table's writer lock.
-void Plan::let_go_ahead(Job& job) {
-  if (!job.ahead.empty() && job.ahead_generation == job.table->generation())
-    job.table->tier()->unpin(job.ahead.data(), job.ahead.size());
-  job.ahead.clear();
+void Plan::end_waiting(Job& job) {
+  if (job.tag && job.tag_generation == job.table->generation()) job.table->tier()->end_waiting(job.tag);
+  job.tag = 0;
 }
 
 void Plan::release() {
   for (size_t j = 0; j < job_count_; ++j) {
     Job& job = jobs_[j];
-    if (!job.held && job.lent.empty() && job.ahead.empty()) continue;
+    if (!job.held && job.lent.empty() && !job.tag) continue;
     std::lock_guard lock(job.table->writer());
     let_go(job);
-    let_go_ahead(job);
+    end_waiting(job);
     // The reserve can wait: where the disk refuses, the next fetch makes room or says so. Destructors call this.
     try {
       if (ColdTier* tier = job.table->tier(); tier && tier->evicts()) tier->rebalance();
@@ -167,10 +167,11 @@ Plan::Prefetched Plan::prefetch() {
     if (!tier || !tier->evicts()) return;
     {
       std::lock_guard lock(job.table->writer());
-      let_go_ahead(job);
-      job.ahead_generation = job.table->generation();
+      end_waiting(job);
+      job.tag = tier->begin_waiting();
+      job.tag_generation = job.table->generation();
     }
-    const Table::Brought brought = job.table->bring(job.grouping, &job.ahead);
+    const Table::Brought brought = job.table->bring(job.grouping, job.tag);
     found[j] = {brought.rows, brought.rows * tier->log().record_bytes(), brought.short_of_room};
   });
   Prefetched total;
@@ -194,8 +195,7 @@ void Plan::fetch(uint32_t step) {
 void Plan::find_and_create() {
   for (size_t j = 0; j < job_count_; ++j) let_go(jobs_[j]);
   for (size_t j = 0; j < job_count_; ++j)
-    if (ColdTier* tier = jobs_[j].table->tier(); tier && tier->evicts())
-      tier->claim(jobs_[j].grouping.size() - jobs_[j].ahead.size());  // those have slots, and are counted as held
+    if (ColdTier* tier = jobs_[j].table->tier(); tier && tier->evicts()) tier->claim(jobs_[j].grouping.size());
   std::vector<char> missing(job_count_);
   std::vector<Table::Fresh> fresh(job_count_);
   std::vector<char> pinned(job_count_);
@@ -213,8 +213,9 @@ void Plan::find_and_create() {
       // What was found is held before room is made for the rest.
       if (tier) tier->pin_found(job.slots.data(), job.grouping.size());
       pinned[j] = true;
-      let_go_ahead(job);
       if (tier && tier->evicts() && missing[j]) tier->fetch(job.grouping, job.slots.data(), job.arrivals);
+      if (job.tag) job.late = job.arrivals.unique.size();
+      end_waiting(job);
       if (missing[j]) judge(job);
     });
     for (size_t j = 0; j < job_count_; ++j) {
@@ -494,6 +495,12 @@ size_t Plan::ids() const {
 size_t Plan::unique() const {
   size_t total = 0;
   for (size_t j = 0; j < job_count_; ++j) total += jobs_[j].grouping.size();
+  return total;
+}
+
+size_t Plan::late() const {
+  size_t total = 0;
+  for (size_t j = 0; j < job_count_; ++j) total += jobs_[j].late;
   return total;
 }
 

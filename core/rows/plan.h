@@ -12,9 +12,9 @@
 // over the pool, first over tables, then over the partitions of a large one.
 //
 // Batches may be fetched ahead: route and prefetch of a later one run on another thread while an earlier one is gathered
-// and updated. Nothing of that can be observed, because prefetch moves rows from SSD to DRAM as they are and pins what
-// it finds; whoever reads, changes, expires or saves rows does so as if it had not happened. What it missed (a row that
-// left DRAM in between, or no room) fetch reads itself.
+// and updated. Nothing of that can be observed, because prefetch moves rows from SSD to DRAM as they are and asks for
+// them to be kept; whoever reads, changes, expires or saves rows does so as if it had not happened. What it missed (no
+// room, or none left for another batch whose turn came first) fetch reads itself.
 #pragma once
 
 #include <deque>
@@ -78,13 +78,15 @@ class Plan {
   // none of them leaves its slot. A key that admission refuses gets a slot with its initial row for this batch alone.
   // `step` is the update this batch will be part of.
   void fetch(uint32_t step = 0);
-  // Rows of the batch's keys come up from SSD and stay until fetch or release, as far as DRAM has room for them. Beside
-  // any other thread that uses the tables, reads without a lock.
+  // Rows of the batch's keys come up from SSD and are kept until fetch or release, as far as DRAM has room for them.
+  // Beside any other thread that uses the tables; reads without a lock.
   struct Prefetched {
     size_t rows = 0, bytes = 0;  // that came up
-    bool short_of_room = false;  // some stayed below: what batches hold leaves no slot for them
+    bool short_of_room = false;  // some stayed below: what batches hold and wait for leaves no slot for them
   };
   Prefetched prefetch();
+  // Rows that prefetch was to have brought and fetch had to read after all.
+  size_t late() const;
   void release();
   void read();
   // One matrix per feature, in the order given to route. For Pooling::kNone, one row per id.
@@ -133,8 +135,9 @@ class Plan {
     std::vector<Admission::Verdict> verdicts;  // empty: all admitted
     std::vector<uint32_t> refused;             // unique keys; the update notes their sightings
     std::vector<uint32_t> lent;                // slots of refused keys, of a table without a tier
-    std::vector<uint32_t> ahead;               // slots that prefetch pinned
-    uint64_t ahead_generation = 0;
+    uint8_t tag = 0;                           // prefetch keeps rows for this batch; 0: none
+    uint64_t tag_generation = 0;
+    size_t late = 0;
     bool held = false;                         // slots are pinned
     bool current = false;                      // slots were found and not let go since
   };
@@ -148,7 +151,7 @@ class Plan {
   static uint32_t sightings(const Job& job, size_t unique);
   void note_refused(Job& job);
   void let_go(Job& job);
-  void let_go_ahead(Job& job);
+  void end_waiting(Job& job);
   bool lost() const;
   bool stale() const;
   void require(bool condition, const char* what) const;

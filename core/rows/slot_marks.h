@@ -1,5 +1,6 @@
 // What a slot carries when there is a log below it: where its row's copy on SSD is, whether the row has changed since,
-// how warm it is, and how many batches hold it. 10 bytes a slot, in arrays of their own that exist only then.
+// how warm it is, how many batches hold it, and which batch waits for it. 10 bytes a slot, in arrays of their own that
+// exist only then.
 //
 // A row is clean (its place holds its very bytes) or dirty (no place). Dirty rows are marked with the epoch of their
 // last change, of which two can be told apart: taking a snapshot turns the current epoch over, so "changed before the
@@ -38,8 +39,11 @@ class SlotMarks {
   Place place(uint32_t slot) const { return reinterpret_cast<const Place*>(places_.data())[slot] - 1; }
   void set_place(uint32_t slot, Place place) { reinterpret_cast<Place*>(places_.data())[slot] = place + 1; }
   uint8_t& pins(uint32_t slot) { return reinterpret_cast<uint8_t*>(pins_.data())[slot]; }
-  uint8_t epoch(uint32_t slot) { return flags(slot) >> 2; }
-  void set_epoch(uint32_t slot, uint8_t epoch) { flags(slot) = (flags(slot) & 3) | epoch << 2; }
+  uint8_t epoch(uint32_t slot) { return flags(slot) >> 2 & 3; }
+  void set_epoch(uint32_t slot, uint8_t epoch) { flags(slot) = (flags(slot) & ~(3 << 2)) | epoch << 2; }
+  // Which batch in flight waits for the row, 0 for none; see ColdTier::keep.
+  uint8_t wait(uint32_t slot) { return flags(slot) >> 4; }
+  void set_wait(uint32_t slot, uint8_t tag) { flags(slot) = (flags(slot) & 15) | tag << 4; }
   uint8_t heat(uint32_t slot) { return flags(slot) & 3; }
   void warm(uint32_t slot) { flags(slot) += heat(slot) < 3; }
   void cool(uint32_t slot) { flags(slot) -= heat(slot) > 0; }

@@ -133,13 +133,13 @@ class Table : public BudgetMember {
   // Brings rows of these keys up from SSD, as far as they are there: reads without the lock, then puts them into slots.
   // Changes no result, only what the next fetch finds in DRAM. Any thread. Returns how many came.
   size_t prefetch(const int64_t* keys, size_t count);
-  // The same for a batch's unique keys. With `held`, every row that is in DRAM afterwards is pinned, and its slot put
-  // there. A row that was changed, erased, expired or evicted meanwhile is as it would be without this call.
+  // The same for a batch's unique keys. With a tag (ColdTier::begin_waiting), every row that is in DRAM afterwards is
+  // kept for the batch. A row that was changed, erased, expired or evicted meanwhile is as it would be without this call.
   struct Brought {
     size_t rows = 0;
     bool short_of_room = false;
   };
-  Brought bring(const Grouping& grouping, std::vector<uint32_t>* held);
+  Brought bring(const Grouping& grouping, uint8_t tag = 0);
   // Removes every row, on SSD too. Requires: no reader, no plan that holds slots.
   void clear();
 

@@ -138,32 +138,24 @@ size_t Table::prefetch(const int64_t* keys, size_t count) {
   Grouping grouping;
   for (size_t at = 0; at < count; at += part) {
     grouping.build({{keys + at, std::min(part, count - at)}});
-    const Brought brought = bring(grouping, nullptr);
+    const Brought brought = bring(grouping);
     came += brought.rows;
     if (brought.short_of_room) break;  // batches hold the rest of DRAM: what did not come up is read when it is needed
   }
   return came;
 }
 
-Table::Brought Table::bring(const Grouping& grouping, std::vector<uint32_t>* held) {
+Table::Brought Table::bring(const Grouping& grouping, uint8_t tag) {
   if (!tier_ || !tier_->evicts()) return {};
   std::vector<uint32_t> slots(grouping.size());
   Arrivals arrivals;
   if (find_unique(grouping, slots.data())) tier_->look_up(grouping, slots.data(), arrivals);
-  if (arrivals.unique.empty() && !held) return {};
+  if (arrivals.unique.empty() && !tag) return {};
 
   std::lock_guard lock(writer_);
   find_unique(grouping, slots.data());  // again: now nobody moves them
-  auto hold = [&](uint32_t slot) {
-    if (!held) return tier_->marks().warm(slot);  // or the next batch's room would be made by throwing it out again
-    tier_->pin(&slot, 1);
-    held->push_back(slot);
-  };
-  if (held) {
-    held->reserve(held->size() + grouping.size());
-    for (uint32_t slot : slots)
-      if (slot != kNoSlot) hold(slot);
-  }
+  for (uint32_t slot : slots)
+    if (tag && slot != kNoSlot) tier_->keep(slot, tag);
   // A place names one version of one row for ever: if the key still has it, what was read is still the row. Whether it
   // has expired is for the rules of this moment to say. As prepare and insert see it, nothing else is missing.
   std::vector<uint32_t> wanted(grouping.size(), 0u), coming;
@@ -179,18 +171,27 @@ Table::Brought Table::bring(const Grouping& grouping, std::vector<uint32_t>* hel
     coming.push_back(u);
   }
   if (coming.empty()) return {};
+  tier_->modest = true;
   try {
     Fresh fresh = prepare(grouping.hashes(), wanted.data(), grouping.cuts(), &arrivals);
     commit(fresh);
     insert(std::move(fresh), grouping.keys(), grouping.hashes(), wanted.data(), &arrivals);
+    tier_->modest = false;
   } catch (const BudgetExceeded&) {
+    tier_->modest = false;
     settle();
     return {0, true};
   } catch (...) {
+    tier_->modest = false;
     settle();
     throw;
   }
-  for (uint32_t u : coming) hold(wanted[u]);
+  for (uint32_t u : coming) {
+    if (tag)
+      tier_->keep(wanted[u], tag);
+    else
+      tier_->marks().warm(wanted[u]);  // or the next batch's room would be made by throwing it out again
+  }
   tier_->counters.prefetched += coming.size();
   tier_->rebalance();
   return {coming.size(), false};

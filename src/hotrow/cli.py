@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -46,6 +47,10 @@ Examples:
     hotrow train job.toml --steps 100
 
     hotrow train job.toml --resume   # after a crash: goes on from the newest checkpoint, to the same result
+
+    hotrow train job.toml --trace run.json   # what every stage did when: open it at https://ui.perfetto.dev
+
+Ctrl-C stops after a whole step, and saves there.
 """
 
 
@@ -69,18 +74,29 @@ def train(
     steps: Annotated[int | None, typer.Option(min=1, help="stop after so many steps")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
+    trace: Annotated[str | None, typer.Option(help="write a trace for ui.perfetto.dev to this file")] = None,
 ) -> None:
     """Train a model from a job file."""
     from dataclasses import replace
 
     from hotrow.job import load_job
+    from hotrow.train.interrupt import Interrupted
+    from hotrow.train.stages import table
 
     console = Console()
     loaded = load_job(job)
     if steps is not None:
         loaded = replace(loaded, steps=steps)
+    if trace is not None:
+        loaded.trainer.trace = Path(trace)
     console.print(f"{loaded.source.describe()}", highlight=False)
-    report, tested = loaded.run(progress=not quiet, resume=resume)
+    try:
+        report, tested = loaded.run(progress=not quiet, resume=resume)
+    except Interrupted as stop:
+        go_on = f"; go on with `hotrow train {job} --resume`" if stop.checkpoint is not None else ""
+        where = f"saved to [bold]{stop.checkpoint}[/]{go_on}" if stop.checkpoint is not None else escape(stop.why)
+        console.print(f"[bold]stopped[/] after step {stop.step:,}; {where}", highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
     if report.resumed_from is not None:
         console.print(f"[bold]resumed[/] after step {report.resumed_from:,}", highlight=False)
     console.print(
@@ -88,6 +104,7 @@ def train(
         f"({report.examples_per_second:,.0f} examples/s, {report.ids_per_second:,.0f} ids/s)",
         highlight=False,
     )
+    console.print(table(report.stages, report.seconds))
     for split, figures in (("train", report.metrics), ("test", tested)):
         if figures:
             shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items() if name != "examples")

@@ -37,7 +37,7 @@ from hotrow.models import build_tower
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Table
 from hotrow.train.report import Report
-from hotrow.train.trainer import Trainer
+from hotrow.train.trainer import LOOKAHEAD, Trainer
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -71,6 +71,8 @@ SECTIONS = {
         "evaluate_every",
         "clip_dense_norm",
         "log_dir",
+        "lookahead",
+        "trace",
     ],
     "memory": ["dram", "hbm", "ssd"],
     "checkpoints": ["folder", "every", "keep"],
@@ -155,6 +157,8 @@ def build_job(values: Mapping[str, Any]) -> Job:
         checkpoints=saves.get("folder"),
         checkpoint_every=saves.get("every"),
         keep=saves.get("keep", 3),
+        lookahead=train.get("lookahead", LOOKAHEAD),
+        trace=train.get("trace"),
     )
     return Job(
         trainer,

@@ -220,19 +220,57 @@ def test_an_error_of_a_stage_ends_the_run_with_its_own_traceback(
     assert bits(trainer)["rows"] == expected("plain")[1]["rows"]
 
 
+class Uniform:
+    """Batches of keys that all have rows, none of them more often than others: nothing stays in a small DRAM by itself."""
+
+    def __init__(self, steps: int, size: int, keys: int) -> None:
+        self.steps, self.size, self.keys, self.examples = steps, size, keys, steps * size
+
+    def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[hr.KeyedBatch, Cursor]]:
+        for step in range(int(cursor["step"]) if cursor else 0, self.steps):
+            generator = torch.Generator().manual_seed(step)
+            ids = {
+                name: hr.Jagged(torch.randint(0, self.keys, (self.size,), generator=generator))
+                for name in ("user", "item")
+            }
+            dense = torch.randn(self.size, 3, generator=generator)
+            yield hr.KeyedBatch(ids, dense, labels=(dense[:, 0] > 0).float()), {"step": step + 1}
+
+    def describe(self) -> str:
+        return "uniform"
+
+
+def with_rows(trainer: hr.Trainer, keys: int) -> hr.Trainer:
+    for rows in trainer.model.embeddings.tables:
+        rows.create(torch.arange(keys))
+    return trainer
+
+
 def test_a_budget_too_small_for_so_many_batches_shrinks_the_lookahead_and_says_so(tmp_path: Path) -> None:
-    source = SyntheticClicks(examples=20 * 1700, batch_size=1700, keys=200_000, shape=SHAPE)
-    plain = make(0)
+    keys, source = 20_000, Uniform(20, 1500, 20_000)
+    plain = with_rows(make(0), keys)
     losses = plain.fit(source, progress=False).losses
-    trainer = make(8, hr.Memory(dram="9MiB", ssd=tmp_path))
-    with pytest.warns(UserWarning, match=r"dram=9\.0MiB cannot hold .* lookahead goes down to [0-7],.* Raise dram="):
+    trainer = with_rows(make(8, hr.Memory(dram="10MiB", ssd=tmp_path)), keys)
+    with pytest.warns(UserWarning, match=r"dram=10\.0MiB cannot hold .* lookahead goes down to [0-7];.* Raise dram="):
         report = trainer.fit(source, progress=False)
     assert report.losses == losses
     assert all_rows(trainer) == all_rows(plain)
     assert trainer.model.embeddings.budget.used <= trainer.model.embeddings.budget.limit
 
 
-@pytest.mark.parametrize("lookahead", [-1, 65, 1.5, "2"])
+def test_with_room_for_them_rows_are_there_when_their_batch_comes(tmp_path: Path) -> None:
+    """None has to be read twice, or on the training thread."""
+    keys = 20_000
+    trainer = with_rows(make(2, hr.Memory(dram="16MiB", ssd=tmp_path)), keys)
+    before = [rows.store.tier() for rows in trainer.model.embeddings.tables]
+    trainer.fit(Uniform(20, 400, keys), progress=False)
+    after = [rows.store.tier() for rows in trainer.model.embeddings.tables]
+    came = {name: sum(a[name] - b[name] for a, b in zip(after, before, strict=True)) for name in ("prefetched", "arrivals")}
+    assert came["prefetched"] > 2000
+    assert came["arrivals"] < came["prefetched"] // 100
+
+
+@pytest.mark.parametrize("lookahead", [-1, 13, 1.5, "2", True])
 def test_a_wrong_lookahead_is_refused(lookahead: Any) -> None:
     with pytest.raises(hr.OptionError, match="lookahead="):
         make(lookahead)

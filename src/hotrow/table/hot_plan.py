@@ -157,6 +157,11 @@ class HotPlan:
             part.release()
 
     @property
+    def late(self) -> int:
+        """None: nothing is brought ahead yet."""
+        return 0
+
+    @property
     def unique(self) -> int:
         """Unique keys of the batch. Waits for the device."""
         self._arrive()

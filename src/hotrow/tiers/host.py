@@ -308,7 +308,10 @@ class HostPlan:
             self.core.route([(store.core, [_feature(jagged, pooling) for jagged, pooling in fs]) for store, fs in jobs])
 
     def prefetch(self) -> Moved:
-        """Bring rows up from SSD and keep them in DRAM until `fetch` or `release`. Beside other batches' calls."""
+        """Bring rows up from SSD and keep them in DRAM until `fetch` or `release`, if nobody before needs the room.
+
+        Any thread, beside other batches' calls.
+        """
         with core_errors():
             return Moved(*self.core.prefetch())
 
@@ -352,6 +355,11 @@ class HostPlan:
                 step,
                 grad_scale,
             )
+
+    @property
+    def late(self) -> int:
+        """Rows that `prefetch` was to have brought and `fetch` had to read after all."""
+        return int(self.core.late)
 
     @property
     def ids(self) -> int:

@@ -11,7 +11,8 @@ One batch after another is the definition of what training computes. With `looka
 later batches while one is computed, each on its own thread (flow.py), and give the same bits, because they do only what
 nobody can observe: keys are deduplicated, rows change their tier. What depends on the batches before (which keys are
 new, who is admitted, what has expired, which step this is) is decided when the batch's turn has come, on the training
-thread, by `fetch`. Rows that came up stay until then, whatever else wants their room.
+thread, by `fetch`. Rows that came up stay until then; only a batch whose turn has come, and which has no other room,
+takes theirs, so that running ahead never makes a budget too small.
 
 Where the memory cannot hold the rows of so many batches, the lookahead shrinks, and says so; a batch that does not fit
 on its own is an error, as it is one at a time.
@@ -34,10 +35,12 @@ from hotrow.data import Cursor, Source
 from hotrow.errors import MemoryBudgetError
 from hotrow.nn import EmbeddingCollection
 from hotrow.table import Lookup
+from hotrow.tiers.host import Moved
 from hotrow.train.flow import Flow, Stage
 from hotrow.train.stages import Stages
 
 Result = TypeVar("Result")
+FUTILE = 0.25  # of the rows from SSD: when more were gone again at their batch's turn, fewer batches run ahead
 
 
 @dataclass
@@ -60,7 +63,7 @@ class Travelling:
     batch: KeyedBatch
     after: Cursor
     lookup: Lookup | None = None
-    short: bool = False  # of room for its rows
+    moved: Moved | None = None  # by fetch
 
 
 def run(
@@ -86,8 +89,7 @@ class Pipeline:
     def __init__(self, embeddings: EmbeddingCollection, ahead: Ahead) -> None:
         self.embeddings, self.stages, self.options = embeddings, ahead.stages, ahead
         self.flow: Flow[Travelling] | None = None
-        self._held: list[Lookup] = []  # whose rows fetch keeps in DRAM
-        self._fetching, self._staging = threading.Lock(), threading.Lock()  # whoever lets go of rows holds both
+        self._fetching, self._staging = threading.Lock(), threading.Lock()  # held by who works there
 
     def travel(self, batches: Iterator[tuple[Travelling, int]]) -> Iterator[Travelling]:
         """Batches whose turn has come."""
@@ -110,10 +112,8 @@ class Pipeline:
         """Bring rows up from SSD, and keep them."""
         assert item.lookup is not None
         with self._fetching:
-            self._held.append(item.lookup)
-            moved = item.lookup.prefetch()
-        item.short = moved.short
-        return moved.bytes
+            item.moved = item.lookup.prefetch()
+        return item.moved.bytes
 
     def stage(self, item: Travelling) -> int:
         """Copy rows up to HBM."""
@@ -124,39 +124,26 @@ class Pipeline:
     def land(self, item: Travelling) -> Lookup:
         """The batch's turn: its rows are found, those of unseen keys created."""
         assert item.lookup is not None
-        begin = time.perf_counter()
-        if item.short:
-            self._shrink(1)
+        begin, lookup = time.perf_counter(), item.lookup
         try:
-            self.embeddings.fetch(item.lookup)
+            self.embeddings.fetch(lookup)
         except MemoryBudgetError:
-            if not self._relent():
-                raise
-            self.embeddings.fetch(item.lookup)
-        with self._fetching:
-            self._held = [lookup for lookup in self._held if lookup is not item.lookup]
+            with self._fetching, self._staging:  # again, with nobody beside it: what is left is the truth
+                self.embeddings.fetch(lookup)
+        if item.moved is not None and lookup.plan.late > FUTILE * (item.moved.rows + lookup.plan.late):
+            self._shrink()
         self.stages.landing.worked(begin, time.perf_counter(), 0, self.stages.landing.batches + 1, "compute (fetch)")
-        return item.lookup
+        return lookup
 
-    def _relent(self) -> bool:
-        """Let go of what later batches hold; False if nobody holds anything."""
-        with self._fetching, self._staging:
-            held, self._held = self._held, []
-            for lookup in held:
-                lookup.plan.release()
-        self._shrink(0)
-        return bool(held)
-
-    def _shrink(self, least: int) -> None:
-        """One batch less ahead, from the next one on."""
-        if self.flow is None or self.flow.ahead <= least:
+    def _shrink(self) -> None:
+        """Rows came up and had to go before their batch's turn: one batch less ahead, from the next one on."""
+        if self.flow is None or self.flow.ahead == 0:
             return
         self.flow.ahead -= 1
-        self.options.lookahead = max(1, self.flow.ahead)
         limit = self.embeddings.budget.limit
         warnings.warn(
             f"dram={format_size(limit)} cannot hold the rows of the batches in flight: lookahead goes down to "
-            f"{self.flow.ahead}, and results stay the same. Raise dram=, or set lookahead={self.flow.ahead}",
+            f"{self.flow.ahead}; results stay the same. Raise dram=, or set lookahead={self.flow.ahead}",
             stacklevel=2,
         )
 

@@ -46,7 +46,7 @@ from hotrow.train.traffic import Traffic
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Counted = tuple[tuple[Tensor, Tensor], KeyedBatch, Cursor]  # logits and loss of a batch, and where it ended
-LOOKAHEAD, MOST_AHEAD = 2, 64  # batches
+LOOKAHEAD, MOST_AHEAD = 2, 12  # batches; the core tells 15 in flight apart
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -102,7 +102,7 @@ class Trainer:
             )
         if keep is not None and keep < 1:
             raise OptionError(f"keep={keep}: give how many checkpoints stay, 1 or more, or None for all")
-        if not isinstance(lookahead, int) or not 0 <= lookahead <= MOST_AHEAD:
+        if not isinstance(lookahead, int) or isinstance(lookahead, bool) or not 0 <= lookahead <= MOST_AHEAD:
             raise OptionError(f"lookahead={lookahead!r}: give a number of batches from 0 to {MOST_AHEAD}")
         self.model = model
         self.parameters = [p for p in model.tower.parameters() if p.requires_grad]
