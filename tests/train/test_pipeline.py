@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,18 +131,23 @@ class Watched:
         return "watched"
 
 
+def slow_down(trainer: hr.Trainer, seconds: float, after: Callable[[], None] = lambda: None) -> None:
+    """Training takes its time, and the stages before it have all the time they want."""
+    real = trainer._forward_backward
+
+    def compute(lookup: Any) -> Any:
+        time.sleep(seconds)
+        after()
+        return real(lookup)
+
+    trainer._forward_backward = compute  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("lookahead", [1, 2, 4])
 def test_no_more_than_lookahead_batches_are_ahead_of_the_one_in_work(lookahead: int) -> None:
     source, seen = Watched(clicks(12)), []
     trainer = make(lookahead)
-    real = trainer._forward_backward
-
-    def compute(lookup: Any) -> Any:
-        time.sleep(0.02)  # the stages have all the time they want
-        seen.append(source.made)
-        return real(lookup)
-
-    trainer._forward_backward = compute  # type: ignore[method-assign]
+    slow_down(trainer, 0.03, lambda: seen.append(source.made))
     trainer.fit(source, progress=False)
     assert [made - number for number, made in enumerate(seen, 1)] == [min(lookahead, 12 - n) for n in range(1, 13)]
 
@@ -247,11 +252,12 @@ def with_rows(trainer: hr.Trainer, keys: int) -> hr.Trainer:
 
 
 def test_a_budget_too_small_for_so_many_batches_shrinks_the_lookahead_and_says_so(tmp_path: Path) -> None:
-    keys, source = 20_000, Uniform(20, 1500, 20_000)
+    keys, source = 20_000, Uniform(14, 1500, 20_000)
     plain = with_rows(make(0), keys)
     losses = plain.fit(source, progress=False).losses
     trainer = with_rows(make(8, hr.Memory(dram="10MiB", ssd=tmp_path)), keys)
-    with pytest.warns(UserWarning, match=r"dram=10\.0MiB cannot hold .* lookahead goes down to [0-7];.* Raise dram="):
+    slow_down(trainer, 0.15)
+    with pytest.warns(UserWarning, match=r"dram=10\.0 MiB cannot hold .* lookahead goes down to [0-7];.* Raise dram="):
         report = trainer.fit(source, progress=False)
     assert report.losses == losses
     assert all_rows(trainer) == all_rows(plain)

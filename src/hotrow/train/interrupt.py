@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from pathlib import Path
 from types import FrameType, TracebackType
+
+
+PATIENCE = 5.0  # seconds for the rest of a step's batches
 
 
 class Interrupted(KeyboardInterrupt):  # noqa: N818
@@ -28,8 +32,18 @@ class Interrupts:
     """Holds Ctrl-C back for as long as the block runs; `asked` says whether it came."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self._asked_at: float | None = None
         self._installed = False
+
+    @property
+    def asked(self) -> bool:
+        """Whether Ctrl-C was pressed."""
+        return self._asked_at is not None
+
+    @property
+    def seconds(self) -> float | None:
+        """How long ago."""
+        return None if self._asked_at is None else time.monotonic() - self._asked_at
 
     def __enter__(self) -> Interrupts:
         main = threading.current_thread() is threading.main_thread()
@@ -45,4 +59,4 @@ class Interrupts:
     def _mark(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             raise KeyboardInterrupt
-        self.asked = True
+        self._asked_at = time.monotonic()

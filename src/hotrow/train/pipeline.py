@@ -130,8 +130,9 @@ class Pipeline:
         except MemoryBudgetError:
             with self._fetching, self._staging:  # again, with nobody beside it: what is left is the truth
                 self.embeddings.fetch(lookup)
-        if item.moved is not None and lookup.plan.late > FUTILE * (item.moved.rows + lookup.plan.late):
-            self._shrink()
+        if item.moved is not None and (late := lookup.plan.late) > FUTILE * (item.moved.rows + late):
+            if 16 * late > item.batch.id_count():  # else it is not worth a word
+                self._shrink()
         self.stages.landing.worked(begin, time.perf_counter(), 0, self.stages.landing.batches + 1, "compute (fetch)")
         return lookup
 

@@ -30,7 +30,7 @@ from hotrow.errors import BatchError, CheckpointError, GradientError, HotRowErro
 from hotrow.features import FeatureSpec
 from hotrow.nn import Recommender
 from hotrow.table import Lookup
-from hotrow.train import loading, pipeline
+from hotrow.train import interrupt, loading, pipeline
 from hotrow.train.checkpoint import list_checkpoints, step_name
 from hotrow.train.interrupt import Interrupted, Interrupts
 from hotrow.train.metrics import Metrics
@@ -169,7 +169,7 @@ class Trainer:
                         traffic.show()
                         if view.due:
                             self._show(view, report, stages)
-                if self._waiting and not self._interrupts.asked:
+                if self._waiting and not self._gives_up():
                     self._commit(report)
                     self._between_steps(report, evaluate, evaluate_every)
                 if self.place.epoch + 1 >= epochs or self._stops(steps):
@@ -301,20 +301,27 @@ class Trainer:
                 return None
             return (steps - self.steps + self.place.first_step) * self.accumulate - len(self._waiting)
 
-        ahead = pipeline.Ahead(self.lookahead, stages, needed, lambda: self._interrupts.asked)
+        ahead = pipeline.Ahead(self.lookahead, stages, needed, self._gives_up)
         yield from pipeline.run(source, self.model.embeddings, self._forward_backward, self.cursor, ahead)
 
     def _show(self, view: ProgressView, report: Report, stages: Stages) -> None:
         metrics, running = self.metrics.compute(), self.saver.running
         view.update(report.examples, report.ids, metrics, running, stages.utilisation())
 
+    def _gives_up(self) -> bool:
+        """Ctrl-C ends a run between two steps; for the rest of a step's batches it waits a while, not for ever."""
+        asked = self._interrupts.seconds
+        return asked is not None and (not self._waiting or asked > interrupt.PATIENCE)
+
     def _interrupted(self) -> NoReturn:
-        """Ctrl-C: drop what is half done, save what is whole, and say where it is."""
+        """Ctrl-C: save what is whole, and say where it is."""
+        half, folder = len(self._waiting), self.checkpoints
         self.forget()
-        self._interrupts.__exit__(None, None, None)  # another one need not wait for the save
-        folder, why = self.checkpoints, "nothing was saved: there is no checkpoints="
         if folder is None:
-            raise Interrupted(self.steps, None, why)
+            raise Interrupted(self.steps, None, "nothing was saved: there is no checkpoints=")
+        if half:  # they drew from the random state, which a checkpoint would have
+            why = f"{half} of {self.accumulate} batches of the next step had been computed, and no more came"
+            raise Interrupted(self.steps, None, f"nothing was saved: {why}. Earlier checkpoints are as they were")
         try:
             self.saver.wait()
             newest = next(iter(list_checkpoints(folder)), None)
