@@ -46,6 +46,8 @@ class Options:
 
     ssd: bool = True
     checkpoints: bool = True
+    dram: str = DRAM
+    lookahead: int = 2
 
 
 def clicks(steps: int = STEPS) -> SyntheticClicks:
@@ -54,7 +56,8 @@ def clicks(steps: int = STEPS) -> SyntheticClicks:
 
 def over_ssd(folder: Path, options: Options, **more: Any) -> hr.Trainer:
     """A trainer whose rows (800 bytes each) outgrow DRAM by a factor of two when they live over SSD."""
-    memory = hr.Memory(dram=DRAM, ssd=folder / "ssd") if options.ssd else None
+    memory = hr.Memory(dram=options.dram, ssd=folder / "ssd") if options.ssd else None
+    more = {"lookahead": options.lookahead, **more}
     saves = {"checkpoints": folder / "checkpoints", "checkpoint_every": EVERY, "keep": 2} if options.checkpoints else {}
     return make_trainer(dim=64, memory=memory, **{**saves, **more})
 
