@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from run import Options, Run, finish
 
-BUDGETS = {"dram": Options(ssd=False), "small": Options(dram="12MiB"), "tiny": Options(dram="10MiB")}
+BUDGETS = {"dram": Options(ssd=False), "small": Options(dram="14MiB"), "tiny": Options(dram="11MiB")}
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
