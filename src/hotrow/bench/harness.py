@@ -27,6 +27,7 @@ BENCHES = {
     "rows": "W-rows: rows in DRAM against FBGEMM and torch on the CPU; creation speed; bytes a row",
     "ssd": "rows on SSD against the raw device and RocksDB; RAM of a cold row",
     "tiers": "training with a table ten times the DRAM budget, against all rows in DRAM",
+    "pipeline": "stages that overlap: over SSD against DRAM, ahead against one batch at a time",
     "hbm": "hot rows in HBM against FBGEMM TBE and HierarchicalKV (needs a GPU)",
     "eviction": "which rows to keep in DRAM: hit rates of eviction policies on Zipf traces",
 }
