@@ -6,9 +6,10 @@
 //   make_room slots come from the budget by slabs of 4,096; when it is spent, a hand sweeps the slots (each hit warms a
 //             row up to 3, the hand cools it, cold and unpinned ones leave; docs/decisions/0002): clean rows are
 //             dropped, dirty ones appended to the log
-//   keep      a row that came up for a batch in flight is not what the hand takes; but where a batch whose turn has come
-//             finds no other room, it goes again, and is read once more when it is its batch's turn: running ahead never
-//             makes a budget too small
+//   keep      a row that came up for a batch in flight is not what the hand takes; but where a batch whose turn has
+//   come
+//             finds no other room, it goes again, and is read once more when it is its batch's turn: running ahead
+//             never makes a budget too small
 //   touch     a row that is about to change loses its place; one that a snapshot still wants is appended first (its
 //             pre-image goes straight to the log, so a snapshot needs no memory of its own)
 //   snapshot  begin() turns the epoch over and copies the log's live bits: that is the pause. capture() then walks the
@@ -81,8 +82,8 @@ class ColdTier {
   void make_room(size_t rows);
   // Evicts until the budget has its reserve again.
   void rebalance();
-  // Rows that are not pinned leave DRAM, the coldest first; returns how many. Those that batches in flight wait for stay,
-  // unless `all`.
+  // Rows that are not pinned leave DRAM, the coldest first; returns how many. Those that batches in flight wait for
+  // stay, unless `all`.
   size_t evict(size_t want, bool all = false);
   // Gives one slab back to the budget; false where none can go.
   bool release_slab();

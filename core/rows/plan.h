@@ -11,10 +11,10 @@
 // the keys' owner: after route the caller's arrays may go. One thread at a time per plan; the work inside is spread
 // over the pool, first over tables, then over the partitions of a large one.
 //
-// Batches may be fetched ahead: route and prefetch of a later one run on another thread while an earlier one is gathered
-// and updated. Nothing of that can be observed, because prefetch moves rows from SSD to DRAM as they are and asks for
-// them to be kept; whoever reads, changes, expires or saves rows does so as if it had not happened. What it missed (no
-// room, or none left for another batch whose turn came first) fetch reads itself.
+// Batches may be fetched ahead: route and prefetch of a later one run on another thread while an earlier one is
+// gathered and updated. Nothing of that can be observed, because prefetch moves rows from SSD to DRAM as they are and
+// asks for them to be kept; whoever reads, changes, expires or saves rows does so as if it had not happened. What it
+// missed (no room, or none left for another batch whose turn came first) fetch reads itself.
 #pragma once
 
 #include <deque>
@@ -138,8 +138,8 @@ class Plan {
     uint8_t tag = 0;                           // prefetch keeps rows for this batch; 0: none
     uint64_t tag_generation = 0;
     size_t late = 0;
-    bool held = false;                         // slots are pinned
-    bool current = false;                      // slots were found and not let go since
+    bool held = false;     // slots are pinned
+    bool current = false;  // slots were found and not let go since
   };
   enum class State { kEmpty, kRouted, kFetched, kRead };
 

@@ -134,7 +134,8 @@ class Table : public BudgetMember {
   // Changes no result, only what the next fetch finds in DRAM. Any thread. Returns how many came.
   size_t prefetch(const int64_t* keys, size_t count);
   // The same for a batch's unique keys. With a tag (ColdTier::begin_waiting), every row that is in DRAM afterwards is
-  // kept for the batch. A row that was changed, erased, expired or evicted meanwhile is as it would be without this call.
+  // kept for the batch. A row that was changed, erased, expired or evicted meanwhile is as it would be without this
+  // call.
   struct Brought {
     size_t rows = 0;
     bool short_of_room = false;

@@ -1,4 +1,4 @@
-"""SIGKILL while batches are in flight: for every lookahead and every budget, the resumed run is the one nobody killed."""
+"""SIGKILL while batches are in flight: for every lookahead and budget, the resumed run is the one nobody killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while training: a whole step, a valid checkpoint, no thread left, and the run goes on from there as if it had not."""
+"""Ctrl-C while training: a whole step, a valid checkpoint, no thread left, and the run goes on from there."""
 
 from __future__ import annotations
 

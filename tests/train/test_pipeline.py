@@ -90,7 +90,11 @@ def test_a_checkpoint_is_the_same_whatever_runs_ahead_of_it(tmp_path: Path, look
     """Saved while batches are in flight, over a small DRAM; loaded into one without SSD."""
     options = VARIANTS["policies"]
     saving = make(
-        lookahead, hr.Memory(dram="12MiB", ssd=tmp_path / "ssd"), checkpoints=tmp_path / "c", checkpoint_every=5, **options
+        lookahead,
+        hr.Memory(dram="12MiB", ssd=tmp_path / "ssd"),
+        checkpoints=tmp_path / "c",
+        checkpoint_every=5,
+        **options,
     )
     saving.fit(clicks(), progress=False)
     plain = make(0, **options)
@@ -226,7 +230,7 @@ def test_an_error_of_a_stage_ends_the_run_with_its_own_traceback(
 
 
 class Uniform:
-    """Batches of keys that all have rows, none of them more often than others: nothing stays in a small DRAM by itself."""
+    """Batches of keys that all have rows, none more often than others: nothing stays in a small DRAM by itself."""
 
     def __init__(self, steps: int, size: int, keys: int) -> None:
         self.steps, self.size, self.keys, self.examples = steps, size, keys, steps * size
@@ -271,7 +275,9 @@ def test_with_room_for_them_rows_are_there_when_their_batch_comes(tmp_path: Path
     before = [rows.store.tier() for rows in trainer.model.embeddings.tables]
     trainer.fit(Uniform(20, 400, keys), progress=False)
     after = [rows.store.tier() for rows in trainer.model.embeddings.tables]
-    came = {name: sum(a[name] - b[name] for a, b in zip(after, before, strict=True)) for name in ("prefetched", "arrivals")}
+    came = {
+        name: sum(a[name] - b[name] for a, b in zip(after, before, strict=True)) for name in ("prefetched", "arrivals")
+    }
     assert came["prefetched"] > 2000
     assert came["arrivals"] < came["prefetched"] // 100
 

@@ -1,12 +1,12 @@
 """Stages that overlap: training over SSD beside training in DRAM, and running ahead beside one batch at a time.
 
-On the CPU, `bench tiers`' job (26 tables, 998 MB of rows with Adam's state, DLRM with W-serve's tower, batch 2,048), its
-batches drawn beforehand, with the default lookahead on both sides and a DRAM budget of a tenth of the rows.
+On the CPU, `bench tiers`' job (26 tables, 998 MB of rows with Adam's state, DLRM with W-serve's tower, batch 2,048),
+its batches drawn beforehand, with the default lookahead on both sides and a DRAM budget of a tenth of the rows.
 
 `pipeline/tiered` is examples/s over SSD beside all rows in DRAM. Where the device's reads/s are the limit, that is what
-`pipeline/device` shows: blocks a second that the run read, beside the device's raw 4 KiB random reads/s at the same queue
-depth, measured right before and after with nothing else running. `pipeline/lookahead` is the same job over SSD with the
-default lookahead and with none.
+`pipeline/device` shows: blocks a second that the run read, beside the device's raw 4 KiB random reads/s at the same
+queue depth, measured right before and after with nothing else running. `pipeline/lookahead` is the same job over SSD
+with the default lookahead and with none.
 
 Rows for a GPU belong into `gpu_results`.
 """
@@ -18,7 +18,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -72,7 +71,11 @@ def measure(in_dram: Job, tiered: Job, drawn: Sequence[KeyedBatch], folder: str)
     raw, read = [device_reads(folder, 0)], []
     for number in range(ROUNDS):
         batches = drawn[number * BATCHES : (number + 1) * BATCHES]
-        for name, job, lookahead in (("dram", in_dram, LOOKAHEAD), ("ahead", tiered, LOOKAHEAD), ("one by one", tiered, 0)):
+        for name, job, lookahead in (
+            ("dram", in_dram, LOOKAHEAD),
+            ("ahead", tiered, LOOKAHEAD),
+            ("one by one", tiered, 0),
+        ):
             yield f"round {number + 1} of {ROUNDS}: {name}"
             before = job.blocks_read()
             report = job.fit(batches, lookahead)
@@ -146,11 +149,10 @@ def choose() -> None:
                 for depth in depths:
                     report = job.fit(drawn[WARMUP:], depth)
                     speeds[depth].append(report.examples_per_second / 1e3)
-                    if "-v" in sys.argv:
-                        print(depth, {stage.name: f"{stage.share:.0%}" for stage in report.stages})
+                    print(depth, {stage.name: f"{stage.share:.0%}" for stage in report.stages}, file=sys.stderr)
             for depth, values in speeds.items():
-                print(f"{memory.ssd and 'ssd' or 'dram'} lookahead {depth}: {statistics.median(values):.1f} k examples/s {values}")
-            time.sleep(0.1)
+                tier = "dram" if memory.ssd is None else "ssd"
+                print(f"{tier} lookahead {depth}: {statistics.median(values):.1f} k examples/s of {values}")
             del job
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -3,8 +3,8 @@
 A `Lookup` is made for a batch and lives until its update has landed. `route` needs only the keys; `fetch` needs the
 rows that earlier batches left; `gather` and `update` run in the training step. `prefetch` and `stage` may run between
 route and fetch, while earlier batches are in work: they bring rows nearer and change nothing that anybody can see, so
-they may be left out. Each call of a plan is made by one thread at a time, and those of one plan one after another; but
-`route`, `prefetch` and `stage` of different batches run on different threads at the same moment. For evaluation `read` takes the place of
+they may be left out. The calls of one plan come one after another; but `route`, `prefetch` and `stage` of different
+batches run on different threads at the same moment, each of the three on one. For evaluation `read` takes the place of
 `fetch`: it creates no row and touches no count, and there is no `update`.
 
 Pooled features share one output matrix [batch, sum of dims], in the collection's order of features, because towers put

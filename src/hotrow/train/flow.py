@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from hotrow.train.stages import Clock
 
@@ -68,9 +68,13 @@ class Flow(Generic[Item]):
         self._drop, self._needed, self._given_up = drop, needed, given_up
         self._taken = self._allowed = 0
         self._permits = threading.Semaphore(0)
-        self._queues: list[queue.SimpleQueue[Item | _Failed | _End]] = [queue.SimpleQueue() for _ in range(len(stages) + 1)]
+        self._queues: list[queue.SimpleQueue[Item | _Failed | _End]] = [
+            queue.SimpleQueue() for _ in range(len(stages) + 1)
+        ]
         self._stopping = False
-        self._threads = [threading.Thread(target=self._read, args=(source, clock), name=f"hotrow {clock.name}", daemon=True)]
+        self._threads = [
+            threading.Thread(target=self._read, args=(source, clock), name=f"hotrow {clock.name}", daemon=True)
+        ]
         for i, stage in enumerate(stages):
             name = f"hotrow {stage.clock.name}"
             self._threads.append(threading.Thread(target=self._work, args=(i, stage), name=name, daemon=True))
@@ -172,10 +176,10 @@ class Flow(Generic[Item]):
                 return
             try:
                 begin = time.perf_counter()
-                size = stage.work(cast(Item, item))
+                size = stage.work(item)
                 stage.clock.worked(begin, time.perf_counter(), size, stage.clock.batches + 1)
             except BaseException as error:
                 out.put(_Failed(error))
-                self._drop(cast(Item, item))
+                self._drop(item)
                 return
             out.put(item)

@@ -14,11 +14,10 @@ import time
 from pathlib import Path
 from types import FrameType, TracebackType
 
-
 PATIENCE = 5.0  # seconds for the rest of a step's batches
 
 
-class Interrupted(KeyboardInterrupt):  # noqa: N818
+class Interrupted(KeyboardInterrupt):
     """Ctrl-C stopped `fit` at a step boundary. `checkpoint` is where it can go on from, or None; `why` says why not."""
 
     def __init__(self, step: int, checkpoint: Path | None, why: str = "") -> None:

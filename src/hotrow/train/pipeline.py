@@ -97,7 +97,11 @@ class Pipeline:
             yield from self._one_by_one(batches)
             return
         ahead, clocks = self.options, self.stages
-        work = [Stage(clocks["route"], self.route), Stage(clocks["fetch"], self.fetch), Stage(clocks["stage"], self.stage)]
+        work = [
+            Stage(clocks["route"], self.route),
+            Stage(clocks["fetch"], self.fetch),
+            Stage(clocks["stage"], self.stage),
+        ]
         if not self.embeddings.routes_ahead:
             work = []
         with Flow(batches, clocks["read"], work, ahead.lookahead, _drop, ahead.needed, ahead.given_up) as self.flow:
@@ -130,11 +134,14 @@ class Pipeline:
         except MemoryBudgetError:
             with self._fetching, self._staging:  # again, with nobody beside it: what is left is the truth
                 self.embeddings.fetch(lookup)
-        if item.moved is not None and (late := lookup.plan.late) > FUTILE * (item.moved.rows + late):
-            if 16 * late > item.batch.id_count():  # else it is not worth a word
-                self._shrink()
+        if self._in_vain(item, lookup.plan.late):
+            self._shrink()
         self.stages.landing.worked(begin, time.perf_counter(), 0, self.stages.landing.batches + 1, "compute (fetch)")
         return lookup
+
+    def _in_vain(self, item: Travelling, late: int) -> bool:
+        """Whether too much of what fetch brought was gone again when the batch's turn came."""
+        return item.moved is not None and late > max(FUTILE * (item.moved.rows + late), item.batch.id_count() / 16)
 
     def _shrink(self) -> None:
         """Rows came up and had to go before their batch's turn: one batch less ahead, from the next one on."""

@@ -1,4 +1,4 @@
-"""What moves between DRAM and SSD, as curves of a trace: rows up and down a second, bytes, and what the budget holds."""
+"""What moves between DRAM and SSD, as curves of a trace: rows and bytes a second, and what the budget holds."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Trainer: batches in, a better model out, with numbers on the way.
 
 One step is: the batch through the stages (pipeline.py), loss, backward, rows updated by their sparse optimizers, dense
-weights by a torch optimizer. The stages before compute run ahead on threads of their own (`lookahead` batches of them);
-everything here runs on the thread that called. Everything that decides a number is a function of the seed and the batches; the clock only
-decides when the progress bar moves. A gradient that is NaN or infinite stops the run before anything has changed.
+weights by a torch optimizer. The stages before compute run ahead on threads of their own, `lookahead` batches of them;
+everything here runs on the thread that called. Everything that decides a number is a function of the seed and the
+batches; the clock only decides when the progress bar moves. A gradient that is NaN or infinite stops the run before
+anything has changed.
 
 A checkpoint is taken between two steps (saving.py) and holds everything that decides what comes next, so a run that was
 interrupted and resumed (loading.py) computes the same bits as one that was not. What is counted (cursor, metrics,
@@ -23,8 +24,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from hotrow.batch import KeyedBatch
 from hotrow import trace
+from hotrow.batch import KeyedBatch
 from hotrow.data import Cursor, Source
 from hotrow.errors import BatchError, CheckpointError, GradientError, HotRowError, OptionError
 from hotrow.features import FeatureSpec
