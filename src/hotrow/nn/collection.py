@@ -98,7 +98,7 @@ class EmbeddingCollection(nn.Module):
         return Lookup(self._layout, batch, plan, self.steps + 1).route()
 
     def fetch(self, lookup: Lookup) -> Lookup:
-        """A lookup's turn has come: find its rows. It is part of the next update, whatever that was when it was routed."""
+        """A lookup's turn has come: find its rows. It is part of the next update, whichever it was routed for."""
         lookup.step = self.steps + 1
         return lookup.fetch()
 

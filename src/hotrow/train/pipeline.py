@@ -23,7 +23,8 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -76,11 +77,10 @@ def run(
     """Take every batch of `source` through the five stages; yields what `compute` made of it."""
     pipeline = Pipeline(embeddings, ahead or Ahead(0))
     batches = ((Travelling(batch, after), _bytes(batch)) for batch, after in source.batches(cursor))
-    for item in pipeline.travel(batches):  # read
-        if item.lookup is None:
-            pipeline.route(item)
-        lookup = pipeline.land(item)
-        yield compute(lookup), item.batch, item.after
+    with closing(pipeline.travel(batches)) as travelled:  # read, route, fetch, stage
+        for item in travelled:
+            lookup = pipeline.land(item)
+            yield compute(lookup), item.batch, item.after
 
 
 class Pipeline:
@@ -91,7 +91,7 @@ class Pipeline:
         self.flow: Flow[Travelling] | None = None
         self._fetching, self._staging = threading.Lock(), threading.Lock()  # held by who works there
 
-    def travel(self, batches: Iterator[tuple[Travelling, int]]) -> Iterator[Travelling]:
+    def travel(self, batches: Iterator[tuple[Travelling, int]]) -> Generator[Travelling, None, None]:
         """Batches whose turn has come."""
         if self.options.lookahead == 0:
             yield from self._one_by_one(batches)
@@ -127,8 +127,7 @@ class Pipeline:
 
     def land(self, item: Travelling) -> Lookup:
         """The batch's turn: its rows are found, those of unseen keys created."""
-        assert item.lookup is not None
-        begin, lookup = time.perf_counter(), item.lookup
+        begin, lookup = time.perf_counter(), item.lookup or self.embeddings.route(item.batch)
         try:
             self.embeddings.fetch(lookup)
         except MemoryBudgetError:
