@@ -13,6 +13,7 @@ Rows for a GPU belong into `gpu_results`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import statistics
@@ -31,7 +32,7 @@ from hotrow.data import Cursor
 from hotrow.train.report import Report
 from hotrow.train.trainer import LOOKAHEAD, Trainer
 
-BATCHES, WARMUP, ROUNDS, RAW = 48, 40, 3, 65_536
+BATCHES, WARMUP, ROUNDS, SIDES, RAW = 32, 40, 3, 3, 65_536
 
 
 def results() -> Iterator[Result | str]:
@@ -52,7 +53,7 @@ def cpu_results() -> Iterator[Result | str]:
     _core.set_threads(tiers.THREADS)
     folder = tempfile.mkdtemp(prefix="hotrow-bench-", dir=os.environ.get("HOTROW_BENCH_DIR"))
     try:
-        drawn = [tiers.draw(i) for i in range(WARMUP + ROUNDS * BATCHES)]
+        drawn = [tiers.draw(i) for i in range(WARMUP + SIDES * ROUNDS * BATCHES)]
         yield "filling DRAM"
         in_dram = Job(Memory())
         yield "filling the SSD"
@@ -66,16 +67,14 @@ def cpu_results() -> Iterator[Result | str]:
 
 
 def measure(in_dram: Job, tiered: Job, drawn: Sequence[KeyedBatch], folder: str) -> Iterator[Result | str]:
-    """Each side in turns, so that noise falls on all of them; medians of the rounds."""
+    """Each side in turns, so that noise falls on all, with batches that no side has seen; medians of the rounds."""
     speeds: dict[str, list[float]] = {"dram": [], "ahead": [], "one by one": []}
     raw, read = [device_reads(folder, 0)], []
+    sides = (("dram", in_dram, LOOKAHEAD), ("ahead", tiered, LOOKAHEAD), ("one by one", tiered, 0))
+    fresh = iter(drawn)
     for number in range(ROUNDS):
-        batches = drawn[number * BATCHES : (number + 1) * BATCHES]
-        for name, job, lookahead in (
-            ("dram", in_dram, LOOKAHEAD),
-            ("ahead", tiered, LOOKAHEAD),
-            ("one by one", tiered, 0),
-        ):
+        for name, job, lookahead in sides:
+            batches = list(itertools.islice(fresh, BATCHES))
             yield f"round {number + 1} of {ROUNDS}: {name}"
             before = job.blocks_read()
             report = job.fit(batches, lookahead)
