@@ -64,8 +64,9 @@ def draw(found: list[dict[str, Any]], begin: float, seconds: float) -> str:
         x = LEFT + WIDTH * tick / 4
         parts.append(f'<text class="axis" x="{x:.0f}" y="12">{1000 * seconds * tick / 4:.0f} ms</text>')
     size = f'viewBox="0 0 {LEFT + WIDTH + 40} {y + 10}" width="{LEFT + WIDTH + 40}" height="{y + 10}"'
-    inner = "\n".join(parts)
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{STYLE}</style>\n<rect width="100%" height="100%" fill="#fff"/>\n{inner}\n</svg>\n'
+    paper = '<rect width="100%" height="100%" fill="#fff"/>'
+    inner = "\n".join([f"<style>{STYLE}</style>", paper, *parts])
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{inner}\n</svg>\n'
 
 
 def main() -> None:
