@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hotrow import _core
-from hotrow.bench import ssd, tiers
+from hotrow.bench import pipeline, ssd, tiers
 from hotrow.bench.harness import Result
 from hotrow.nn import EmbeddingCollection
 
@@ -67,3 +67,19 @@ def test_the_tiers_bench_trains_in_dram_and_over_ssd(monkeypatch: pytest.MonkeyP
     }
     assert 0 < rows["tiers/hit_rate"].value < 100
     assert rows["tiers/dram"].value <= rows["tiers/dram"].peer_value
+
+
+def test_the_pipeline_bench_stands_beside_dram_the_device_and_one_batch_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"TABLES": 2, "KEYS": 30_000, "BATCH": 256, "DRAM": 9 << 20}.items():
+        monkeypatch.setattr(tiers, name, value)
+    for name, value in {"BATCHES": 4, "WARMUP": 2, "ROUNDS": 2, "RAW": 2048}.items():
+        monkeypatch.setattr(pipeline, name, value)
+    rows = [row for row in pipeline.cpu_results() if isinstance(row, Result)]
+    assert [(row.name, row.peer) for row in rows] == [
+        ("pipeline/tiered", "dram"),
+        ("pipeline/device", "raw"),
+        ("pipeline/lookahead", "none"),
+    ]
+    assert all(row.value > 0 and row.peer_value > 0 for row in rows)
