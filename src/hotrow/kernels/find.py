@@ -2,14 +2,16 @@
 
 Keys are laid out table by table; a block of keys mostly lies in one table, which it finds by counting the tables that
 begin before it, and it visits the others only where it crosses into them. The search loads nothing but the keys and
-their sets: 72 bytes a key in, 4 out. Of a batch in flight, found slots are pinned in the same pass (every writer of a
-slot writes the same number, so no order matters), and the number of absent keys is added up on the device, from
-which the host learns whether there is anything to fetch.
+their sets: 72 bytes a key in, 4 out. Of a batch in flight, found slots are pinned in the same pass, and warmed
+(touch.py): one word of eight bytes, which every writer makes of the same old one, so no order matters. The number of
+absent keys is added up on the device, from which the host learns whether there is anything to fetch.
 
 find_rows copies the rows in the same kernel, for lookups that end there.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,9 +21,17 @@ from hotrow.errors import BatchError
 from hotrow.kernels.launch import cdiv, fast, power_of_2
 from hotrow.kernels.mixing import half_of, hash_key, set_of
 from hotrow.kernels.sets import SetIndex, check
+from hotrow.kernels.touch import first_score, warmed
 
 BLOCK, WARPS = 256, 4
 ROWS_ELEMENTS, ROWS_WARPS = 4096, 4  # of a block in find_rows: keys * padded dim
+
+
+class Warmth(NamedTuple):
+    """How scores rise: the policy of touch()."""
+
+    policy: str
+    half_life: float
 
 
 @triton.jit
@@ -61,7 +71,7 @@ def way_of(index_keys, sets, keys, valid):
 @fast
 @triton.jit(do_not_specialize=["n", "only", "batch"])
 def find_kernel(
-    index_keys, pins, first, count, keys, begins, slots, missing, rows, out, n, only, batch,
+    index_keys, held, first, count, keys, begins, slots, missing, rows, out, n, only, batch, now,
     TABLES: tl.constexpr, PADDED: tl.constexpr, PIN: tl.constexpr, MISSING: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -79,8 +89,13 @@ def find_kernel(
         slot = tl.where(left, way_of(index_keys, sets, key, left), slot)
     tl.store(slots + at, slot, mask=valid)
     found = slot >= 0
-    if PIN:
-        tl.store(pins + 2 * slot, tl.full([BLOCK], batch, tl.int32), mask=found)
+    if PIN > 0:
+        word = tl.load(held + slot, mask=found, other=0)
+        score = (word >> 32).to(tl.int32)
+        if PIN > 1:
+            score = warmed(score.to(tl.float32, bitcast=True), now, PIN == 3).to(tl.int32, bitcast=True)
+        pinned = (score.to(tl.int64) << 32) | batch
+        tl.store(held + slot, pinned, mask=found & (word.to(tl.int32) < batch))
     if MISSING:
         absent = tl.sum((valid & (slot < 0)).to(tl.int32), axis=0)
         if absent > 0:
@@ -100,13 +115,14 @@ def find(
     begins: torch.Tensor,
     batch: int = 0,
     missing: torch.Tensor | None = None,
+    warmth: Warmth | None = None,
 ) -> torch.Tensor:
     """Slots of keys, int32 [n], -1 where absent. Table t's keys are at positions begins[t] to begins[t + 1].
 
-    With batch > 0 the found slots are pinned for that batch, whose number is above all earlier ones. The number of
-    absent keys is added to `missing`, int32 [1].
+    With batch > 0 the found slots are pinned for that batch, and with `warmth` their scores rise, unless the batch or
+    a later one has pinned them already. The number of absent keys is added to `missing`, int32 [1].
     """
-    return _launch(index, keys, begins, batch, missing, None, 0, None)
+    return _launch(index, keys, begins, batch, missing, None, 0, None, warmth)
 
 
 def find_rows(
@@ -136,6 +152,7 @@ def _launch(
     rows: torch.Tensor | None,
     dim: int,
     out: torch.Tensor | None,
+    warmth: Warmth | None = None,
 ) -> torch.Tensor:
     check("keys", keys, torch.int64, None, index.device)
     check("begins", begins, torch.int32, index.tables + 1, index.device)
@@ -147,10 +164,14 @@ def _launch(
         return slots
     padded = power_of_2(dim) if dim else 1
     block, warps = (BLOCK, WARPS) if not dim else (min(BLOCK, max(16, ROWS_ELEMENTS // padded)), ROWS_WARPS)
+    pin, now = int(batch > 0), 0.0
+    if batch > 0 and warmth is not None:
+        pin, now = 2 + (warmth.policy == "lfu"), first_score(batch, warmth.policy, warmth.half_life)
     find_kernel[(cdiv(n, block),)](
-        index.keys, index.pins, index.first, index.count, keys, begins, slots, slots if missing is None else missing,
-        slots if rows is None else rows, slots if out is None else out, n, index.counts[0], batch,
-        TABLES=index.tables, PADDED=power_of_2(index.tables), PIN=batch > 0, MISSING=missing is not None,
+        index.keys, index.held, index.first, index.count, keys, begins, slots, slots if missing is None else missing,
+        slots if rows is None else rows, slots if out is None else out, n, index.counts[0], batch, now,
+        TABLES=index.tables, PADDED=power_of_2(index.tables), PIN=pin, MISSING=missing is not None,
         DIM=dim, DIM_PADDED=padded, STRIDE=rows.stride(0) if rows is not None else 0, BLOCK=block, num_warps=warps,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return slots

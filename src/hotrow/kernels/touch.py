@@ -27,14 +27,13 @@ BLOCK, WARPS = 512, 4
 
 
 @triton.jit
-def warm(scores, slot, mask, now, LFU: tl.constexpr):
-    """Slots were used now."""
-    score = tl.zeros_like(slot).to(tl.float32) + now
+def warmed(old, now, LFU: tl.constexpr):
+    """The score of what had the score `old` and was used now."""
+    score = tl.zeros_like(old) + now
     if LFU:
-        old = tl.load(scores + 2 * slot, mask=mask, other=0.0)
         high = tl.maximum(old, score)
         score = high + tl.log2(1.0 + tl.exp2(tl.minimum(old, score) - high))
-    tl.store(scores + 2 * slot, score, mask=mask)
+    return score
 
 
 @fast
@@ -45,7 +44,9 @@ def touch_kernel(scores, slots, number, n, capacity, now, LFU: tl.constexpr, NUM
     if NUMBER:
         real = tl.minimum(n, tl.load(number))
     slot = tl.load(slots + at, mask=at < real, other=-1)
-    warm(scores, slot, (slot >= 0) & (slot < capacity), now, LFU)
+    mask = (slot >= 0) & (slot < capacity)
+    score = warmed(tl.load(scores + 2 * slot, mask=mask, other=0.0), now, LFU)
+    tl.store(scores + 2 * slot, score, mask=mask)
 
 
 def first_score(batch: int, policy: str, half_life: float) -> float:

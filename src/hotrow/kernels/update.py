@@ -52,8 +52,6 @@ from hotrow.kernels.layout import (
 )
 from hotrow.kernels.rounding import draws, round_by_chance
 from hotrow.kernels.runs import Runs
-from hotrow.kernels.sets import SetIndex
-from hotrow.kernels.touch import first_score, warm
 
 
 @dataclass(frozen=True)
@@ -72,15 +70,6 @@ class Coefficients(NamedTuple):
     rule: tuple[float, ...]
     clip_value: float = 0.0
     clip_norm: float = 0.0
-
-
-class Use(NamedTuple):
-    """That a batch used its rows, for the scores of the index they are in (touch.py)."""
-
-    index: SetIndex
-    batch: int
-    policy: str
-    half_life: float
 
 
 @dataclass(frozen=True)
@@ -261,13 +250,12 @@ def _add_partials(total, some, partials, given, begin, length, longest, column, 
 @triton.jit(do_not_specialize=["step", "capacity"])
 def _apply_kernel(
     rows, extra, starts, slots, number, order, keys, addresses, scales, partials, given, run_tables, coefficients,
-    clips, count_streams, rounding_streams, last_steps, counts, extra_last_steps, extra_counts, scores, flag, capacity,
-    step, grad_scale, now, c0, c1, c2, c3, c4, c5, c6, c7, clip_value, clip_norm,
+    clips, count_streams, rounding_streams, last_steps, counts, extra_last_steps, extra_counts, flag, capacity,
+    step, grad_scale, c0, c1, c2, c3, c4, c5, c6, c7, clip_value, clip_norm,
     RULE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, STATE: tl.constexpr,
     TYPE: tl.constexpr, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, MISSING: tl.constexpr,
     TABLES: tl.constexpr, SHARED: tl.constexpr, CLIP: tl.constexpr, HAS_EXTRA: tl.constexpr, META: tl.constexpr,
-    META_STRIDE: tl.constexpr, USED: tl.constexpr, LFU: tl.constexpr, PIECE: tl.constexpr, R: tl.constexpr,
-    AHEAD: tl.constexpr,
+    META_STRIDE: tl.constexpr, PIECE: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     runs = tl.load(number)
     runs = tl.where(tl.load(flag) == 0, runs, 0)
@@ -359,8 +347,6 @@ def _apply_kernel(
                 total = add_count(code, length, draw, owner, step).to(tl.uint32)
             tl.store(counter, total.to(tl.int32), mask=live)
             tl.store(stamp, tl.zeros([R], tl.int32) + step, mask=live)
-        if USED:
-            warm(scores, slot, live & (slot < capacity), now, LFU)
         slot, begin, length, table = next_slot, next_begin, next_length, next_table
         next_slot, next_begin, next_length, next_table = last_slot, last_begin, last_length, last_table
         address = next_address
@@ -381,14 +367,13 @@ def update(
     grad_scale: float,
     meta: Meta | None,
     flag: Tensor,
-    use: Use | None = None,
     tuning: Tuning = DEFAULT,
 ) -> None:
     """Apply one matrix of gradients [items of the feature, dim] a feature, or None, to the rows of a batch.
 
     coefficients has one entry a table, or one for all tables, which is quicker. streams and rounding_streams are int64
     [T]; keys int64 [N] by position. A run's key and table are those of its first position. A run with no gradient at
-    all changes only its meta. With `use`, the slots' scores rise as by touch().
+    all changes only its meta.
     """
     if len(gradients) != items.tables.numel():
         raise BatchError(f"{items.tables.numel()} features need as many gradients or None, got {len(gradients)}")
@@ -414,14 +399,11 @@ def update(
         source.rows, source.rows if source.extra is None else source.extra, runs.starts, runs.slots, runs.number,
         runs.order, keys, work.addresses, work.scales, work.partials, work.given, work.run_tables, several, clips,
         streams, streams if rounding_streams is None else rounding_streams, last_steps, counts, more_steps, more_counts,
-        flag if use is None else use.index.scores, flag, source.capacity, step, float(grad_scale),
-        0.0 if use is None else first_score(use.batch, use.policy, use.half_life),
-        *_eight(shared.rule), shared.clip_value, shared.clip_norm,
+        flag, source.capacity, step, float(grad_scale), *_eight(shared.rule), shared.clip_value, shared.clip_norm,
         RULE=rule, DIM=layout.dim, D=layout.block, STRIDE=layout.stride, STATE=layout.state_offset, TYPE=layout.type,
         GRADIENT=work.type, ALIGNED=work.aligned, SCALED=work.scaled, MISSING=work.missing, TABLES=streams.numel(),
         SHARED=one, CLIP=any(c.clip_value or c.clip_norm for c in coefficients), HAS_EXTRA=source.extra is not None,
-        META=meta is not None, META_STRIDE=stride, USED=use is not None, LFU=use is not None and use.policy == "lfu",
-        PIECE=tuning.piece, R=rows, AHEAD=tuning.ahead, num_warps=warps,
+        META=meta is not None, META_STRIDE=stride, PIECE=tuning.piece, R=rows, AHEAD=tuning.ahead, num_warps=warps,
         enable_fp_fusion=False, maxnreg=tuning.registers or _registers(rows),
     )  # fmt: skip
 

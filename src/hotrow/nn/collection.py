@@ -102,6 +102,11 @@ class EmbeddingCollection(nn.Module):
         lookup.step = self.steps + 1
         return lookup.fetch()
 
+    def in_flight(self, batches: int) -> None:
+        """So many batches may be on their way at once, from their route to their update."""
+        if self.hot is not None:
+            self.hot.in_flight(batches)
+
     @property
     def routes_ahead(self) -> bool:
         """Whether a batch may be routed on another thread: Triton's interpreter, which stands in for a GPU, has one."""

@@ -6,17 +6,22 @@ that comes up keeps its slot in DRAM; one whose place is wanted goes back there 
 Up: all cores gather into pinned memory, piece by piece, and the copy engine follows on a stream of its own. Of rows
 that never leave DRAM the GPU reads a share in place, which takes it as long as the rest takes the cores
 (kernels/move.py has the rates). Down: rows are collected on the device, copied on another stream, and put into their
-slots by a thread behind the training thread, which waits for it (`landed`) before it looks below again. The training
-thread is the only caller.
+slots by a thread behind, for which others wait (`landed`) before they look below again.
+
+Two threads come here: the one that trains, and with a lookahead one that brings rows up for later batches, on a stream
+of its own (`ahead`). `lock` is held by whoever looks for keys or changes what is here; a batch that was staged takes it
+no more. The index is changed in the order of the batches, on one stream after the other: what is evicted never depends
+on a race. `generation` counts what makes slots that were found before worthless.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -55,6 +60,10 @@ class HotRows:
         if device.type == "cuda" and _core.threads() == len(os.sched_getaffinity(0)) > 4:
             _core.set_threads(_core.threads() - 2)  # launching and rows on their way down want a core each
         self.flag = Later(device)  # whether a gradient was not finite
+        self.lock = threading.RLock()
+        self.ahead = _stream(device)
+        self.staging = False  # whether another thread brings rows up ahead
+        self.generation = 0
         self.pending: HotPlan | None = None  # a batch of which it is not known yet whether rows are missing
         self.stores = [rows.store for rows in tables]  # not the tables, which know their cache
         kinds: dict[tuple[int, int, tuple[int, ...]], list[HostStore]] = {}
@@ -91,25 +100,49 @@ class HotRows:
             )
         return sets
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside it, nobody else works here, and this stream comes after all that was done here and before the rest."""
+        with self.lock:
+            if self.staging:
+                for stream in (self.ahead, *(group.up for group in self.groups)):
+                    wait_for(stream)
+            yield
+            if self.staging:
+                follow(self.ahead)
+
+    def in_flight(self, batches: int) -> None:
+        """So many batches may have been begun and not have landed."""
+        with self.alone():
+            for group in self.groups:
+                group.tier.window = batches
+
     def flush(self) -> None:
         """Bring down every row that is newer here, so that what is below is all there is."""
-        for group in self.groups:
-            group.flush()
+        with self.alone():
+            for group in self.groups:
+                group.flush()
 
     def drop(self) -> None:
         """Forget every row. What is newer here than below is lost: flush first, if it is wanted."""
-        for group in self.groups:
-            group.drop()
+        with self.alone():
+            self.generation += 1
+            for group in self.groups:
+                group.drop()
 
     def prune(self) -> None:
         """Rows were removed below: remove them here."""
-        for group in self.groups:
-            group.prune()
+        with self.alone():
+            self.generation += 1
+            for group in self.groups:
+                group.prune()
 
     def tend(self) -> None:
         """Between two steps: see whether the caches are well divided between their tables."""
         for group in self.groups:
-            group.tend()
+            if group.untended():
+                with self.alone():
+                    self.generation += group.tend()
 
     def report(self) -> dict[str, int]:
         """Slots and bytes, and what happened so far: ids found, ids missed, evictions, rows without room."""
@@ -157,7 +190,9 @@ class Group:
         self.grouper = Grouper()
         self.missing = Later(tier.device)
         self.missed = True  # whether the last batch missed any
-        self._up, self._down = _stream(tier.device), _stream(tier.device)
+        self.up, self._down = _stream(tier.device), _stream(tier.device)
+        self._look = shares.FIRST  # batches after which to look again how the cache is divided
+        self.aside = 0  # batches in flight whose own rows must go down before anybody looks for them below
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="hotrow-down")
         self._landing: Future[None] | None = None
         self._lost: BaseException | None = None
@@ -175,57 +210,68 @@ class Group:
     # --- up ---
 
     def fetch_rows(
-        self, lift: HostLift, bounds: Sequence[int], keys: Tensor, seen: Tensor, step: int, into: Into | None
+        self, lift: HostLift, bounds: Sequence[int], keys: Tensor, seen: Tensor, step: int | None, into: Into | None
     ) -> Coming:
         """Where the rows of missing keys are below, and the rows on their way up.
 
-        Without `into` (some have no slot yet) none is read in place.
+        Without `into` (some have no slot yet) none is read in place. Without a step, only rows that are there come:
+        unseen keys have slot -1 below.
         """
         count = keys.numel()
         first = int(count * self.in_place) if into is not None else 0
         places = lift.nowhere(self.stores, bounds, count)
-        if self.stays and self._pull(into, places, keys, first):
-            incoming = self._gather(first, count, lambda begin, end, rows: places.seek(keys, begin, end, rows))
+
+        def seek(begin: int, end: int, rows: Tensor | None = None) -> bool:
+            return places.seek(keys, begin, end, rows) or step is None
+
+        if self.stays and self._pull(into, places, seek, first):
+            incoming = self._gather(first, count, seek)
             if incoming is not None:
                 return Coming(places, first, incoming)
+        assert step is not None
         lift.fetch(places, keys, seen, step)
         incoming = self._gather(0, count, places.copy_rows)
         assert incoming is not None
         return Coming(places, 0, incoming)
 
-    def _pull(self, into: Into | None, places: Places, keys: Tensor, count: int) -> bool:
+    def _pull(self, into: Into | None, places: Places, seek: Callable[[int, int], bool], count: int) -> bool:
         """Find the first `count` rows and have them read in place. False as soon as one is not there."""
         if into is None:
             return True
         part = max(1, -(-count // PULLS))
+        follow(self.up)
         for begin in range(0, count, part):
             end = min(count, begin + part)
-            if not places.seek(keys, begin, end):
+            if not seek(begin, end):
+                wait_for(self.up)
                 return False
-            hosts = to_device(places.slots[begin:end], self.tier.device)
-            slots, tables = into.slots[begin:end], into.tables[begin:end]
-            move.pull(into.source, slots, tables, self._reach(), hosts, self.width, self.width)
+            with on(self.up):
+                hosts = to_device(places.slots[begin:end], self.tier.device)
+                slots, tables = into.slots[begin:end], into.tables[begin:end]
+                move.pull(into.source, slots, tables, self._reach(), hosts, self.width, self.width)
+        used_on(self.up, into.slots, into.tables)
         return True
 
     def _gather(self, first: int, count: int, copy: Callable[[int, int, Tensor], bool]) -> Tensor | None:
         """Rows from number `first` on, piece by piece, by way of pinned memory. None as soon as `copy` is False."""
-        incoming = torch.empty(count - first, self.width, dtype=torch.float32, device=self.tier.device)
-        staged = torch.empty(incoming.shape, dtype=torch.float32, pin_memory=self._up is not None)
-        follow(self._up)
+        with on(self.up):
+            incoming = torch.empty(count - first, self.width, dtype=torch.float32, device=self.tier.device)
+        staged = torch.empty(incoming.shape, dtype=torch.float32, pin_memory=self.up is not None)
         for begin in range(first, count, self.piece):
             end = min(count, begin + self.piece)
             piece = slice(begin - first, end - first)
             if not copy(begin, end, staged[piece]):
-                wait_for(self._up)  # nobody else may have that memory before its copies are through
                 return None
-            with on(self._up):
+            with on(self.up):
                 incoming[piece].copy_(staged[piece], non_blocking=True)
         return incoming
 
     def raise_rows(self, into: Into, coming: Coming) -> None:
-        """Rows that fetch_rows found come into their slots."""
-        wait_for(self._up)
-        move.deliver(into.source, into.slots[coming.first :], self.width, coming.incoming)
+        """Rows that fetch_rows found come into their slots, on the stream `up`."""
+        follow(self.up)
+        with on(self.up):
+            move.deliver(into.source, into.slots[coming.first :], self.width, coming.incoming)
+        used_on(self.up, into.slots, into.source.extra)
 
     def _reach(self) -> Tensor:
         """Addresses of the tables' rows, all of which the GPU can reach now."""
@@ -342,16 +388,20 @@ class Group:
             erase(self.tier.index, dead)
             self.tier.hosts[dead.long()] = -1
 
-    def tend(self) -> None:
-        """Give tables that are full what others leave empty, now and then (shares.py)."""
+    def untended(self) -> bool:
+        """Whether it is time for `tend`."""
+        return len(self.stores) > 1 and self.tier.free and self.tier.done >= self._look
+
+    def tend(self) -> bool:
+        """Give tables that are full what others leave empty (shares.py). Whether that changed anything."""
         tier = self.tier
-        if len(self.stores) == 1 or not shares.due(tier.batch) or not tier.free:
-            return
+        self._look = max(2 * self._look, tier.done)
         wanted = shares.divide(tier.index.counts, tier.used(), tier.missed)
         if wanted is not None:
             self.flush()
             self.drop()
             tier.divide(wanted)
+        return wanted is not None
 
 
 class Later:
@@ -401,6 +451,14 @@ def wait_for(stream: Any) -> None:
     """What is asked of this stream from now on comes after what was asked of that one."""
     if stream is not None:
         torch.cuda.current_stream().wait_stream(stream)
+
+
+def used_on(stream: Any, *tensors: Tensor | None) -> None:
+    """That stream reads these: their memory is not given to others before it has."""
+    if stream is not None:
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(stream)
 
 
 def _let_go(ranges: list[int], device: torch.device) -> None:

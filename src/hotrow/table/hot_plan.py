@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,15 +22,16 @@ from hotrow.errors import GradientError
 from hotrow.kernels import finite
 from hotrow.kernels.admit import FIELDS, SLOTS, TABLES, Brief, admit, answer, brief
 from hotrow.kernels.dedup import Unique, compact_keys, dedup
-from hotrow.kernels.find import find
+from hotrow.kernels.find import Warmth, find
 from hotrow.kernels.gather import gather
 from hotrow.kernels.insert import Chosen, choose_in_order
 from hotrow.kernels.layout import Items, small_table, spread
 from hotrow.kernels.runs import Runs
 from hotrow.kernels.runs import group as group_runs
-from hotrow.kernels.update import Coefficients, Meta, Use, update
-from hotrow.table.hot import Group, HotRows, Into, to_device, to_host
-from hotrow.tiers.host import HostLift, HostStore, Moved, Places, Update
+from hotrow.kernels.touch import first_score
+from hotrow.kernels.update import Coefficients, Meta, update
+from hotrow.table.hot import Group, HotRows, Into, follow, on, to_device, to_host, used_on, wait_for
+from hotrow.tiers.host import HostLift, HostPlan, HostStore, Moved, Places, Update
 
 Feature = tuple[Jagged, str]
 
@@ -38,36 +40,55 @@ class HotPlan:
     """One batch's way through all groups."""
 
     def __init__(self, hot: HotRows) -> None:
-        self.parts: list[Part] = []
         self.hot = hot
         self.ids = 0
+        self.parts: list[Part] = []
+        self._jobs: list[tuple[HostStore, list[Feature]]] = []
+        self._below: HostPlan | None = None  # keeps rows in DRAM that came from SSD
+        self._staged = -1  # the generation in which all rows were brought up ahead
+        self._ready: Any = None  # when they are there
         self._step: int | None = None  # that rows are still to be brought up for
 
     def route(self, jobs: Sequence[tuple[HostStore, Sequence[Feature]]]) -> None:
-        """Bring the keys to the device, group by group."""
+        """Take the keys; they go to the device when it is looked for them there."""
         self.release()
-        features = {id(store): of_table for store, of_table in jobs}
-        starts, at = {}, 0
-        for store, of_table in jobs:
-            starts[id(store)] = at
-            at += len(of_table)
-        self.parts = [
-            Part(
-                group,
-                [list(features[id(store)]) for store in group.stores],
-                [starts[id(store)] + i for store in group.stores for i in range(len(features[id(store)]))],
-            )
-            for group in self.hot.groups
-        ]
-        self.ids = sum(part.keys.numel() for part in self.parts)
+        self._jobs = [(store, list(features)) for store, features in jobs]
+        self.ids = sum(jagged.values.numel() for _, features in self._jobs for jagged, _ in features)
 
     def prefetch(self) -> Moved:
-        """Nothing yet: `fetch` does it all."""
-        return Moved()
+        """Rows that are on SSD come up to DRAM and stay there until `fetch`."""
+        on_host = all(jagged.values.device.type == "cpu" for _, features in self._jobs for jagged, _ in features)
+        if not on_host or not any(store.evicts for store, _ in self._jobs):
+            return Moved()
+        self._below = HostPlan()
+        self._below.route(self._jobs)
+        return self._below.prefetch()
 
     def stage(self) -> Moved:
-        """Nothing yet: `fetch` does it all."""
-        return Moved()
+        """Rows that exist and find room come up to HBM, ahead of the batch's turn; what else it needs waits for that.
+
+        Rows that keep DRAM slots over SSD come when it is their turn: they would have to be held there.
+        """
+        hot, moved = self.hot, 0
+        if not all(group.stays for group in hot.groups):
+            return Moved()
+        with hot.lock:
+            if not hot.staging:
+                hot.staging = True
+                follow(hot.ahead)
+            with on(hot.ahead):
+                self._alone()
+                self._lay_out()
+                for part in self.parts:
+                    part.find(part.group.tier.begin())
+                whole = True
+                for part, count in zip(self.parts, self._missing(), strict=True):
+                    whole &= part.bring(count, None)
+                    moved += part.brought
+            if whole:
+                self._staged = hot.generation
+                self._ready = _after([hot.ahead, *(part.group.up for part in self.parts)])
+        return Moved(moved, sum(4 * part.brought * part.group.width for part in self.parts))
 
     def fetch(self, step: int = 0) -> None:
         """Find the rows and hold them; those that are missing come up now, or when it shows that there are any.
@@ -75,12 +96,42 @@ class HotPlan:
         After a batch that missed nothing, the next is taken to miss nothing either: the device goes on to the gather
         while the host still waits to hear so.
         """
-        self._alone()
+        if self._staged == self.hot.generation:
+            for part in self.parts:
+                part.take_over()
+            if self._ready is not None:
+                self._ready.wait()
+        else:
+            with self.hot.alone():
+                self._alone()
+                self._lay_out()
+                for part in self.parts:
+                    part.find(part.batch or part.group.tier.begin())
+                self._step, self.hot.pending = step, self
+                if self.hot.staging or any(part.group.missed for part in self.parts):
+                    self._arrive()
+        self._staged, self._ready = -1, None
         for part in self.parts:
-            part.find(part.group.tier.begin())
-        self._step, self.hot.pending = step, self
-        if any(part.group.missed for part in self.parts):
-            self._arrive()
+            part.group.tier.take(part.batch)
+        self._free_below()
+
+    def _lay_out(self) -> None:
+        """The keys to the device, group by group."""
+        if self.parts:
+            return
+        features = {id(store): of_table for store, of_table in self._jobs}
+        starts, at = {}, 0
+        for store, of_table in self._jobs:
+            starts[id(store)] = at
+            at += len(of_table)
+        self.parts = [
+            Part(
+                group,
+                [features[id(store)] for store in group.stores],
+                [starts[id(store)] + i for store in group.stores for i in range(len(features[id(store)]))],
+            )
+            for group in self.hot.groups
+        ]
 
     def _arrive(self) -> bool:
         """Bring up what is missing, unless that was done. Whether there was anything."""
@@ -91,15 +142,18 @@ class HotPlan:
         for part, count in zip(self.parts, counts, strict=True):
             part.group.missed = count > 0
             part.bring(count, step)
+            wait_for(part.group.up)
         return any(counts)
 
     def read(self) -> None:
         """Find the rows; those that are missing are copied for this batch alone."""
-        self._alone()
-        for part in self.parts:
-            part.find(0)
-        for part, count in zip(self.parts, self._missing(), strict=True):
-            part.borrow(count)
+        with self.hot.alone():
+            self._alone()
+            self._lay_out()
+            for part in self.parts:
+                part.find(0)
+            for part, count in zip(self.parts, self._missing(), strict=True):
+                part.borrow(count)
 
     def _alone(self) -> None:
         """Only one batch at a time has something to come."""
@@ -109,6 +163,11 @@ class HotPlan:
     def _missing(self) -> list[int]:
         """How many ids of each part were not found. Waits for the device."""
         return [part.group.missing.increase() for part in self.parts]
+
+    def _free_below(self) -> None:
+        if self._below is not None:
+            self._below.release()
+            self._below = None
 
     def gather(self, outputs: Sequence[Tensor]) -> None:
         """Pool into one matrix per feature."""
@@ -146,8 +205,9 @@ class HotPlan:
                 "a gradient is NaN or infinite; no row was changed. Lower the learning rate, clip gradients, or find "
                 "the bad input with torch.autograd.set_detect_anomaly(True)"
             )
-        for part in self.parts:
-            part.commit()
+        with self.hot.lock if any(part.aside for part in self.parts) else nullcontext():
+            for part in self.parts:
+                part.commit()
 
     def release(self) -> None:
         """Let go of the rows."""
@@ -155,11 +215,13 @@ class HotPlan:
             self._step, self.hot.pending, _ = None, None, self._missing()
         for part in self.parts:
             part.release()
+        self.parts, self._staged, self._ready = [], -1, None
+        self._free_below()
 
     @property
     def late(self) -> int:
-        """None: nothing is brought ahead yet."""
-        return 0
+        """Rows that found no room ahead of the batch's turn."""
+        return sum(part.homeless for part in self.parts)
 
     @property
     def unique(self) -> int:
@@ -190,23 +252,38 @@ class Part:
         self.extra_rows: Places | None = None  # of those that go down after the update
         self._lift: HostLift | None = None
         self._runs: Runs | None = None
+        self.aside = False
+        self.brought = self.homeless = 0
+        self._counted = False
 
     def find(self, batch: int) -> None:
         """Slots of the ids; -1 where there is no row here."""
         self.batch = batch
         missing = self.group.missing
-        self.slots = find(self.group.tier.index, self.keys, self.begins, batch, missing.number)
+        tier = self.group.tier
+        self.slots = find(
+            tier.index, self.keys, self.begins, batch, missing.number, Warmth(tier.policy, tier.half_life)
+        )
         missing.send()
 
-    def bring(self, count: int, step: int) -> None:
-        """Rows of `count` ids that were not found come up; rows whose slots they take go down."""
+    def bring(self, count: int, step: int | None) -> bool:
+        """Rows of `count` ids that were not found come up; rows whose slots they take go down.
+
+        Without a step it is ahead of the batch's turn: only rows that exist and find room come. Whether all did.
+        """
         tier, group = self.group.tier, self.group
-        tier.hits += self.keys.numel() - count
-        tier.misses += count
+        if not self._counted:
+            tier.hits += self.keys.numel() - count
+            tier.misses += count
+        self._counted, self.brought, self.homeless, left = True, 0, 0, 0
         if count == 0:
-            return
+            return True
+        if step is None and group.aside:
+            return False
+        settled = tier.settled if step is not None else tier.settled_before(self.batch)
+        tier.wait(settled)
         positions, unique = self._absent(count)
-        chosen = choose_in_order(tier.index, unique.keys, unique.tables, unique.number, tier.settled, tier.policy)
+        chosen = choose_in_order(tier.index, unique.keys, unique.tables, unique.number, settled, tier.policy)
         group.landed()
         report, keys, wanted, leaving = self._brief(unique, chosen)
         for table, (begin, end) in enumerate(itertools.pairwise(leaving.bounds)):
@@ -216,20 +293,31 @@ class Part:
         put = group.lower(tier.source(), report.going[:number], leaving) if evicts else None
         into = Into(tier.source(), report.field(SLOTS)[:number], report.field(TABLES))
         self._lift = HostLift(pinned=tier.device.type == "cuda")
-        room = number > 0 and int(wanted.slots.numpy().min()) >= 0
-        coming = group.fetch_rows(self._lift, leaving.bounds, keys, wanted.seen, step, into if room else None)
-        slots = self._settle_places(into.slots, wanted.slots, leaving, coming.places)
+        room = int(wanted.slots.numpy().min()) >= 0
+        ahead = step is None
+        coming = group.fetch_rows(self._lift, leaving.bounds, keys, wanted.seen, step, into if room or ahead else None)
+        if ahead:
+            slots, left = self._leave(into.slots, wanted.slots, leaving, coming.places)
+        else:
+            slots = self._settle_places(into.slots, wanted.slots, leaving, coming.places)
         group.raise_rows(Into(tier.source(self.extra), slots, into.tables), coming)
         assert coming.places.block is not None
         places = to_device(coming.places.block, tier.device)
         if put is not None:
             tier.evictions += int(np.count_nonzero(leaving.slots.numpy() >= 0))
             put()
-        # No score yet: the update gives it.
         beside = (tier.hosts, tier.steps, tier.counts)
-        admit(tier.index, beside, report.keys, slots, places, self.batch, float("-inf"))
+        score = first_score(self.batch, tier.policy, tier.half_life)
+        admit(tier.index, beside, report.keys, slots, places, self.batch, score)
         answer(positions, unique.inverse, report.ranks, slots, self.slots)
         self._runs = None
+        self.brought = number - left
+        return left == 0
+
+    def take_over(self) -> None:
+        """What was laid out and found on another stream is used on this one from now on."""
+        if self.slots.device.type == "cuda":
+            used_on(torch.cuda.current_stream(), self.keys, self.begins, self.slots, *vars(self.items).values())
 
     def _absent(self, count: int) -> tuple[Tensor, Unique]:
         """Positions of the ids without a slot, and their unique keys."""
@@ -268,8 +356,22 @@ class Part:
         kept = torch.from_numpy(np.where(refused, -1, arriving.slots.numpy())[aside].astype(np.int32))
         bounds = _bounds_of(aside, arriving.bounds)
         self.extra_rows = Places(self.group.stores, bounds, kept, arriving.steps, arriving.counts)
-        tier.overflows += int((kept >= 0).sum())
+        overflows = int((kept >= 0).sum())
+        tier.overflows += overflows
+        self._aside(overflows > 0)
         return to_device(torch.from_numpy(slots), tier.device)
+
+    def _leave(self, chosen: Tensor, wanted: Tensor, leaving: Places, arriving: Places) -> tuple[Tensor, int]:
+        """The slots of the rows that come ahead of their turn: -1 for those that are unseen or have no room, and how
+        many those are."""
+        slots = wanted.numpy()
+        aside = (slots < 0) | (arriving.slots.numpy() < 0)
+        left, self.homeless = int(aside.sum()), int((slots < 0).sum())
+        if left == 0:
+            return chosen, 0
+        leaving.slots.numpy()[aside] = -1
+        stay = torch.from_numpy(np.where(aside, -1, slots).astype(np.int32))
+        return to_device(stay, self.group.tier.device), left
 
     def borrow(self, count: int) -> None:
         """Missing rows are copied for this batch; nothing below or here changes."""
@@ -308,8 +410,12 @@ class Part:
         update(
             tier.source(self.extra), tier.layout, self.group.code, runs, self.items, gradients, self.keys,
             _coefficients(updates), self.group.streams, None, step, scale, meta, flag,
-            Use(tier.index, self.batch, tier.policy, tier.half_life),
         )  # fmt: skip
+
+    def _aside(self, rows: bool) -> None:
+        """Whether rows of this batch's own must go down after its update."""
+        self.group.aside += int(rows) - int(self.aside)
+        self.aside = rows
 
     @property
     def _kept(self) -> bool:
@@ -318,13 +424,14 @@ class Part:
     def commit(self) -> None:
         """The update has landed: bring the batch's own rows down, let go."""
         tier = self.group.tier
-        if self.extra_rows is not None and bool((self.extra_rows.slots >= 0).any()):
+        if self.extra_rows is not None and self.aside:
             steps, counts = to_host(torch.stack([self.extra_steps, self.extra_counts]))
             rows = self.extra_rows
             down = Places(rows.stores, rows.bounds, rows.slots, steps, counts)
             places = torch.arange(tier.capacity, tier.capacity + rows.slots.numel(), dtype=torch.int32)
             self.group.lower(tier.source(self.extra), to_device(places, tier.device), down)()
             self.extra_rows = None
+            self._aside(False)
         if self._lift is not None:
             self._lift.commit()
             self._lift = None
@@ -337,9 +444,19 @@ class Part:
                 self.extra_rows.unhold()
             self._lift.release()
         self._lift, self.extra_rows, self.extra = None, None, None
+        self._aside(False)
         if self.batch:
             self.group.tier.settle(self.batch)
             self.batch = 0
+
+
+def _after(streams: Sequence[Any]) -> Any:
+    """An event behind what was asked of some streams; None without a GPU."""
+    if streams[0] is None:
+        return None
+    for stream in streams[1:]:
+        streams[0].wait_stream(stream)
+    return streams[0].record_event()
 
 
 def _lay_out(features: Sequence[Sequence[Feature]], device: torch.device) -> tuple[Tensor, Tensor, Items]:

@@ -19,15 +19,6 @@ FULL = 0.5  # of its share in use, from which on a table may want more (sets fil
 WORTH = 0.1  # of the cache that must move
 
 
-def due(batch: int) -> bool:
-    """Whether to look after that batch.
-
-    >>> [batch for batch in range(1, 300) if due(batch)]
-    [64, 128, 256]
-    """
-    return batch >= FIRST and batch % FIRST == 0 and (batch // FIRST) & (batch // FIRST - 1) == 0
-
-
 def divide(sets: Sequence[int], used: Sequence[int], missed: Sequence[int]) -> list[int] | None:
     """New numbers of sets, given those of now, the slots in use and the keys missed of each table; None: leave it.
 

@@ -4,9 +4,10 @@ A row's place here is its slot in a set-associative index (kernels/sets.py); bes
 (`hosts`), the step of its last update and its count. Below, a row that is here is out of date and does not move. Rows
 are brought down when their slot goes to another key; `dirty` are all that are newer here than below.
 
-A batch holds its rows from `find` to `settle`: slots whose pin is above `settled` are never given away. A row that
-finds no room in its set lives in the batch's `extra` rows instead (slots from `capacity` on), and goes down right after
-the batch's update; `overflows` counts them. No result depends on which of the two it was.
+A batch holds its rows from `find` to `settle`: slots whose pin is above `settled` are never given away. Several batches
+may hold rows at once; with a `window` of so many, what may leave does not depend on how far they are. A row that finds
+no room in its set lives in the batch's `extra` rows instead (slots from `capacity` on), and goes down right after the
+batch's update; `overflows` counts them. No result depends on which of the two it was.
 
 Who came and who went follows from the batches alone: no race decides anything. One thread at a time.
 """
@@ -14,6 +15,7 @@ Who came and who went follows from the batches alone: no race decides anything. 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +48,11 @@ class HbmTier:
             ) from None
         self.clean = 0  # rows whose last update is not after this step are below as they are here
         self.batch = 0
+        self.done = 0  # batches whose turn is over
+        self.window = 0  # batches that may be ahead of the one in work
         self._held: set[int] = set()
+        self._due: set[int] = set()  # those whose turn has come
+        self._landed: dict[int, Any] = {}  # events: the batch's update has landed
         self.missed = [0] * len(sets)  # unique keys, by table, since the sets were divided
         self.hits = self.misses = self.overflows = self.evictions = 0
 
@@ -65,14 +71,36 @@ class HbmTier:
         self._held.add(self.batch)
         return self.batch
 
+    def take(self, batch: int) -> None:
+        """That batch's turn has come: from now on its slots must stay as they are."""
+        self._due.add(batch)
+
     def settle(self, batch: int) -> None:
         """That batch's rows may leave."""
         self._held.discard(batch)
+        self.done += batch in self._due
+        self._due.discard(batch)
+        if self.window and self.device.type == "cuda":
+            self._landed[batch] = event = torch.cuda.Event()
+            event.record()
+            for old in [number for number in self._landed if number < batch - 4 * self.window]:
+                del self._landed[old]
+
+    def wait(self, settled: int) -> None:
+        """This stream goes on when updates up to that batch have landed."""
+        for batch, event in list(self._landed.items()):
+            if settled - self.window <= batch <= settled:
+                event.wait()
 
     @property
     def settled(self) -> int:
         """The last batch up to which nobody holds anything."""
-        return min(self._held) - 1 if self._held else self.batch
+        held = list(self._held)
+        return min(held) - 1 if held else self.batch
+
+    def settled_before(self, batch: int) -> int:
+        """What may leave for that batch: what was settled when `window` batches before it had not begun."""
+        return min(self.settled, max(0, batch - 1 - self.window))
 
     def dirty(self) -> Tensor:
         """Slots whose rows are newer than below, int32, rising. Waits for the device."""
@@ -84,8 +112,8 @@ class HbmTier:
 
     @property
     def free(self) -> bool:
-        """Whether no batch holds anything."""
-        return not self._held
+        """Whether no batch whose turn has come holds anything."""
+        return not self._due
 
     def used(self) -> list[int]:
         """Slots with a row, by table. Waits for the device."""

@@ -147,10 +147,11 @@ class Pipeline:
         if self.flow is None or self.flow.ahead == 0:
             return
         self.flow.ahead -= 1
-        limit = self.embeddings.budget.limit
+        memory = self.embeddings.memory
+        tier = f"dram={format_size(memory.dram_bytes)}" if memory.ssd is not None else f"hbm={memory.hbm!r}"
         warnings.warn(
-            f"dram={format_size(limit)} cannot hold the rows of the batches in flight: lookahead goes down to "
-            f"{self.flow.ahead}; results stay the same. Raise dram=, or set lookahead={self.flow.ahead}",
+            f"{tier} cannot hold the rows of the batches in flight: lookahead goes down to {self.flow.ahead}; results "
+            f"stay the same. Raise {tier.partition('=')[0]}=, or set lookahead={self.flow.ahead}",
             stacklevel=2,
         )
 

@@ -302,6 +302,8 @@ class Trainer:
                 return None
             return (steps - self.steps + self.place.first_step) * self.accumulate - len(self._waiting)
 
+        embeddings = self.model.embeddings
+        embeddings.in_flight(self.lookahead + self.accumulate if self.lookahead and embeddings.routes_ahead else 0)
         ahead = pipeline.Ahead(self.lookahead, stages, needed, self._gives_up)
         yield from pipeline.run(source, self.model.embeddings, self._forward_backward, self.cursor, ahead)
 
