@@ -7,6 +7,8 @@ on the device with larger ones.
 from __future__ import annotations
 
 import os
+import warnings
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,7 +23,7 @@ from hotrow.config import Memory
 from hotrow.data import Cursor
 from hotrow.errors import GradientError, MemoryBudgetError, OptionError, StorageError
 from hotrow.nn import EmbeddingCollection, Recommender
-from hotrow.table import Admission, Expiry, Table
+from hotrow.table import Admission, Expiry, Lookup, Table
 from hotrow.train.trainer import Trainer
 
 LARGE = torch.cuda.is_available()  # interpreting a step takes seconds
@@ -305,3 +307,55 @@ def test_rows_that_are_read_in_place_are_the_same_bits(device: str, monkeypatch:
     reports = [trainer.fit(Clicks(STEPS - 1), progress=False) for trainer in (staged, in_place)]
     assert reports[0].losses == reports[1].losses
     assert_same(staged, in_place)
+
+
+def fit_ahead(trainer: Trainer, source: Clicks, ahead: int) -> list[float]:
+    """As `fit` with a lookahead, on one thread: every batch is staged when the one so many before it is computed."""
+    embeddings, losses, staged = trainer.model.embeddings, [], deque[Lookup]()
+    embeddings.in_flight(ahead + 1)
+    trainer.model.train()
+    batches = list(source.all)
+    for number in range(len(batches)):
+        for batch in batches[number + len(staged) : number + 1 + ahead]:
+            lookup = embeddings.route(batch)
+            lookup.prefetch()
+            lookup.stage()
+            staged.append(lookup)
+        logits_and_loss = trainer._forward_backward(embeddings.fetch(staged.popleft()))
+        trainer._step()
+        losses.append(float(logits_and_loss[1]))
+    return losses
+
+
+@pytest.mark.parametrize("budget", [TIGHT, TINY, "ssd"])
+@pytest.mark.parametrize("policies", [False, True])
+def test_rows_that_come_ahead_are_the_same_bits(device: str, budget: str, policies: bool, tmp_path: Path) -> None:
+    rules = {"admission": Admission(after=2, sketch="4KiB"), "expiry": Expiry(steps=2, every=2)} if policies else {}
+    plain = trainer_of(Memory(hbm=ROOMY), device, **rules)
+    expected = plain.fit(Clicks(STEPS), progress=False).losses
+    for ahead in (1, 3):
+        below = {"dram": "16MiB", "ssd": str(tmp_path / f"{ahead}")}
+        memory = Memory(hbm=TINY, **below) if budget == "ssd" else Memory(hbm=budget)
+        trainer = trainer_of(memory, device, **rules)  # type: ignore[arg-type]
+        assert fit_ahead(trainer, Clicks(STEPS), ahead) == expected
+        assert_same(plain, trainer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 4])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_every_lookahead_gives_the_same_bits_on_the_device(lookahead: int, accumulate: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU: the interpreter has one thread")
+    many = Clicks(4 * STEPS)
+    plain = trainer_of(Memory(hbm=ROOMY), "cuda", accumulate)
+    plain.lookahead = 0
+    expected = plain.fit(many, evaluate=Clicks(1, seed=9), evaluate_every=5, progress=False)
+    for budget in (ROOMY, TIGHT, TINY):
+        trainer = trainer_of(Memory(hbm=budget), "cuda", accumulate)
+        trainer.lookahead = lookahead
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the lookahead shrinks where the budget is tiny
+            report = trainer.fit(many, evaluate=Clicks(1, seed=9), evaluate_every=5, progress=False)
+        assert report.losses == expected.losses and report.evaluations == expected.evaluations
+        assert_same(plain, trainer)

@@ -8,7 +8,7 @@ its batches drawn beforehand, with the default lookahead on both sides and a DRA
 queue depth, measured right before and after with nothing else running. `pipeline/lookahead` is the same job over SSD
 with the default lookahead and with none.
 
-Rows for a GPU belong into `gpu_results`.
+With a GPU, its rows follow (pipeline_gpu.py).
 """
 
 from __future__ import annotations
@@ -39,12 +39,9 @@ def results() -> Iterator[Result | str]:
     """The rows of this benchmark, with a word on what is running before each."""
     yield from cpu_results()
     if torch.cuda.is_available():
-        yield from gpu_results()
+        from hotrow.bench import pipeline_gpu
 
-
-def gpu_results() -> Iterator[Result | str]:
-    """W-dlrm and W-gpu-cached with rows of a tenth in HBM."""
-    yield from ()
+        yield from pipeline_gpu.results()
 
 
 def cpu_results() -> Iterator[Result | str]:
