@@ -1,6 +1,7 @@
 """New keys into their sets: which way each takes, whom it drives out.
 
-A key goes to its first choice of set, unless five or more live there and fewer in its second. Keys are sorted by the
+A key goes to its first choice of set, unless five or more live there and fewer in its second; where batches in flight
+hold so much of either that fewer than three ways could be taken, to the one with more of those. Keys are sorted by the
 set they go to, so the new keys of one set lie side by side, and a key learns its rank among them from its few
 neighbours. The r-th new key of a set takes the r-th best way: empty ways first, in way order, then ways that no
 batch in flight holds, lowest score first, lower way first among equals. A key that finds none gets slot -1; the
@@ -27,7 +28,7 @@ from hotrow.errors import BatchError, OptionError, choices
 from hotrow.kernels.dedup import total_before
 from hotrow.kernels.launch import cdiv, fast, power_of_2
 from hotrow.kernels.mixing import empty_key, half_of, hash_key, home_of
-from hotrow.kernels.sets import POLICIES, SPILL, WAYS, SetIndex, check, held_by
+from hotrow.kernels.sets import CROWDED, POLICIES, SPILL, WAYS, SetIndex, check, held_by
 
 BLOCK, WARPS = 64, 2
 SWAP_ELEMENTS, SWAP_WARPS = 4096, 4  # of a block that swaps rows: keys * padded dim
@@ -37,6 +38,7 @@ _NEVER = tl.constexpr(1 << 62)
 _HELD = tl.constexpr(-(1 << 40))  # below: the order of an empty way
 _WINDOW = tl.constexpr(2 * WAYS)
 _SPILL = tl.constexpr(SPILL)
+_CROWDED = tl.constexpr(CROWDED)
 _NOWHERE = tl.constexpr((1 << 31) - 1)
 _EVICTS = tl.constexpr(1 << 30)  # beside a slot: somebody must leave it
 
@@ -63,10 +65,18 @@ def taken_ways(held, home):
     return tl.sum((held != empty_key(home)[:, None]).to(tl.int32), axis=1)
 
 
+@triton.jit
+def open_ways(held, pins, home, valid, settled):
+    """How many ways of each home are empty or may be taken from their key."""
+    at = (home >> 1)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    pin = tl.load(pins + 2 * at, mask=valid[:, None], other=0)
+    return tl.sum(((held == empty_key(home)[:, None]) | (pin <= settled)).to(tl.int32), axis=1)
+
+
 @fast
-@triton.jit(do_not_specialize=["n", "batch"])
+@triton.jit(do_not_specialize=["n", "batch", "settled"])
 def target_kernel(
-    index_keys, pins, first, count, keys, tables, number, homes, found, n, batch,
+    index_keys, pins, first, count, keys, tables, number, homes, found, n, batch, settled,
     TABLES: tl.constexpr, MIXED: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The home each key goes to, _NOWHERE after the real ones.
@@ -92,7 +102,12 @@ def target_kernel(
         here = tl.max(tl.where(held == key[:, None], ways, -1), axis=1)
         unsure = valid & (here < 0)
     beside = tl.load(index_keys + (other >> 1)[:, None] * 8 + ways, mask=unsure[:, None], other=0)
-    moves = unsure & (taken >= _SPILL) & (taken_ways(beside, other) < taken)
+    moves = taken_ways(beside, other) < taken
+    if not MIXED:
+        first_open = open_ways(held, pins, home, unsure, settled)
+        other_open = open_ways(beside, pins, other, unsure, settled)
+        moves = tl.where(tl.minimum(first_open, other_open) < _CROWDED, other_open > first_open, moves)
+    moves = unsure & (taken >= _SPILL) & moves
     if MIXED:
         there = tl.where(unsure, tl.max(tl.where(beside == key[:, None], ways, -1), axis=1), -1)
         moves |= there >= 0
@@ -277,7 +292,7 @@ def choose_in_order(
     slots = torch.empty(n, dtype=torch.int32, device=index.device)
     order = keys
     if n:
-        homes, order = _targets(index, keys, tables, number, None, 0)
+        homes, order = _targets(index, keys, tables, number, None, 0, settled)
         choose_kernel[(cdiv(n, BLOCK),)](
             index.keys, index.pins, index.scores, homes, order, slots, slots, n, settled,
             MIXED=False, BLOCK=BLOCK, num_warps=WARPS,
@@ -339,7 +354,7 @@ def insert_and_evict(
         return out._replace(number=out.number.zero_())
     blocks = cdiv(n, RANK_BLOCK)
     found, chosen, ranks, counts = ints(n), ints(n), ints(n), ints(blocks)
-    homes, order = _targets(index, keys, tables, None, found, batch)
+    homes, order = _targets(index, keys, tables, None, found, batch, settled)
     choose_kernel[(cdiv(n, BLOCK),)](
         index.keys, index.pins, index.scores, homes, order, chosen, found, n, settled,
         MIXED=True, BLOCK=BLOCK, num_warps=WARPS,
@@ -363,13 +378,14 @@ def _targets(
     number: torch.Tensor | None,
     found: torch.Tensor | None,
     batch: int,
+    settled: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sets that keys go to, sorted, and the order that sorts them; with `found`, where present ones are, pinned."""
     n = keys.numel()
     homes = torch.empty(n, dtype=torch.int32, device=index.device)
     target_kernel[(cdiv(n, BLOCK),)](
         index.keys, index.pins, index.first, index.count, keys, homes if tables is None else tables,
-        homes if number is None else number, homes, homes if found is None else found, n, batch,
+        homes if number is None else number, homes, homes if found is None else found, n, batch, settled,
         TABLES=tables is not None, MIXED=found is not None, NUMBER=number is not None, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     sorted_homes, order = homes.sort(stable=True)

@@ -11,7 +11,7 @@ import torch
 
 from hotrow.kernels.layout import Items, RowLayout, Source
 from hotrow.kernels.mixing import GOLDEN, MULTIPLIERS
-from hotrow.kernels.sets import SPILL, WAYS, SetIndex
+from hotrow.kernels.sets import CROWDED, SPILL, WAYS, SetIndex
 
 # --- the index: mixing, find, dedup, insert, touch ------------------------------------------------------------------
 
@@ -86,18 +86,22 @@ def dedup(keys: torch.Tensor, tables: torch.Tensor | None) -> tuple[list[tuple[i
     return [(table, key) for table, _, key in unique], counts, inverse
 
 
-def target(index: SetIndex, keys: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+def target(index: SetIndex, keys: torch.Tensor, tables: torch.Tensor, settled: int) -> torch.Tensor:
     """The set each new key goes to: its first choice, or the second where that is well filled and it is less so."""
-    taken = index.occupied().view(-1, WAYS).sum(dim=1)
+    occupied = index.occupied().view(-1, WAYS)
+    taken = occupied.sum(dim=1)
+    may = (~occupied | (index.pins.reshape(-1, WAYS) <= settled)).sum(dim=1)
     first, second = (c(hash_key(keys), index.first[tables], index.count[tables]) for c in (set_of, second_set_of))
-    return torch.where((taken[first] < SPILL) | (taken[first] <= taken[second]), first, second)
+    crowded = torch.minimum(may[first], may[second]) < CROWDED
+    better = torch.where(crowded, may[second] > may[first], taken[second] < taken[first])
+    return torch.where((taken[first] >= SPILL) & better, second, first)
 
 
 def choose(index: SetIndex, keys: torch.Tensor, tables: torch.Tensor, settled: int) -> list[int]:
     """The slot of each new key: the r-th of a set takes the r-th best way, and -1 when no way is left."""
     occupied = index.occupied().tolist()
     pins, scores = index.pins.tolist(), index.scores.tolist()
-    sets = target(index, keys, tables).tolist()
+    sets = target(index, keys, tables, settled).tolist()
     free: dict[int, list[int]] = {}
     slots = []
     for s in sets:

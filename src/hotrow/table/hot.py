@@ -63,6 +63,7 @@ class HotRows:
         self.lock = threading.RLock()
         self.ahead = _stream(device)
         self.staging = False  # whether another thread brings rows up ahead
+        self.patience = 0  # batches not to stage: the last one had unseen keys, for which all must wait
         self.generation = 0
         self.pending: HotPlan | None = None  # a batch of which it is not known yet whether rows are missing
         self.stores = [rows.store for rows in tables]  # not the tables, which know their cache

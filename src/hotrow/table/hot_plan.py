@@ -34,6 +34,7 @@ from hotrow.table.hot import Group, HotRows, Into, follow, on, to_device, to_hos
 from hotrow.tiers.host import HostLift, HostPlan, HostStore, Moved, Places, Update
 
 Feature = tuple[Jagged, str]
+PATIENCE = 16  # batches that come up at their turn, after one that was staged and lacked something
 
 
 class HotPlan:
@@ -70,7 +71,8 @@ class HotPlan:
         Rows that keep DRAM slots over SSD come when it is their turn: they would have to be held there.
         """
         hot, moved = self.hot, 0
-        if not all(group.stays for group in hot.groups):
+        if hot.patience or not all(group.stays for group in hot.groups):
+            hot.patience = max(0, hot.patience - 1)
             return Moved()
         with hot.lock:
             if not hot.staging:
@@ -85,7 +87,9 @@ class HotPlan:
                 for part, count in zip(self.parts, self._missing(), strict=True):
                     whole &= part.bring(count, None)
                     moved += part.brought
-            if whole:
+            if not whole:
+                hot.patience = PATIENCE
+            else:
                 self._staged = hot.generation
                 self._ready = _after([hot.ahead, *(part.group.up for part in self.parts)])
         return Moved(moved, sum(4 * part.brought * part.group.width for part in self.parts))
