@@ -62,7 +62,8 @@ class HotRows:
         self.flag = Later(device)  # whether a gradient was not finite
         self.lock = threading.RLock()
         self.ahead = _stream(device)
-        self.staging = False  # whether another thread brings rows up ahead
+        self.ahead_of_turn = False  # whether batches may be in flight ahead of the one in work
+        self.staging = False  # whether rows may come up ahead, on another thread and stream
         self.patience = 0  # batches not to stage: the last one had unseen keys, for which all must wait
         self.generation = 0
         self.pending: HotPlan | None = None  # a batch of which it is not known yet whether rows are missing
@@ -108,15 +109,21 @@ class HotRows:
             if self.staging:
                 for stream in (self.ahead, *(group.up for group in self.groups)):
                     wait_for(stream)
-            yield
-            if self.staging:
-                follow(self.ahead)
+            try:
+                yield
+            finally:
+                if self.staging:
+                    follow(self.ahead)
 
     def in_flight(self, batches: int) -> None:
         """So many batches may have been begun and not have landed."""
         with self.alone():
             for group in self.groups:
                 group.tier.window = batches
+            self.ahead_of_turn = batches > 0
+            if self.ahead_of_turn and all(group.stays for group in self.groups):
+                self.staging = True
+                follow(self.ahead)
 
     def flush(self) -> None:
         """Bring down every row that is newer here, so that what is below is all there is."""
@@ -410,7 +417,7 @@ class Later:
 
     def __init__(self, device: torch.device) -> None:
         self.number = torch.zeros(1, dtype=torch.int32, device=device)
-        self._before = 0
+        self._before, self._sent = 0, False
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._pinned = torch.empty(1, dtype=torch.int32, pin_memory=True) if self._event else self.number
 
@@ -419,6 +426,7 @@ class Later:
         if self._event is not None:
             move.tell(self.number, self._pinned)
             self._event.record()
+        self._sent = True
 
     def wait(self) -> int:
         """The number."""
@@ -429,8 +437,13 @@ class Later:
     def increase(self) -> int:
         """By how much the number rose since this was last asked."""
         now = self.wait()
-        more, self._before = (now - self._before) & 0xFFFFFFFF, now
+        more, self._before, self._sent = (now - self._before) & 0xFFFFFFFF, now, False
         return more
+
+    def catch_up(self) -> None:
+        """Forget a number that was sent and never asked for, because of an error in between."""
+        if self._sent:
+            self.increase()
 
 
 def _stream(device: torch.device) -> Any:

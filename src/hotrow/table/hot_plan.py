@@ -9,7 +9,7 @@ meanwhile; the rows that had those slots go down (hot.py).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -24,13 +24,13 @@ from hotrow.kernels.admit import FIELDS, SLOTS, TABLES, Brief, admit, answer, br
 from hotrow.kernels.dedup import Unique, compact_keys, dedup
 from hotrow.kernels.find import Warmth, find
 from hotrow.kernels.gather import gather
-from hotrow.kernels.insert import Chosen, choose_in_order
+from hotrow.kernels.insert import Chosen, choose_in_order, erase
 from hotrow.kernels.layout import Items, small_table, spread
 from hotrow.kernels.runs import Runs
 from hotrow.kernels.runs import group as group_runs
 from hotrow.kernels.touch import first_score
 from hotrow.kernels.update import Coefficients, Meta, update
-from hotrow.table.hot import Group, HotRows, Into, follow, on, to_device, to_host, used_on, wait_for
+from hotrow.table.hot import Coming, Group, HotRows, Into, on, to_device, to_host, used_on, wait_for
 from hotrow.tiers.host import HostLift, HostPlan, HostStore, Moved, Places, Update
 
 Feature = tuple[Jagged, str]
@@ -45,6 +45,9 @@ class HotPlan:
         self.ids = 0
         self.parts: list[Part] = []
         self._jobs: list[tuple[HostStore, list[Feature]]] = []
+        self._numbers: list[int] = []  # of this batch, in each group
+        self._given: Any = None  # when keys that came on the device are there
+        self._reads = False
         self._below: HostPlan | None = None  # keeps rows in DRAM that came from SSD
         self._staged = -1  # the generation in which all rows were brought up ahead
         self._ready: Any = None  # when they are there
@@ -54,7 +57,11 @@ class HotPlan:
         """Take the keys; they go to the device when it is looked for them there."""
         self.release()
         self._jobs = [(store, list(features)) for store, features in jobs]
-        self.ids = sum(jagged.values.numel() for _, features in self._jobs for jagged, _ in features)
+        self._numbers = [group.tier.begin() for group in self.hot.groups]
+        values = [jagged.values for _, features in self._jobs for jagged, _ in features]
+        self.ids = sum(keys.numel() for keys in values)
+        on_device = self.hot.staging and any(keys.device.type == "cuda" for keys in values)
+        self._given = torch.cuda.current_stream(self.hot.device).record_event() if on_device else None
 
     def prefetch(self) -> Moved:
         """Rows that are on SSD come up to DRAM and stay there until `fetch`."""
@@ -71,18 +78,16 @@ class HotPlan:
         Rows that keep DRAM slots over SSD come when it is their turn: they would have to be held there.
         """
         hot, moved = self.hot, 0
-        if hot.patience or not all(group.stays for group in hot.groups):
+        if hot.patience or not hot.staging:
             hot.patience = max(0, hot.patience - 1)
             return Moved()
         with hot.lock:
-            if not hot.staging:
-                hot.staging = True
-                follow(hot.ahead)
             with on(hot.ahead):
+                if self._given is not None:
+                    self._given.wait()
                 self._alone()
                 self._lay_out()
-                for part in self.parts:
-                    part.find(part.group.tier.begin())
+                self._find()
                 whole = True
                 for part, count in zip(self.parts, self._missing(), strict=True):
                     whole &= part.bring(count, None)
@@ -101,23 +106,25 @@ class HotPlan:
         while the host still waits to hear so.
         """
         if self._staged == self.hot.generation:
-            for part in self.parts:
-                part.take_over()
             if self._ready is not None:
                 self._ready.wait()
         else:
             with self.hot.alone():
                 self._alone()
                 self._lay_out()
-                for part in self.parts:
-                    part.find(part.batch or part.group.tier.begin())
+                self._find()
                 self._step, self.hot.pending = step, self
-                if self.hot.staging or any(part.group.missed for part in self.parts):
+                if self.hot.ahead_of_turn or any(part.group.missed for part in self.parts):
                     self._arrive()
         self._staged, self._ready = -1, None
         for part in self.parts:
+            part.take_over()
             part.group.tier.take(part.batch)
         self._free_below()
+
+    def _find(self) -> None:
+        for part, number in zip(self.parts, self._numbers, strict=True):
+            part.find(number)
 
     def _lay_out(self) -> None:
         """The keys to the device, group by group."""
@@ -141,16 +148,21 @@ class HotPlan:
         """Bring up what is missing, unless that was done. Whether there was anything."""
         if self._step is None:
             return False
-        step, self._step, self.hot.pending = self._step, None, None
+        step, self.hot.pending = self._step, None
         counts = self._missing()
         for part, count in zip(self.parts, counts, strict=True):
             part.group.missed = count > 0
             part.bring(count, step)
             wait_for(part.group.up)
+        self._step = None
         return any(counts)
 
     def read(self) -> None:
-        """Find the rows; those that are missing are copied for this batch alone."""
+        """Only read: no row is held, so that they are found when they are gathered."""
+        self._reads = True
+
+    def _read(self, outputs: Sequence[Tensor]) -> None:
+        """Find the rows; those that are missing are copied for this batch alone. Nobody may change any meanwhile."""
         with self.hot.alone():
             self._alone()
             self._lay_out()
@@ -158,6 +170,8 @@ class HotPlan:
                 part.find(0)
             for part, count in zip(self.parts, self._missing(), strict=True):
                 part.borrow(count)
+                part.take_over()
+                part.gather([outputs[number] for number in part.numbers])
 
     def _alone(self) -> None:
         """Only one batch at a time has something to come."""
@@ -175,6 +189,9 @@ class HotPlan:
 
     def gather(self, outputs: Sequence[Tensor]) -> None:
         """Pool into one matrix per feature."""
+        if self._reads:
+            self._read(outputs)
+            return
         for part in self.parts:
             part.gather([outputs[number] for number in part.numbers])
         if self._arrive():
@@ -215,11 +232,14 @@ class HotPlan:
 
     def release(self) -> None:
         """Let go of the rows."""
-        if self._step is not None:
-            self._step, self.hot.pending, _ = None, None, self._missing()
+        if self.hot.pending is self:
+            self.hot.pending, _ = None, self._missing()
         for part in self.parts:
             part.release()
-        self.parts, self._staged, self._ready = [], -1, None
+        for group, number in zip(self.hot.groups, self._numbers, strict=False):
+            group.tier.settle(number)
+        self.parts, self._numbers, self._staged, self._ready, self._step = [], [], -1, None, None
+        self._reads = False
         self._free_below()
 
     @property
@@ -263,7 +283,9 @@ class Part:
     def find(self, batch: int) -> None:
         """Slots of the ids; -1 where there is no row here."""
         self.batch = batch
+        self._runs = None
         missing = self.group.missing
+        missing.catch_up()
         tier = self.group.tier
         self.slots = find(
             tier.index, self.keys, self.begins, batch, missing.number, Warmth(tier.policy, tier.half_life)
@@ -279,7 +301,9 @@ class Part:
         if not self._counted:
             tier.hits += self.keys.numel() - count
             tier.misses += count
-        self._counted, self.brought, self.homeless, left = True, 0, 0, 0
+        self._counted, self.brought, left = True, 0, 0
+        if step is None:
+            self.homeless = 0
         if count == 0:
             return True
         if step is None and group.aside:
@@ -296,14 +320,11 @@ class Part:
         evicts = bool((leaving.slots.numpy() >= 0).any())
         put = group.lower(tier.source(), report.going[:number], leaving) if evicts else None
         into = Into(tier.source(), report.field(SLOTS)[:number], report.field(TABLES))
-        self._lift = HostLift(pinned=tier.device.type == "cuda")
-        room = int(wanted.slots.numpy().min()) >= 0
-        ahead = step is None
-        coming = group.fetch_rows(self._lift, leaving.bounds, keys, wanted.seen, step, into if room or ahead else None)
-        if ahead:
-            slots, left = self._leave(into.slots, wanted.slots, leaving, coming.places)
-        else:
-            slots = self._settle_places(into.slots, wanted.slots, leaving, coming.places)
+        try:
+            coming, slots, left = self._fetch(step, into, keys, wanted, leaving)
+        except BaseException:
+            self._undo(into.slots, put)
+            raise
         group.raise_rows(Into(tier.source(self.extra), slots, into.tables), coming)
         assert coming.places.block is not None
         places = to_device(coming.places.block, tier.device)
@@ -317,6 +338,29 @@ class Part:
         self._runs = None
         self.brought = number - left
         return left == 0
+
+    def _fetch(
+        self, step: int | None, into: Into, keys: Tensor, wanted: Wanted, leaving: Places
+    ) -> tuple[Coming, Tensor, int]:
+        """Rows on their way up, the slots they get, and how many stay behind."""
+        group = self.group
+        self._lift = HostLift(pinned=group.tier.device.type == "cuda")
+        room = int(wanted.slots.numpy().min()) >= 0
+        ahead = step is None
+        coming = group.fetch_rows(self._lift, leaving.bounds, keys, wanted.seen, step, into if room or ahead else None)
+        if ahead:
+            return coming, *self._leave(into.slots, wanted.slots, leaving, coming.places)
+        return coming, self._settle_places(into.slots, wanted.slots, leaving, coming.places), 0
+
+    def _undo(self, slots: Tensor, put: Callable[[], None] | None) -> None:
+        """Rows that were to come could not. Some may lie in their slots already: those are emptied, and whose they were
+        goes down, as it was collected."""
+        tier = self.group.tier
+        wait_for(self.group.up)
+        erase(tier.index, slots)
+        tier.hosts[slots[slots >= 0].long()] = -1
+        if put is not None:
+            put()
 
     def take_over(self) -> None:
         """What was laid out and found on another stream is used on this one from now on."""
@@ -449,9 +493,6 @@ class Part:
             self._lift.release()
         self._lift, self.extra_rows, self.extra = None, None, None
         self._aside(False)
-        if self.batch:
-            self.group.tier.settle(self.batch)
-            self.batch = 0
 
 
 def _after(streams: Sequence[Any]) -> Any:

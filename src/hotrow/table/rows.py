@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ class HotKey:
 class Hot(Protocol):
     """A cache above the store (hot.py)."""
 
+    def alone(self) -> AbstractContextManager[None]: ...
     def flush(self) -> None: ...
     def drop(self) -> None: ...
 
@@ -78,18 +80,24 @@ class TableRows:
         self, keys: Tensor, values: Tensor, counts: Tensor | None = None, last_steps: Tensor | None = None
     ) -> None:
         """Set rows: `values` is [n, dim], or [n, width] with the optimizer's state behind the values."""
-        self.cool()
-        self.store.assign(keys, values, counts, last_steps)
+        with self._alone():
+            self.cool()
+            self.store.assign(keys, values, counts, last_steps)
 
     def erase(self, keys: Tensor) -> int:
         """Remove rows; returns how many there were. A batch that sees the key again starts it anew."""
-        self.cool()
-        return self.store.erase(keys)
+        with self._alone():
+            self.cool()
+            return self.store.erase(keys)
 
     def scan(self, chunk: int = 65536) -> Iterator[Rows]:
         """All rows with their optimizer state, counts and last steps, chunk by chunk."""
         self.settle()
         return self.store.scan(chunk)
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Inside it, no row comes up from the store."""
+        return nullcontext() if self.hot is None else self.hot.alone()
 
     def settle(self) -> None:
         """Make the store below hold the newest of every row: whoever reads it directly calls this first."""

@@ -14,6 +14,7 @@ Who came and who went follows from the batches alone: no race decides anything. 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ class HbmTier:
         self.batch = 0
         self.done = 0  # batches whose turn is over
         self.window = 0  # batches that may be ahead of the one in work
+        self._numbers = threading.Lock()
         self._held: set[int] = set()
         self._due: set[int] = set()  # those whose turn has come
         self._landed: dict[int, Any] = {}  # events: the batch's update has landed
@@ -66,10 +68,11 @@ class HbmTier:
         return Source(self.rows, extra)
 
     def begin(self) -> int:
-        """A number for a batch that will hold rows."""
-        self.batch += 1
-        self._held.add(self.batch)
-        return self.batch
+        """A number for a batch that will hold rows. Any thread."""
+        with self._numbers:
+            self.batch += 1
+            self._held.add(self.batch)
+            return self.batch
 
     def take(self, batch: int) -> None:
         """That batch's turn has come: from now on its slots must stay as they are."""
@@ -77,7 +80,6 @@ class HbmTier:
 
     def settle(self, batch: int) -> None:
         """That batch's rows may leave."""
-        self._held.discard(batch)
         self.done += batch in self._due
         self._due.discard(batch)
         if self.window and self.device.type == "cuda":
@@ -85,6 +87,7 @@ class HbmTier:
             event.record()
             for old in [number for number in self._landed if number < batch - 4 * self.window]:
                 del self._landed[old]
+        self._held.discard(batch)  # last: who sees it finds the event
 
     def wait(self, settled: int) -> None:
         """This stream goes on when updates up to that batch have landed."""
