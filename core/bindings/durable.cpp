@@ -179,9 +179,18 @@ void bind_durable(nb::module_& m) {
       .def(
           "sweep",
           [](Table& t, uint32_t cutoff, uint32_t count_cutoff, uint64_t min_count, uint32_t norm_cutoff, float min_norm,
+             uint64_t max_rows, uint64_t elsewhere) {
+            nb::gil_scoped_release release;
+            return t.sweep({cutoff, count_cutoff, norm_cutoff, min_count, min_norm, max_rows}, elsewhere);
+          },
+          nb::arg("cutoff") = 0, nb::arg("count_cutoff") = 0, nb::arg("min_count") = 0, nb::arg("norm_cutoff") = 0,
+          nb::arg("min_norm") = 0.0f, nb::arg("max_rows") = 0, nb::arg("elsewhere") = 0)
+      .def(
+          "staying",
+          [](Table& t, uint32_t cutoff, uint32_t count_cutoff, uint64_t min_count, uint32_t norm_cutoff, float min_norm,
              uint64_t max_rows) {
             nb::gil_scoped_release release;
-            return t.sweep({cutoff, count_cutoff, norm_cutoff, min_count, min_norm, max_rows});
+            return t.staying({cutoff, count_cutoff, norm_cutoff, min_count, min_norm, max_rows});
           },
           nb::arg("cutoff") = 0, nb::arg("count_cutoff") = 0, nb::arg("min_count") = 0, nb::arg("norm_cutoff") = 0,
           nb::arg("min_norm") = 0.0f, nb::arg("max_rows") = 0)
@@ -224,7 +233,15 @@ void bind_durable(nb::module_& m) {
           },
           nb::arg("records") = 4096)
       .def("load_snapshot", &Table::load_snapshot, nb::arg("folder"), nb::call_guard<nb::gil_scoped_release>())
-      .def("load_state", &Table::load_state, nb::arg("folder"), nb::call_guard<nb::gil_scoped_release>());
+      .def(
+          "load_state",
+          [](Table& t, const std::string& folder, uint32_t begin, uint32_t end) {
+            if (begin > end || end > static_cast<uint32_t>(kShards))
+              throw std::invalid_argument("load_state: shards out of range");
+            nb::gil_scoped_release release;
+            t.load_state(folder, begin, end);
+          },
+          nb::arg("folder"), nb::arg("begin") = 0, nb::arg("end") = kShards);
 
   nb::class_<SnapshotReader>(m, "SnapshotReader")
       .def(nb::init<const std::string&>(), nb::arg("folder"))

@@ -223,21 +223,26 @@ void bind_store(nb::module_& m) {
       .def(
           "update",
           [](Plan& plan, const std::vector<MatrixTuple>& gradients, const std::vector<MatrixTuple>& checked,
-             std::vector<std::tuple<std::vector<float>, float, float>> updates, uint32_t step, float grad_scale) {
+             std::vector<std::tuple<std::vector<float>, float, float>> updates, uint32_t step, float grad_scale,
+             const std::vector<Address>& present) {
+            std::vector<const uint8_t*> marks;
+            for (Address address : present) marks.push_back(reinterpret_cast<const uint8_t*>(address));
             auto list = matrices(gradients), to_check = matrices(checked);
             UpdateOptions options{{}, step, grad_scale};
             for (auto& [coefficients, clip_value, clip_norm] : updates)
               options.jobs.push_back({std::move(coefficients), clip_value, clip_norm});
             nb::gil_scoped_release release;
-            plan.update(list, to_check, options);
+            plan.update(list, to_check, options, marks);
           },
-          nb::arg("gradients"), nb::arg("checked"), nb::arg("updates"), nb::arg("step"), nb::arg("grad_scale"))
+          nb::arg("gradients"), nb::arg("checked"), nb::arg("updates"), nb::arg("step"), nb::arg("grad_scale"),
+          nb::arg("present") = std::vector<Address>())
       .def_prop_ro("ids", &Plan::ids)
       .def_prop_ro("late", &Plan::late)
       .def_prop_ro("unique", &Plan::unique)
       .def_prop_ro("bytes", &Plan::bytes);
 
   bind_device(m, table, plan);
+  bind_ranks(plan);
 }
 
 }  // namespace hotrow::bindings

@@ -58,8 +58,9 @@ struct GradSource {
   const float* data;  // null: this feature got no gradient
   size_t stride;      // in floats
   uint32_t begin, end;
-  const uint32_t* bag;  // by position - begin; null: the same number
-  const float* scale;   // by position - begin; null: all one
+  const uint32_t* bag;               // by position - begin; null: the same number
+  const float* scale;                // by position - begin; null: all one
+  const uint8_t* present = nullptr;  // by position - begin: 0 where it has no gradient; null: all have
 };
 
 struct UpdateArgs {
@@ -70,6 +71,7 @@ struct UpdateArgs {
   size_t begin, end;          // unique rows to update
   const uint32_t* run_begin;  // positions of unique row u: run[run_begin[u]] .. run[run_begin[u + 1]], in batch order
   const uint32_t* run;
+  const uint32_t* seen;  // by unique row, how often it was seen; null: as often as its run is long
   const GradSource* sources;
   const float* coefficients;
   float grad_scale;  // 1: left alone
@@ -80,6 +82,15 @@ struct UpdateArgs {
   uint64_t count_stream;
 };
 
+// Only the sums: row u's goes to out + offsets[u]. Of `update` the fields that say what to sum are used.
+struct SumArgs {
+  UpdateArgs update;
+  float* out;
+  const uint32_t* offsets;  // by unique row, in floats
+  const uint32_t* places;   // by unique row, into `present`
+  uint8_t* present;         // 0 where a row had no gradient: its sum is then zeros
+};
+
 struct Kernels {
   const char* name;
   size_t (*find)(const FindArgs&);  // returns how many were not found
@@ -87,6 +98,7 @@ struct Kernels {
   void (*pool)(const PoolArgs&);
   bool (*all_finite)(const float* values, size_t count);
   void (*update[static_cast<int>(RuleKind::kCount)])(const UpdateArgs&);
+  bool (*sum)(const SumArgs&);  // returns whether every row had a gradient
 };
 
 const Kernels& kernels();

@@ -49,6 +49,8 @@ Plan::~Plan() { release(); }
 void Plan::route(const std::vector<JobInput>& jobs) {
   release();
   state_ = State::kEmpty;
+  taken_ = nullptr;
+  dealt_ = false;
   job_count_ = 0;
   feature_count_ = 0;
   if (jobs_.size() < jobs.size()) jobs_.resize(jobs.size());
@@ -271,6 +273,7 @@ void Plan::read() {
     float* copies = job.copies.resize(job.grouping.size() * job.table->dim());
     job.table->read(job.grouping.keys(), job.grouping.hashes(), job.grouping.size(), copies, nullptr);
   });
+  taken_ = nullptr;
   state_ = State::kRead;
 }
 
@@ -297,12 +300,18 @@ void Plan::gather(const std::vector<Matrix>& outputs) {
       const Feature& feature = job.features[f];
       const Matrix& out = outputs[output];
       const size_t bags = feature.pooling == Pooling::kNone ? feature.count : feature.bags;
+      if (!out.data) continue;
       require(out.rows == bags && out.columns == static_cast<size_t>(job.table->dim()),
               "gather: an output has the wrong shape");
       PoolArgs args{};
       args.rows = copies ? reinterpret_cast<const char*>(job.copies.data()) : view.rows;
       args.row_bytes = copies ? job.table->dim() * sizeof(float) : view.row_bytes;
       args.index = copies ? nullptr : job.slots.data();
+      if (taken_) {
+        args.rows = reinterpret_cast<const char*>(taken_);
+        args.row_bytes = sizeof(float);
+        args.index = job.offsets.data();
+      }
       args.inverse = job.grouping.inverse() + feature.begin;
       args.dim = job.table->dim();
       args.pooling = feature.pooling;
@@ -340,7 +349,7 @@ void Plan::spread_bags(Feature& feature) {
   }
 }
 
-static void check_finite(const std::vector<Matrix>& matrices) {
+static bool all_finite(const std::vector<Matrix>& matrices) {
   struct Rows {
     const Matrix* matrix;
     size_t begin, end;
@@ -362,19 +371,20 @@ static void check_finite(const std::vector<Matrix>& matrices) {
         ok = kernels().all_finite(m.data + row * m.stride, m.columns);
     if (!ok) finite.store(false, std::memory_order_relaxed);
   });
-  if (!finite)
+  return finite;
+}
+
+static void check_finite(const std::vector<Matrix>& matrices) {
+  if (!all_finite(matrices))
     throw GradientNotFinite(
         "a gradient is NaN or infinite; no row was changed. Lower the learning rate, clip gradients, or find the bad "
         "input with torch.autograd.set_detect_anomaly(True)");
 }
 
-void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix>& checked,
-                  const UpdateOptions& options) {
-  require(state_ == State::kFetched, "update: fetch first");
+Plan::Sources Plan::sources_of(const std::vector<Matrix>& gradients, const std::vector<const uint8_t*>& present) {
   require(gradients.size() == feature_count_, "update: give one gradient per feature");
-  require(options.jobs.size() == job_count_, "update: give one list of coefficients per table");
-  check_finite(checked);
-  std::vector<std::vector<GradSource>> sources(job_count_);
+  require(present.empty() || present.size() == feature_count_,
+          "update: say for every feature which ids have gradients");
   for (size_t j = 0, g = 0; j < job_count_; ++j)
     for (size_t f = 0; f < jobs_[j].feature_count; ++f, ++g) {
       const Feature& feature = jobs_[j].features[f];
@@ -383,6 +393,7 @@ void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix
       require(!m.data || (m.rows == rows && m.columns == static_cast<size_t>(jobs_[j].table->dim())),
               "update: a gradient has the wrong shape");
     }
+  Sources sources(job_count_);
   Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
     size_t g = 0;
     for (int before = 0; before < j; ++before) g += jobs_[before].feature_count;
@@ -392,15 +403,16 @@ void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix
       const bool pooled = feature.has_offsets && feature.pooling != Pooling::kNone;
       sources[j].push_back({gradients[g].data, gradients[g].stride, static_cast<uint32_t>(feature.begin),
                             static_cast<uint32_t>(feature.begin + feature.count), pooled ? feature.bag.data() : nullptr,
-                            feature.has_scale ? feature.scale.data() : nullptr});
+                            feature.has_scale ? feature.scale.data() : nullptr,
+                            present.empty() ? nullptr : present[g]});
     }
   });
+  return sources;
+}
 
-  auto locks = lock_tables();
-  if (stale() || lost()) find_and_create();
-  Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
-    if (ColdTier* tier = jobs_[j].table->tier()) tier->touch(jobs_[j].slots.data(), jobs_[j].grouping.size());
-  });
+// Calls fn(job's number, arguments) for every partition of every table; the arguments say what to sum.
+template <class Fn>
+void Plan::run_over_partitions(Fn fn) {
   struct Task {
     size_t job, begin, end;
   };
@@ -412,24 +424,50 @@ void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix
   }
   Pool::shared().run(static_cast<int>(tasks.size()), [&](int t) {
     Job& job = jobs_[tasks[t].job];
-    const Table& table = *job.table;
     static thread_local std::vector<float> scratch;
-    scratch.resize(table.dim() + table.width());
+    scratch.resize(job.table->dim() + job.table->width());
     UpdateArgs args{};
-    args.view = table.view();
-    args.dim = table.dim();
-    args.slots = job.slots.data();
+    args.dim = job.table->dim();
     args.hashes = job.grouping.hashes();
     args.begin = tasks[t].begin;
     args.end = tasks[t].end;
     args.run_begin = job.grouping.run_begin();
     args.run = job.grouping.run();
-    args.sources = sources[tasks[t].job].data();
-    args.coefficients = options.jobs[tasks[t].job].coefficients.data();
-    args.grad_scale = options.grad_scale;
-    args.clip_value = options.jobs[tasks[t].job].clip_value;
-    args.clip_norm = options.jobs[tasks[t].job].clip_norm;
+    args.grad_scale = 1;
     args.scratch = scratch.data();
+    fn(tasks[t].job, args);
+  });
+}
+
+void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix>& checked,
+                  const UpdateOptions& options, const std::vector<const uint8_t*>& present) {
+  require(state_ == State::kFetched, "update: fetch first");
+  require(options.jobs.size() == job_count_, "update: give one list of coefficients per table");
+  check_finite(checked);
+  const Sources sources = sources_of(gradients, present);
+  Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
+    Job& job = jobs_[j];
+    if (job.feature_count == 0 || !job.features[0].has_seen) return;
+    uint32_t* seen = job.seen.resize(job.grouping.size());
+    for (size_t u = 0; u < job.grouping.size(); ++u) seen[u] = sightings(job, u);
+  });
+
+  auto locks = lock_tables();
+  if (stale() || lost()) find_and_create();
+  Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
+    if (ColdTier* tier = jobs_[j].table->tier()) tier->touch(jobs_[j].slots.data(), jobs_[j].grouping.size());
+  });
+  run_over_partitions([&](size_t j, UpdateArgs& args) {
+    Job& job = jobs_[j];
+    const Table& table = *job.table;
+    args.view = table.view();
+    args.slots = job.slots.data();
+    args.seen = job.feature_count && job.features[0].has_seen ? job.seen.data() : nullptr;
+    args.sources = sources[j].data();
+    args.coefficients = options.jobs[j].coefficients.data();
+    args.grad_scale = options.grad_scale;
+    args.clip_value = options.jobs[j].clip_value;
+    args.clip_norm = options.jobs[j].clip_norm;
     args.step = options.step;
     args.count_stream = table.count_stream();
     kernels().update[static_cast<int>(table.options().rule)](args);
@@ -441,6 +479,68 @@ void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix
   }
   for (size_t j = 0; j < job_count_; ++j)
     if (ColdTier* tier = jobs_[j].table->tier(); tier && tier->evicts()) tier->rebalance();
+}
+
+void Plan::deal(const uint32_t* owner_of, size_t world, int64_t* counts) {
+  require(state_ != State::kEmpty, "deal: route first");
+  for (size_t shard = 0; shard < kShards; ++shard) require(owner_of[shard] < world, "deal: an owner is out of range");
+  std::fill_n(counts, world * job_count_, int64_t{0});
+  Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
+    const Grouping& g = jobs_[j].grouping;
+    for (size_t u = 0; u < g.size(); ++u) ++counts[owner_of[shard_of(g.hashes()[u])] * job_count_ + j];
+  });
+  std::vector<size_t> place(world * job_count_), offset(world * job_count_);
+  size_t keys = 0, floats = 0;
+  for (size_t i = 0; i < place.size(); ++i) {
+    place[i] = keys;
+    offset[i] = floats;
+    keys += counts[i];
+    floats += counts[i] * jobs_[i % job_count_].table->dim();
+  }
+  require(floats <= kNoSlot, "deal: rows of more than 16 GiB in one batch; use smaller batches");
+  Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
+    Job& job = jobs_[j];
+    const Grouping& g = job.grouping;
+    uint32_t *places = job.places.resize(g.size()), *offsets = job.offsets.resize(g.size());
+    for (size_t u = 0; u < g.size(); ++u) {
+      const size_t to = owner_of[shard_of(g.hashes()[u])] * job_count_ + j;
+      places[u] = static_cast<uint32_t>(place[to]++);
+      offsets[u] = static_cast<uint32_t>(offset[to]);
+      offset[to] += job.table->dim();
+    }
+  });
+  dealt_ = true;
+}
+
+void Plan::dealt(int64_t* keys, uint32_t* seen) const {
+  require(dealt_, "dealt: deal first");
+  Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
+    const Job& job = jobs_[j];
+    for (size_t u = 0; u < job.grouping.size(); ++u) {
+      keys[job.places[u]] = job.grouping.keys()[u];
+      seen[job.places[u]] = sightings(job, u);
+    }
+  });
+}
+
+void Plan::take_rows(const float* rows) {
+  require(dealt_, "take_rows: deal first");
+  taken_ = rows;
+  state_ = State::kRead;
+}
+
+Plan::Summed Plan::sum(const std::vector<Matrix>& gradients, const std::vector<Matrix>& checked, float* out,
+                       uint8_t* present) {
+  require(dealt_, "sum: deal first");
+  if (!all_finite(checked)) return {false, true};
+  const Sources sources = sources_of(gradients, {});
+  std::atomic<bool> whole{true};
+  run_over_partitions([&](size_t j, UpdateArgs& args) {
+    args.sources = sources[j].data();
+    const SumArgs sums{args, out, jobs_[j].offsets.data(), jobs_[j].places.data(), present};
+    if (!kernels().sum(sums)) whole.store(false, std::memory_order_relaxed);
+  });
+  return {true, whole};
 }
 
 void Plan::places(uint32_t* slots, uint32_t* steps, uint32_t* counts) const {
@@ -508,6 +608,7 @@ size_t Plan::bytes() const {
   size_t total = 0;
   for (const Job& job : jobs_) {
     total += job.grouping.bytes() + job.slots.bytes() + job.copies.bytes();
+    total += job.places.bytes() + job.offsets.bytes() + job.seen.bytes();
     for (const Feature& f : job.features)
       total += f.offsets.bytes() + f.weights.bytes() + f.bag.bytes() + f.scale.bytes();
   }

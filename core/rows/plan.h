@@ -15,6 +15,10 @@
 // gathered and updated. Nothing of that can be observed, because prefetch moves rows from SSD to DRAM as they are and
 // asks for them to be kept; whoever reads, changes, expires or saves rows does so as if it had not happened. What it
 // missed (no room, or none left for another batch whose turn came first) fetch reads itself.
+//
+// Where rows are spread over processes, two plans serve a batch. One has the batch: route, deal (its unique keys by
+// owner), take_rows (what the owners sent), gather, sum (its gradients, by unique key). One has the keys that others
+// asked for, a feature for each process with `seen`: route, fetch or read, gather, update.
 #pragma once
 
 #include <deque>
@@ -89,11 +93,30 @@ class Plan {
   size_t late() const;
   void release();
   void read();
-  // One matrix per feature, in the order given to route. For Pooling::kNone, one row per id.
+  // One matrix per feature, in the order given to route; one without data is passed over. For Pooling::kNone, one row
+  // per id.
   void gather(const std::vector<Matrix>& outputs);
   // One matrix per feature; a null one had no gradient. `checked` are the matrices to test for NaN and infinity first
   // (usually one that holds all gradients). Nothing is changed if it throws.
-  void update(const std::vector<Matrix>& gradients, const std::vector<Matrix>& checked, const UpdateOptions& options);
+  // Where `present` has an array for a feature, ids with a 0 there had no gradient.
+  void update(const std::vector<Matrix>& gradients, const std::vector<Matrix>& checked, const UpdateOptions& options,
+              const std::vector<const uint8_t*>& present = {});
+
+  // --- for rows that other processes own ---
+  // Deals the unique keys out by owner: owner_of has a number below `world` for each of the 1,024 shards. counts[r *
+  // jobs + j] is how many of table j go to process r. What is sent lies in that order, process by process, table by
+  // table, unique keys in order.
+  void deal(const uint32_t* owner_of, size_t world, int64_t* counts);
+  // The keys so dealt, and how often the batch has each.
+  void dealt(int64_t* keys, uint32_t* seen) const;
+  // Rows of all dealt keys, dim floats each, without gaps; gather() takes them from there, so they must stay.
+  void take_rows(const float* rows);
+  struct Summed {
+    bool finite, whole;
+  };
+  // The sum of each dealt key's gradients in batch order, laid out as for take_rows. present[i] is 0 where dealt key i
+  // had none (then it is not `whole`). Where a gradient is NaN or infinite it is not `finite`, and sums mean nothing.
+  Summed sum(const std::vector<Matrix>& gradients, const std::vector<Matrix>& checked, float* out, uint8_t* present);
 
   // --- for rows that go on to a GPU (device_rows.h): one position per key, in the order given to route ---
   // Slot, step and count code of every position, all tables' one after another. Where admission refused, the slot is
@@ -138,13 +161,19 @@ class Plan {
     uint8_t tag = 0;                           // prefetch keeps rows for this batch; 0: none
     uint64_t tag_generation = 0;
     size_t late = 0;
-    bool held = false;     // slots are pinned
-    bool current = false;  // slots were found and not let go since
+    bool held = false;                 // slots are pinned
+    bool current = false;              // slots were found and not let go since
+    Buffer<uint32_t> places, offsets;  // of each unique key: among the dealt keys, and its row in floats
+    Buffer<uint32_t> seen;             // of each unique key; for update
   };
   enum class State { kEmpty, kRouted, kFetched, kRead };
+  using Sources = std::vector<std::vector<GradSource>>;
 
   static void take(Feature& feature, const FeatureInput& input);
   static void spread_bags(Feature& feature);
+  Sources sources_of(const std::vector<Matrix>& gradients, const std::vector<const uint8_t*>& present);
+  template <class Fn>
+  void run_over_partitions(Fn fn);
   std::vector<std::unique_lock<Writer>> lock_tables();
   void find_and_create();
   void judge(Job& job);
@@ -161,6 +190,8 @@ class Plan {
   size_t feature_count_ = 0;
   State state_ = State::kEmpty;
   uint32_t step_ = 0;
+  const float* taken_ = nullptr;  // rows that other processes sent, in the state kRead
+  bool dealt_ = false;
 };
 
 }  // namespace hotrow

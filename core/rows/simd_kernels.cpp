@@ -336,6 +336,7 @@ HOTROW_INLINE Gradient gradient_at(const UpdateArgs& args, uint32_t position) {
   while (position >= source->end) ++source;
   if (!source->data) return {nullptr, 1.0f, false};
   uint32_t local = position - source->begin;
+  if (source->present && !source->present[local]) return {nullptr, 1.0f, false};
   uint32_t bag = source->bag ? source->bag[local] : local;
   return {source->data + size_t{bag} * source->stride, source->scale ? source->scale[local] : 1.0f,
           source->scale != nullptr};
@@ -430,7 +431,7 @@ HOTROW_INLINE void apply_rule(const UpdateArgs& args, char* row, const float* gr
 HOTROW_INLINE void touch_header(const UpdateArgs& args, size_t unique, uint32_t slot) {
   HeaderGroup& group = args.view.headers[slot / 4];
   const uint32_t lane = slot % 4;
-  const uint64_t seen = args.run_begin[unique + 1] - args.run_begin[unique];
+  const uint64_t seen = args.seen ? args.seen[unique] : args.run_begin[unique + 1] - args.run_begin[unique];
   group.stamp[lane] = stamp_of(args.step);
   if (uint64_t total = group.count[lane] + seen; total <= kCountMantissa)
     group.count[lane] = static_cast<uint16_t>(total);
@@ -472,6 +473,30 @@ void update(const UpdateArgs& args) {
   with_dim(args.dim, [&]<int kDim>() { update_rows<Rule, kDim>(args); });
 }
 
+template <int kDim>
+bool sum_rows(const SumArgs& args) {
+  const int dim = kDim ? kDim : args.update.dim;
+  const size_t bytes = static_cast<size_t>(dim) * sizeof(float);
+  bool all = true;
+  for (size_t unique = args.update.begin; unique < args.update.end; ++unique) {
+    float* out = args.out + args.offsets[unique];
+    const float* gradient = sum_run<kDim>(args.update, unique, dim, true);
+    if (gradient)
+      std::memcpy(out, gradient, bytes);
+    else
+      std::memset(out, 0, bytes);
+    args.present[args.places[unique]] = gradient != nullptr;
+    all &= gradient != nullptr;
+  }
+  return all;
+}
+
+bool sum(const SumArgs& args) {
+  bool all = true;
+  with_dim(args.update.dim, [&]<int kDim>() { all = sum_rows<kDim>(args); });
+  return all;
+}
+
 }  // namespace
 
 extern const Kernels HOTROW_NAME(kKernels_, HOTROW_SIMD_LEVEL);
@@ -482,6 +507,7 @@ const Kernels HOTROW_NAME(kKernels_, HOTROW_SIMD_LEVEL) = {
     pool,
     all_finite,
     {update<Sgd>, update<Adagrad>, update<RowWiseAdagrad>, update<Adam>, update<AdamW>, update<Ftrl>},
+    sum,
 };
 
 }  // namespace hotrow

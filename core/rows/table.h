@@ -125,7 +125,10 @@ class Table : public BudgetMember {
     return expiry_.removes(shard_of(hash), step_of(head.stamp), decode_count(head.count), values, options_.dim);
   }
   // Removes what the rules say, now and, on SSD, when it is met. Returns how many rows left at once.
-  uint64_t sweep(const SweepRules& rules);
+  // `elsewhere` is how many rows that stay (`staying`) other processes have of this table: the cap is for all.
+  uint64_t sweep(const SweepRules& rules, uint64_t elsewhere = 0);
+  // How many rows no rule but the cap would remove at this sweep.
+  uint64_t staying(const SweepRules& rules);
   // Slots that were lent to keys without a row. Requires: the writer lock.
   void take_back(const std::vector<uint32_t>& slots) { free_.insert(free_.end(), slots.begin(), slots.end()); }
   const Expiry& expiry() const { return expiry_; }
@@ -173,8 +176,8 @@ class Table : public BudgetMember {
   // The table's rows become the snapshot's. Requires: the table is empty.
   void load_snapshot(const std::string& folder);
   // The rest of it alone (sketch, cutoffs, notes), for a table that has got the rows in another way. None of it depends
-  // on the table's name.
-  void load_state(const std::string& folder);
+  // on the table's name. With `begin` and `end` only those shards' part of sketch and caps.
+  void load_state(const std::string& folder, uint32_t begin = 0, uint32_t end = kShards);
   MemoryReport memory() const;
 
   size_t reclaimable() const override;
@@ -191,7 +194,9 @@ class Table : public BudgetMember {
   void clear_index();
   void find_or_create_some(const int64_t* keys, size_t count, uint32_t* slots);
   void erase_slot(uint64_t hash, uint32_t slot);
-  void cap_rows(uint64_t max_rows);
+  using StepsByShard = std::vector<std::vector<uint32_t>>;
+  StepsByShard steps_staying() const;
+  void cap_rows(uint64_t max_rows, uint64_t elsewhere);
   void write_state(const std::string& folder, const std::vector<char>& state) const;
   std::vector<char> save_state() const;
   void store_initial(int64_t key, char* row) const;

@@ -49,10 +49,10 @@ void Table::set_admission(const AdmissionOptions& options) {
   settle();
 }
 
-uint64_t Table::sweep(const SweepRules& rules) {
+uint64_t Table::sweep(const SweepRules& rules, uint64_t elsewhere) {
   std::lock_guard lock(writer_);
   expiry_.harden(rules);
-  if (rules.max_rows && live_ > rules.max_rows) cap_rows(rules.max_rows);
+  if (rules.max_rows && live_ + elsewhere > rules.max_rows) cap_rows(rules.max_rows, elsewhere);
   free_.reserve(free_.size() + live_);
   uint64_t erased = 0;
   const uint64_t end = slots_;
@@ -73,11 +73,17 @@ uint64_t Table::sweep(const SweepRules& rules) {
   return erased;
 }
 
-// Each shard keeps its share of the newest rows, once the table as a whole is over the cap. Only rows that have not
-// expired count, on SSD too: they are read, but only when there may be too many (live_ counts expired ones on SSD).
-void Table::cap_rows(uint64_t max_rows) {
-  const uint64_t share = std::max<uint64_t>(1, max_rows / kShards);
-  std::vector<std::vector<uint32_t>> steps(kShards);
+uint64_t Table::staying(const SweepRules& rules) {
+  std::lock_guard lock(writer_);
+  expiry_.harden(rules);
+  uint64_t total = 0;
+  for (const auto& of_shard : steps_staying()) total += of_shard.size();
+  return total;
+}
+
+// The last steps of rows that have not expired, by shard; those on SSD are read for it.
+Table::StepsByShard Table::steps_staying() const {
+  StepsByShard steps(kShards);
   auto note = [&](int64_t key, uint32_t stamp, uint16_t count, const float* values) {
     const uint32_t shard = shard_of(hash_key(key));
     if (!expiry_.removes(shard, step_of(stamp), decode_count(count), values, options_.dim))
@@ -96,7 +102,15 @@ void Table::cap_rows(uint64_t max_rows) {
     for (size_t i = 0; i < heads.size(); ++i)
       note(heads[i].key, heads[i].stamp, heads[i].count, rows.data() + i * width_);
   }
-  uint64_t total = 0;
+  return steps;
+}
+
+// Each shard keeps its share of the newest rows, once the table as a whole is over the cap. Only rows that have not
+// expired count, on SSD too: they are read, but only when there may be too many (live_ counts expired ones on SSD).
+void Table::cap_rows(uint64_t max_rows, uint64_t elsewhere) {
+  const uint64_t share = std::max<uint64_t>(1, max_rows / kShards);
+  StepsByShard steps = steps_staying();
+  uint64_t total = elsewhere;
   for (const auto& of_shard : steps) total += of_shard.size();
   if (total <= max_rows) return;
   for (uint32_t shard = 0; shard < kShards; ++shard) {
@@ -365,7 +379,7 @@ void Table::write_state(const std::string& folder, const std::vector<char>& stat
   files().replace(folder + "/STATE", state.data(), state.size());
 }
 
-void Table::load_state(const std::string& folder) {
+void Table::load_state(const std::string& folder, uint32_t begin, uint32_t end_shard) {
   const std::string path = folder + "/STATE";
   if (!files().exists(path)) throw CorruptFile(path + " is missing; the snapshot is not complete");
   const std::vector<char> bytes = files().read_all(path);
@@ -387,10 +401,13 @@ void Table::load_state(const std::string& folder) {
   const auto words = get<uint64_t>(at, end, path);
   if (words != static_cast<uint64_t>(end - at)) throw CorruptFile(path + " is corrupt: it is too short");
   std::lock_guard lock(writer_);
+  for (uint32_t shard = 0; shard < kShards; ++shard)
+    if (shard < begin || shard >= end_shard) caps[shard] = expiry_.cap_cutoffs()[shard];
   expiry_.restore(rules, std::move(caps));
   notes_.assign(at, words);
   if (admission_ && counters == admission_->counters().size())
-    std::memcpy(admission_->counters().data(), sketch, counters);
+    std::memcpy(admission_->counters().data() + counters / kShards * begin, sketch + counters / kShards * begin,
+                counters / kShards * (end_shard - begin));
   else if (admission_ && counters)
     throw std::invalid_argument("table '" + options_.name + "' has a sketch of " +
                                 std::to_string(admission_->counters().size()) + " bytes but " + folder + " has " +

@@ -28,11 +28,13 @@ from hotrow.errors import (
     HotRowError,
     MemoryBudgetError,
     OptionError,
+    RankError,
     StorageError,
 )
 from hotrow.features import FeatureSpec
 from hotrow.interop import from_keyed_jagged, from_torch, to_keyed_jagged
 from hotrow.nn import EmbeddingCollection, Recommender
+from hotrow.parallel import Ranks, join_ranks
 from hotrow.table import Admission, Expiry, Table
 from hotrow.train.report import Report, SaveReport
 from hotrow.train.trainer import Trainer
@@ -55,6 +57,8 @@ __all__ = [
     "Memory",
     "MemoryBudgetError",
     "OptionError",
+    "RankError",
+    "Ranks",
     "Recommender",
     "Report",
     "SaveReport",
@@ -66,6 +70,7 @@ __all__ = [
     "features",
     "from_keyed_jagged",
     "from_torch",
+    "join_ranks",
     "models",
     "optim",
     "set_threads",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hotrow.errors import HotRowError
+from hotrow.errors import HotRowError, OptionError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -48,6 +49,8 @@ Examples:
 
     hotrow train job.toml --resume   # after a crash: goes on from the newest checkpoint, to the same result
 
+    hotrow train job.toml --ranks 4  # four processes that share the rows (or torchrun -m hotrow train job.toml)
+
     hotrow train job.toml --trace run.json   # what every stage did when: open it at https://ui.perfetto.dev
 
 Ctrl-C stops after a whole step, and saves there.
@@ -75,16 +78,24 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
     trace: Annotated[str | None, typer.Option(help="write a trace for ui.perfetto.dev to this file")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="as so many processes on this machine")] = 1,
 ) -> None:
     """Train a model from a job file."""
+    if ranks > 1 and "RANK" not in os.environ:
+        from hotrow.parallel.launch import launch
+
+        raise typer.Exit(launch(ranks, [sys.executable, "-m", "hotrow", *sys.argv[1:]]))
     from dataclasses import replace
 
     from hotrow.job import load_job
     from hotrow.train.interrupt import Interrupted
     from hotrow.train.stages import table
 
-    console = Console()
     loaded = load_job(job)
+    team = loaded.trainer.team
+    if ranks > 1 and team is not None and team.ranks.world != ranks:
+        raise OptionError(f"--ranks {ranks}, but the launcher started {team.ranks.world}; leave --ranks out")
+    console = Console(quiet=team is not None and not team.ranks.first)
     if steps is not None:
         loaded = replace(loaded, steps=steps)
     if trace is not None:
@@ -153,7 +164,13 @@ def main() -> None:
     try:
         app(prog_name="hotrow")
     except HotRowError as error:
+        from hotrow.parallel.ranks import joined
+
+        if (ranks := joined()) is not None:
+            ranks.last_words(error)
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        if ranks is not None:
+            ranks.end_if_broken(2)
         sys.exit(2)
 
 

@@ -43,6 +43,10 @@ class StorageError(HotRowError, OSError):
     """The disk refused: full, read-only, broken. What was committed before is untouched."""
 
 
+class RankError(HotRowError, RuntimeError):
+    """A rank of a job died, hangs, or cannot be reached. Names the rank."""
+
+
 def choices(value: object, options: Iterable[str]) -> str:
     """The tail of an error message about a wrong name: the nearest option first, then all of them.
 

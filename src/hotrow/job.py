@@ -12,6 +12,8 @@
     [checkpoints]
     folder = "runs/ctr"              # the model is saved there at the end, too
     every = 1000
+    [ranks]                          # for torchrun and --ranks; docs/ranks.md
+    wire = "bf16"
 
 Every section is checked against what its part really takes, so a wrong option is an error before anything is read.
 """
@@ -28,6 +30,7 @@ from typing import Any
 import torch
 
 from hotrow import data, optim
+from hotrow._core import set_threads
 from hotrow.config import Initial, Memory, check_options
 from hotrow.data import Source
 from hotrow.data.synthetic import SyntheticClicks
@@ -35,6 +38,7 @@ from hotrow.errors import OptionError, choices
 from hotrow.features import FeatureSpec
 from hotrow.models import build_tower
 from hotrow.nn import EmbeddingCollection, Recommender
+from hotrow.parallel.ranks import Ranks, join_ranks
 from hotrow.table import Table
 from hotrow.train.report import Report
 from hotrow.train.trainer import LOOKAHEAD, Trainer
@@ -76,6 +80,7 @@ SECTIONS = {
     ],
     "memory": ["dram", "hbm", "ssd"],
     "checkpoints": ["folder", "every", "keep"],
+    "ranks": ["timeout", "wire"],
     "output": ["path"],
 }
 DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -114,6 +119,8 @@ class Job:
         tested = self.trainer.evaluate(self.test, progress=progress) if self.test is not None else None
         if self.output is not None:
             self.trainer.save(self.output, notes={"metrics": {"test": tested}})
+        if self.trainer.team is not None:
+            self.trainer.team.ranks.barrier()  # nobody leaves while others still need an answer
         return report, tested
 
 
@@ -137,11 +144,15 @@ def build_job(values: Mapping[str, Any]) -> Job:
     for section, known in SECTIONS.items():
         if known is not None and section in values:
             check_options(f"[{section}]", values[section], known)
+    ranks = join_ranks(**values.get("ranks", {}))
+    if ranks is not None:
+        ranks.agree("the job file", values)
+        _share_cores()
     source, test = _sources(dict(values.get("data", {})))
     sample = next(iter(source.batches()), None)
     if sample is None:
         raise OptionError(f"[data] has no examples: {source.describe()}")
-    embeddings = _embeddings(values, list(sample[0].ids))
+    embeddings = _embeddings(values, list(sample[0].ids), ranks)
     dense = sample[0].dense
     tower = _tower(dict(values.get("tower", {})), embeddings, 0 if dense is None else dense.shape[1])
     train, saves = dict(values.get("train", {})), dict(values.get("checkpoints", {}))
@@ -196,7 +207,7 @@ def _sources(options: dict[str, Any]) -> tuple[Source, Source | None]:
     return opened[0], opened[1] if len(opened) > 1 else None
 
 
-def _embeddings(values: Mapping[str, Any], features: list[str]) -> EmbeddingCollection:
+def _embeddings(values: Mapping[str, Any], features: list[str], ranks: Ranks | None) -> EmbeddingCollection:
     options = dict(values.get("embeddings", {}))
     dim = options.get("dim", 16)
     initial = Initial.from_dict(options["initial"]) if "initial" in options else Initial()
@@ -209,7 +220,15 @@ def _embeddings(values: Mapping[str, Any], features: list[str]) -> EmbeddingColl
         optimizer=optim.from_dict(options["optimizer"]) if "optimizer" in options else None,
         memory=Memory(**values.get("memory", {})),
         seed=options.get("seed", 0),
+        ranks=ranks,
     )
+
+
+def _share_cores() -> None:
+    """The ranks of a machine share its cores: a rank takes as many threads as its launcher gave to OpenMP."""
+    cores = len(os.sched_getaffinity(0))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    set_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, cores // local))))
 
 
 def _tower(options: dict[str, Any], embeddings: EmbeddingCollection, dense: int) -> torch.nn.Module:

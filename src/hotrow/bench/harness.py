@@ -29,6 +29,7 @@ BENCHES = {
     "tiers": "training with a table ten times the DRAM budget, against all rows in DRAM",
     "pipeline": "stages that overlap: over SSD against DRAM, ahead against one batch at a time",
     "hbm": "hot rows in HBM against FBGEMM TBE and HierarchicalKV (needs a GPU)",
+    "ranks": "two ranks against one, a core each; bytes that travel",
     "eviction": "which rows to keep in DRAM: hit rates of eviction policies on Zipf traces",
 }
 

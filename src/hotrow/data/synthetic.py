@@ -85,6 +85,18 @@ class SyntheticClicks:
         start = self.offset if cursor is None else self._find_start(cursor)
         return self._stream(start)
 
+    def every(self, number: int, of: int, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch | None, Cursor]]:
+        """Batch `number` of every `of` batches, None where the stream has ended before it, with the cursor after all.
+
+        >>> [b and b.size for b, _ in SyntheticClicks(examples=10, batch_size=4).every(1, 2)]
+        [4, None]
+        """
+        start, end = self.offset if cursor is None else self._find_start(cursor), self.offset + self.examples
+        for first in range(start, end, self.batch_size * of):
+            at = first + number * self.batch_size
+            batch = self.batch(at, min(self.batch_size, end - at)) if at < end else None
+            yield batch, self._cursor(min(end, first + self.batch_size * of))
+
     def batch(self, start: int, count: int) -> KeyedBatch:
         """Examples start to start + count of the whole stream, whatever this source's range.
 

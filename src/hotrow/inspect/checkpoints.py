@@ -26,7 +26,7 @@ CHEAP_ROWS = 10_000_000  # about ten seconds of reading; more only when the tabl
 class TableOnDisk:
     """A table's rows in a folder; `dim` and `optimizer` are known where a checkpoint says so."""
 
-    folder: Path
+    folders: tuple[Path, ...]
     table: str
     row_bytes: int
     rows: int
@@ -34,23 +34,25 @@ class TableOnDisk:
     optimizer: str | None = None
 
     @staticmethod
-    def open(folder: Path, dim: int | None = None, optimizer: str | None = None) -> TableOnDisk:
-        """Read the snapshot's own manifest."""
+    def open(*folders: Path, dim: int | None = None, optimizer: str | None = None) -> TableOnDisk:
+        """Read the own manifest of a snapshot, or of those of all ranks."""
         with core_errors():
-            reader = _core.SnapshotReader(str(folder))
-        return TableOnDisk(folder, str(reader.table), int(reader.row_bytes), int(reader.rows), dim, optimizer)
+            readers = [_core.SnapshotReader(str(folder)) for folder in folders]
+        rows = sum(int(reader.rows) for reader in readers)
+        return TableOnDisk(folders, str(readers[0].table), int(readers[0].row_bytes), rows, dim, optimizer)
 
     def read(self) -> Iterator[tuple[npt.NDArray[Any], ...]]:
         """Keys, counts, last steps and values, chunk by chunk; every block's checksum is compared."""
-        with core_errors():
-            reader = _core.SnapshotReader(str(self.folder))
-            while (chunk := reader.next(CHUNK)) is not None:
-                yield chunk
+        for folder in self.folders:
+            with core_errors():
+                reader = _core.SnapshotReader(str(folder))
+                while (chunk := reader.next(CHUNK)) is not None:
+                    yield chunk
 
     @property
     def bytes(self) -> int:
         """What its files take."""
-        return folder_bytes(self.folder)
+        return sum(folder_bytes(folder) for folder in self.folders)
 
 
 def folder_bytes(folder: Path) -> int:
@@ -65,7 +67,8 @@ def inspect_checkpoint(folder: Path, table: str | None, top: int, console: Conso
     if table is not None:
         check_name(folder, table, list(checkpoint.tables))
         saved = checkpoint.tables[table]
-        rows = TableOnDisk.open(checkpoint.rows(table), saved["dim"], saved["optimizer"]["kind"])
+        folders = [part.folder for part in checkpoint.parts(table)]
+        rows = TableOnDisk.open(*folders, dim=saved["dim"], optimizer=saved["optimizer"]["kind"])
         inspect_rows(rows, top, console, whole=True)
         return
     if checkpoint.path != folder:

@@ -250,12 +250,12 @@ def _add_partials(total, some, partials, given, begin, length, longest, column, 
 @triton.jit(do_not_specialize=["step", "capacity"])
 def _apply_kernel(
     rows, extra, starts, slots, number, order, keys, addresses, scales, partials, given, run_tables, coefficients,
-    clips, count_streams, rounding_streams, last_steps, counts, extra_last_steps, extra_counts, flag, capacity,
+    clips, count_streams, rounding_streams, last_steps, counts, extra_last_steps, extra_counts, seen, flag, capacity,
     step, grad_scale, c0, c1, c2, c3, c4, c5, c6, c7, clip_value, clip_norm,
     RULE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, STATE: tl.constexpr,
     TYPE: tl.constexpr, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, MISSING: tl.constexpr,
     TABLES: tl.constexpr, SHARED: tl.constexpr, CLIP: tl.constexpr, HAS_EXTRA: tl.constexpr, META: tl.constexpr,
-    META_STRIDE: tl.constexpr, PIECE: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr,
+    META_STRIDE: tl.constexpr, SEEN: tl.constexpr, PIECE: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     runs = tl.load(number)
     runs = tl.where(tl.load(flag) == 0, runs, 0)
@@ -341,10 +341,13 @@ def _apply_kernel(
                 tl.store(part + DIM, second, mask=mask)
 
         if META:
-            total = seen_in_all(code, length)
+            times = length
+            if SEEN:
+                times = tl.load(seen + run, mask=live, other=0)
+            total = seen_in_all(code, times)
             if tl.max(total, axis=0) > 4095:
                 owner, draw = _keys_and_streams(keys, order, begin, count_streams, run_tables, run, live, TABLES)
-                total = add_count(code, length, draw, owner, step).to(tl.uint32)
+                total = add_count(code, times, draw, owner, step).to(tl.uint32)
             tl.store(counter, total.to(tl.int32), mask=live)
             tl.store(stamp, tl.zeros([R], tl.int32) + step, mask=live)
         slot, begin, length, table = next_slot, next_begin, next_length, next_table
@@ -368,12 +371,14 @@ def update(
     meta: Meta | None,
     flag: Tensor,
     tuning: Tuning = DEFAULT,
+    seen: Tensor | None = None,
 ) -> None:
     """Apply one matrix of gradients [items of the feature, dim] a feature, or None, to the rows of a batch.
 
     coefficients has one entry a table, or one for all tables, which is quicker. streams and rounding_streams are int64
     [T]; keys int64 [N] by position. A run's key and table are those of its first position. A run with no gradient at
-    all changes only its meta.
+    all changes only its meta. `seen` is int32 [N], how often each run's row was seen, where that is more than the
+    length of the run.
     """
     if len(gradients) != items.tables.numel():
         raise BatchError(f"{items.tables.numel()} features need as many gradients or None, got {len(gradients)}")
@@ -399,12 +404,13 @@ def update(
         source.rows, source.rows if source.extra is None else source.extra, runs.starts, runs.slots, runs.number,
         runs.order, keys, work.addresses, work.scales, work.partials, work.given, work.run_tables, several, clips,
         streams, streams if rounding_streams is None else rounding_streams, last_steps, counts, more_steps, more_counts,
-        flag, source.capacity, step, float(grad_scale), *_eight(shared.rule), shared.clip_value, shared.clip_norm,
+        flag if seen is None else seen, flag, source.capacity, step, float(grad_scale), *_eight(shared.rule),
+        shared.clip_value, shared.clip_norm,
         RULE=rule, DIM=layout.dim, D=layout.block, STRIDE=layout.stride, STATE=layout.state_offset, TYPE=layout.type,
         GRADIENT=work.type, ALIGNED=work.aligned, SCALED=work.scaled, MISSING=work.missing, TABLES=streams.numel(),
         SHARED=one, CLIP=any(c.clip_value or c.clip_norm for c in coefficients), HAS_EXTRA=source.extra is not None,
-        META=meta is not None, META_STRIDE=stride, PIECE=tuning.piece, R=rows, AHEAD=tuning.ahead, num_warps=warps,
-        enable_fp_fusion=False, maxnreg=tuning.registers or _registers(rows),
+        META=meta is not None, META_STRIDE=stride, SEEN=seen is not None, PIECE=tuning.piece, R=rows,
+        AHEAD=tuning.ahead, num_warps=warps, enable_fp_fusion=False, maxnreg=tuning.registers or _registers(rows),
     )  # fmt: skip
 
 

@@ -6,11 +6,16 @@ on the lookup, and `step()` applies them, once for all forward passes since the 
 Otherwise (`eval()` or `torch.no_grad()`) a forward pass only reads: it creates no row and touches no count.
 
 Pipelines prepare lookups ahead: `route(batch)`, then `fetch()` on what it returns, then `collection(lookup)`.
+
+With `ranks` each process owns the rows of its shards, and `route`, forward passes, backward's `step()` and reads are
+done by all ranks together, in the same order. `table(name)` then has this rank's rows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +26,8 @@ from hotrow.batch import Jagged, KeyedBatch
 from hotrow.config import Memory
 from hotrow.errors import OptionError, choices
 from hotrow.optim import Optimizer, RowWiseAdagrad
+from hotrow.parallel.plan import RankPlan
+from hotrow.parallel.ranks import Ranks
 from hotrow.table import Lookup, Table, TableRows
 from hotrow.table.lookup import Layout, Merged, Plan
 from hotrow.table.ssd import SsdFolder
@@ -46,11 +53,13 @@ class EmbeddingCollection(nn.Module):
         memory: Memory | None = None,
         seed: int = 0,
         device: str | torch.device | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
         _check_tables(tables)
         self.optimizer = optimizer or RowWiseAdagrad()
-        self.memory = memory or Memory()
+        self.ranks = ranks
+        self.memory = _memory_of_rank(memory or Memory(), ranks)
         self.seed = seed
         self.budget = Budget(self.memory.dram_bytes)
         self.tables = [TableRows(table, self.optimizer, seed, self.budget) for table in tables]
@@ -60,7 +69,9 @@ class EmbeddingCollection(nn.Module):
         self.hot = _hot_rows(self.tables, self.memory, self.device)
         for rows in self.tables:
             rows.hot = self.hot
-        self._layout = Layout(self.tables, self.device, _plans(self.hot))
+            if ranks is not None and not rows.table.replicate:
+                rows.over_ranks = lambda number: sum(n for (n,) in ranks.rows.gather_numbers(number))
+        self._layout = Layout(self.tables, self.device, _plans(self.tables, self.hot, ranks))
         self._waiting: list[Lookup] = []
         self._plans: list[Plan] = []
         # Something that requires a gradient, so that backward reaches the rows. Not a parameter: nobody optimizes it.
@@ -89,13 +100,17 @@ class EmbeddingCollection(nn.Module):
         names = [rows.table.name for rows in self.tables]
         raise OptionError(f"there is no table {name!r}; {choices(name, names)}")
 
-    def route(self, batch: KeyedBatch) -> Lookup:
-        """Begin a batch's lookup: deduplicate its keys. Follow with `fetch()` or `read()`."""
+    def route(self, batch: KeyedBatch, ahead: bool = True) -> Lookup:
+        """Begin a batch's lookup: deduplicate its keys. Follow with `fetch()` or `read()`.
+
+        Batches to train on are routed in their order, perhaps ahead by a thread of its own; whoever routes another one
+        beside them (an evaluation) says `ahead=False`.
+        """
         try:
             plan = self._plans.pop()
         except IndexError:  # nobody is asked first: several threads route
             plan = None
-        return Lookup(self._layout, batch, plan, self.steps + 1).route()
+        return Lookup(self._layout, batch, plan, self.steps + 1, ahead).route()
 
     def fetch(self, lookup: Lookup) -> Lookup:
         """A lookup's turn has come: find its rows. It is part of the next update, whichever it was routed for."""
@@ -134,7 +149,7 @@ class EmbeddingCollection(nn.Module):
         if isinstance(batch, Lookup):
             lookup = batch
         else:
-            lookup = self.route(batch)
+            lookup = self.route(batch, ahead=training)
             lookup = lookup.fetch() if training else lookup.read()
         if training:
             outputs = _Gather.apply(self._anchor, lookup, self._waiting, whole)  # type: ignore[no-untyped-call]
@@ -142,6 +157,35 @@ class EmbeddingCollection(nn.Module):
         pooled, parts = lookup.gather()
         self._release(lookup)
         return [pooled] if whole else parts, lookup.batch
+
+    def take_part(self, lookup: Lookup, gathered: bool = False) -> None:
+        """Stand in for forward (unless it was `gathered`) and backward of a batch that gives no gradients: other ranks
+        need the rows that this one owns."""
+        if not gathered:
+            lookup.gather()
+        lookup.accept([None] * len(self._layout.places))
+        self._waiting.append(lookup)
+
+    def settle(self, end: Callable[[], object] = lambda: None) -> None:
+        """With ranks: end the routes that ran ahead, at the same one on all ranks. Call it when a pipeline ends, on
+        every rank, with what waits for its route thread (`thread.join`): a route that the others will never make comes
+        to its end, and one that is begun meanwhile is refused with a RankError."""
+        if self.ranks is None:
+            end()
+            return
+        nothing = Jagged(torch.zeros(0, dtype=torch.int64))
+        jobs = [(rows.store, [(nothing, "none")]) for rows in self.tables]
+
+        def route_nothing() -> None:
+            plan = self._layout.new_plan()
+            assert isinstance(plan, RankPlan)
+            plan.route_nothing(jobs)
+
+        self.ranks.routes.settle(self.ranks.rows, route_nothing, end)
+
+    def release(self, lookup: Lookup) -> None:
+        """Let go of a lookup that will not be trained on."""
+        self._release(lookup)
 
     def step(self, grad_scale: float = 1.0) -> None:
         """Update the rows with the gradients that backward left since the last step, times `grad_scale`.
@@ -160,6 +204,8 @@ class EmbeddingCollection(nn.Module):
         for lookup in lookups:
             self._release(lookup)
         watermark = int(max(times)) if times else None
+        if self.ranks is not None and any(rows.clock.span for rows in self.tables):
+            watermark = self.ranks.largest(watermark)
         sweeps = self.hot is not None and any(rows.sweeps_at(self.steps) for rows in self.tables)
         if sweeps:
             self.flush()
@@ -245,7 +291,21 @@ def _hot_rows(tables: Sequence[TableRows], memory: Memory, device: torch.device)
     return HotRows(tables, memory, device)
 
 
-def _plans(hot: HotRows | None) -> Callable[[], Plan]:
+def _memory_of_rank(memory: Memory, ranks: Ranks | None) -> Memory:
+    """Budgets are each rank's own; the SSD folder has a folder for each."""
+    if ranks is None or memory.ssd is None:
+        return memory
+    return dataclasses.replace(memory, ssd=os.path.join(memory.ssd, f"rank-{ranks.rank:04d}"))
+
+
+def _plans(tables: Sequence[TableRows], hot: HotRows | None, ranks: Ranks | None) -> Callable[[], Plan]:
+    if ranks is not None:
+        everywhere = frozenset(id(rows.store) for rows in tables if rows.table.replicate)
+        if hot is not None:
+            from hotrow.parallel.device_plan import DeviceRankPlan
+
+            return lambda: DeviceRankPlan(ranks, hot, everywhere)
+        return lambda: RankPlan(ranks, everywhere)
     if hot is None:
         return HostPlan
     from hotrow.table.hot_plan import HotPlan

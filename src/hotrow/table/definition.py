@@ -22,7 +22,8 @@ class Table:
     `features` is a list of names (their ids are summed), or a mapping of names to pooling: "sum", "mean", or "none" for
     a sequence, which arrives at the tower as [batch, length, dim] with a mask. Without `features` the table feeds the
     feature of its own name. `optimizer` overrides the collection's. `admission` and `expiry` say which keys get a row
-    and how long it stays.
+    and how long it stays. With several ranks, `replicate` keeps all rows on every rank: for a small table whose rows
+    are in most batches, that spares sending them.
 
     >>> Table("item", dim=32, features={"item_id": "sum", "history": "none"}).poolings["history"]
     'none'
@@ -35,6 +36,7 @@ class Table:
     optimizer: Optimizer | None = None
     admission: Admission | None = None
     expiry: Expiry | None = None
+    replicate: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "/" in self.name or self.name.startswith("."):
@@ -70,6 +72,8 @@ class Table:
             values["admission"] = self.admission.to_dict()
         if self.expiry is not None:
             values["expiry"] = self.expiry.to_dict()
+        if self.replicate:
+            values["replicate"] = True
         return values
 
     @staticmethod

@@ -40,6 +40,10 @@ PATIENCE = 16  # batches that come up at their turn, after one that was staged a
 class HotPlan:
     """One batch's way through all groups."""
 
+    share = 1.0
+    over = False
+    examples: int | None = None
+
     def __init__(self, hot: HotRows) -> None:
         self.hot = hot
         self.ids = 0
@@ -47,13 +51,14 @@ class HotPlan:
         self._jobs: list[tuple[HostStore, list[Feature]]] = []
         self._numbers: list[int] = []  # of this batch, in each group
         self._given: Any = None  # when keys that came on the device are there
+        self._seen: list[Tensor] | None = None  # how often each feature's ids were seen
         self._reads = False
         self._below: HostPlan | None = None  # keeps rows in DRAM that came from SSD
         self._staged = -1  # the generation in which all rows were brought up ahead
         self._ready: Any = None  # when they are there
         self._step: int | None = None  # that rows are still to be brought up for
 
-    def route(self, jobs: Sequence[tuple[HostStore, Sequence[Feature]]]) -> None:
+    def route(self, jobs: Sequence[tuple[HostStore, Sequence[Feature]]], ahead: bool = False) -> None:
         """Take the keys; they go to the device when it is looked for them there."""
         self.release()
         self._jobs = [(store, list(features)) for store, features in jobs]
@@ -143,6 +148,14 @@ class HotPlan:
             )
             for group in self.hot.groups
         ]
+        if self._seen is not None:
+            for part in self.parts:
+                part.seen = _join([self._seen[number] for number in part.numbers], self.hot.device)
+
+    def route_seen(self, jobs: Sequence[tuple[HostStore, Sequence[Feature]]], seen: Sequence[Tensor]) -> None:
+        """The same for keys without duplicates that were seen more than once: int32 for each feature's ids."""
+        self.route(jobs)
+        self._seen = list(seen)
 
     def _arrive(self) -> bool:
         """Bring up what is missing, unless that was done. Whether there was anything."""
@@ -239,7 +252,7 @@ class HotPlan:
         for group, number in zip(self.hot.groups, self._numbers, strict=False):
             group.tier.settle(number)
         self.parts, self._numbers, self._staged, self._ready, self._step = [], [], -1, None, None
-        self._reads = False
+        self._reads, self._seen = False, None
         self._free_below()
 
     @property
@@ -272,6 +285,7 @@ class Part:
         self.numbers = numbers  # of its features, among all
         self.keys, self.begins, self.items = _lay_out(features, group.tier.device)
         self.batch = 0
+        self.seen: Tensor | None = None  # by position, where duplicates were taken out before
         self.extra: Tensor | None = None
         self.extra_rows: Places | None = None  # of those that go down after the update
         self._lift: HostLift | None = None
@@ -370,7 +384,12 @@ class Part:
     def _absent(self, count: int) -> tuple[Tensor, Unique]:
         """Positions of the ids without a slot, and their unique keys."""
         positions, keys, tables = compact_keys(self.slots, count, self.keys, self.begins)
-        return positions, dedup(keys, tables, rising=True)
+        unique = dedup(keys, tables, rising=True)
+        if self.seen is None:
+            return positions, unique
+        times = torch.zeros_like(unique.counts)
+        times.scatter_add_(0, unique.inverse.long(), self.seen[positions.long()])
+        return positions, unique._replace(counts=times)
 
     def _brief(self, unique: Unique, chosen: Chosen) -> tuple[Brief, Tensor, Wanted, Places]:
         """On the host: the missing keys, what they want, and who leaves for them. Waits for the device.
@@ -457,8 +476,15 @@ class Part:
         meta = Meta(tier.steps, tier.counts, *((self.extra_steps, self.extra_counts) if self._kept else (None, None)))
         update(
             tier.source(self.extra), tier.layout, self.group.code, runs, self.items, gradients, self.keys,
-            _coefficients(updates), self.group.streams, None, step, scale, meta, flag,
+            _coefficients(updates), self.group.streams, None, step, scale, meta, flag, seen=self._times(runs),
         )  # fmt: skip
+
+    def _times(self, runs: Runs) -> Tensor | None:
+        """How often each run's row was seen, where that is not the run's length."""
+        if self.seen is None:
+            return None
+        times = torch.zeros_like(runs.run_of)
+        return times.scatter_add_(0, runs.run_of.long(), self.seen[runs.order])
 
     def _aside(self, rows: bool) -> None:
         """Whether rows of this batch's own must go down after its update."""

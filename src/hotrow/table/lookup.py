@@ -32,9 +32,18 @@ from hotrow.tiers.host import HostPlan, HostStore, Moved, Update
 
 
 class Plan(Protocol):
-    """A batch's way through the tiers: HostPlan over DRAM and SSD, HotPlan with HBM above them."""
+    """A batch's way through the tiers: HostPlan over DRAM and SSD, HotPlan with HBM above them, RankPlan over ranks.
 
-    def route(self, jobs: Sequence[tuple[HostStore, Sequence[tuple[Jagged, str]]]]) -> None: ...
+    `ahead` says that a batch is one of a stream that is routed in order, perhaps by a thread of its own. After `route`,
+    `share` is the part of the step's `examples` that this batch has (the other ranks have the rest; None: it has all),
+    and `over` says that no rank has any left.
+    """
+
+    share: float
+    over: bool
+    examples: int | None
+
+    def route(self, jobs: Sequence[tuple[HostStore, Sequence[tuple[Jagged, str]]]], ahead: bool = False) -> None: ...
     def prefetch(self) -> Moved: ...
     def stage(self) -> Moved: ...
     def fetch(self, step: int = 0) -> None: ...
@@ -120,17 +129,24 @@ Gradients = list[Tensor | None]
 class Lookup:
     """One batch's rows, from its keys to its update."""
 
-    def __init__(self, layout: Layout, batch: KeyedBatch, plan: Plan | None = None, step: int = 0) -> None:
+    def __init__(
+        self, layout: Layout, batch: KeyedBatch, plan: Plan | None = None, step: int = 0, ahead: bool = False
+    ) -> None:
         self.layout = layout
         self.batch = batch
+        self.ahead = ahead
         self.step = step  # the update that this batch will be part of
         self.plan = plan or layout.new_plan()
+        self.share, self.over, self.examples = 1.0, False, batch.size  # as the plan's
         self.gradients: Gradients | None = None  # by feature, in the layout's order
         self.done = False
 
     def route(self) -> Lookup:
         """Deduplicate the batch's keys, table by table."""
-        self.plan.route(self.layout.jobs(self.batch))
+        self.plan.route(self.layout.jobs(self.batch), self.ahead)
+        plan = self.plan
+        self.share, self.over = plan.share, plan.over
+        self.examples = self.batch.size if plan.examples is None else plan.examples
         return self
 
     def prefetch(self) -> Moved:

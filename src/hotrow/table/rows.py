@@ -7,7 +7,7 @@ exporting, and tests. Rows are found in tier order: DRAM, then SSD.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,6 +54,8 @@ class TableRows:
         self.store = HostStore(table.name, table.dim, self.optimizer, table.initial, seed, budget)
         self.clock = Clock(self._span())
         self.hot: Hot | None = None  # a cache above, set by the collection
+        # With ranks, set by the collection: the sum over all ranks of a number that each of them has.
+        self.over_ranks: Callable[[int], int] | None = None
         if table.admission is not None:
             self.store.set_admission(table.admission.after, table.admission.probability, table.admission.sketch_bytes)
 
@@ -141,14 +143,22 @@ class TableRows:
         if rules.time is not None and (old := self.clock.last_before()):
             cutoffs.append(old + 1)
         grace = max(0, step - (rules.grace if rules.grace is not None else rules.every))
-        return self.store.sweep(
-            cutoff=max([0, *cutoffs]),
-            count_cutoff=grace if rules.min_count is not None else 0,
-            min_count=rules.min_count or 0,
-            norm_cutoff=grace if rules.min_norm is not None else 0,
-            min_norm=rules.min_norm or 0.0,
-            max_rows=rules.max_rows or 0,
-        )
+        sweep = {
+            "cutoff": max([0, *cutoffs]),
+            "count_cutoff": grace if rules.min_count is not None else 0,
+            "min_count": rules.min_count or 0,
+            "norm_cutoff": grace if rules.min_norm is not None else 0,
+            "min_norm": rules.min_norm or 0.0,
+            "max_rows": rules.max_rows or 0,
+        }
+        return self.store.sweep(elsewhere=self._elsewhere(sweep), **sweep)
+
+    def _elsewhere(self, rules: dict[str, float]) -> int:
+        """How many rows that stay other ranks have, where that matters: a cap is for the rows of all ranks."""
+        if self.over_ranks is None or not rules["max_rows"] or self.over_ranks(len(self)) <= rules["max_rows"]:
+            return 0
+        here = self.store.staying(**rules)
+        return self.over_ranks(here) - here
 
     def _span(self) -> int:
         return 0 if self.table.expiry is None or self.table.expiry.time is None else parse_time(self.table.expiry.time)

@@ -185,6 +185,11 @@ class HostStore:
         with core_errors():
             return int(self.core.sweep(**rules))
 
+    def staying(self, **rules: float) -> int:
+        """How many rows no rule but the cap would remove at a sweep; those on SSD are read for it."""
+        with core_errors():
+            return int(self.core.staying(**rules))
+
     def prefetch(self, keys: Tensor) -> int:
         """Bring rows up from SSD; returns how many came. No result depends on it."""
         with core_errors():
@@ -218,10 +223,13 @@ class HostStore:
         with core_errors():
             self.core.load_snapshot(folder)
 
-    def load_state(self, folder: str) -> None:
-        """What a snapshot has beside the rows: sketch, cutoffs and notes. Call it when the rows are there."""
+    def load_state(self, folder: str, shards: tuple[int, int] = (0, SHARDS)) -> None:
+        """What a snapshot has beside the rows: sketch and caps (of some shards), cutoffs and notes.
+
+        Call it when the rows are there.
+        """
         with core_errors():
-            self.core.load_state(folder)
+            self.core.load_state(folder, *shards)
 
     def clear(self) -> None:
         """Remove every row, on SSD too."""
@@ -296,13 +304,31 @@ class Moved:
     short: bool = False
 
 
+Block = tuple[int, int, int, int]  # address, rows, columns, floats from row to row
+_NOTHING: Block = (0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Gradients summed by unique key: the sums, which keys had one, and whether all were finite and all had one."""
+
+    sums: Tensor
+    present: Tensor
+    finite: bool
+    whole: bool
+
+
 class HostPlan:
     """One batch's way through several tables: route, fetch or read, gather, update (core/rows/plan.h)."""
 
     def __init__(self) -> None:
         self.core = _core.Plan()
 
-    def route(self, jobs: Sequence[tuple[HostStore, Sequence[tuple[Jagged, str]]]]) -> None:
+    share = 1.0  # of the step's examples that this batch has
+    over = False  # whether there is nothing left to train on
+    examples: int | None = None  # of the step, where that is more than the batch's
+
+    def route(self, jobs: Sequence[tuple[HostStore, Sequence[tuple[Jagged, str]]]], ahead: bool = False) -> None:
         """Deduplicate the keys of each table's features; each feature is given with its pooling."""
         with core_errors():
             self.core.route([(store.core, [_feature(jagged, pooling) for jagged, pooling in fs]) for store, fs in jobs])
@@ -349,12 +375,64 @@ class HostPlan:
         """Apply gradients, one matrix or None per feature. `checked` are the matrices to test for NaN first."""
         with core_errors():
             self.core.update(
-                [(0, 0, 0, 0) if gradient is None else _matrix(gradient) for gradient in gradients],
+                [_NOTHING if gradient is None else _matrix(gradient) for gradient in gradients],
                 [_matrix(matrix) for matrix in checked],
                 [(list(u.coefficients), u.clip_value, u.clip_norm) for u in updates],
                 step,
                 grad_scale,
             )
+
+    # --- rows that other processes own (core/rows/plan.h) ---
+
+    def deal(self, owner_of: Tensor, world: int, tables: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The unique keys by owner: how many for each, [world, tables]; the keys in that order; their sightings."""
+        counts = torch.empty(world, tables, dtype=torch.int64)
+        with core_errors():
+            self.core.deal(owner_of.data_ptr(), world, counts.data_ptr())
+        keys = torch.empty(self.unique, dtype=torch.int64)
+        seen = torch.empty(self.unique, dtype=torch.int32)
+        self.core.dealt(keys.data_ptr(), seen.data_ptr())
+        return counts, keys, seen
+
+    def take_rows(self, rows: Tensor) -> None:
+        """Rows of the dealt keys, float32 one after another; `gather` takes them from there."""
+        self.taken = rows  # the core has its address
+        self.core.take_rows(rows.data_ptr())
+
+    def sum(self, gradients: Sequence[Tensor | None], checked: Sequence[Tensor], floats: int) -> Summed:
+        """The sum of each dealt key's gradients in batch order, laid out as for `take_rows`."""
+        sums = torch.empty(floats, dtype=torch.float32)
+        present = torch.empty(self.unique, dtype=torch.uint8)
+        with core_errors():
+            finite, whole = self.core.sum(
+                [_NOTHING if gradient is None else _matrix(gradient) for gradient in gradients],
+                [_matrix(matrix) for matrix in checked],
+                sums.data_ptr(),
+                present.data_ptr(),
+            )
+        return Summed(sums, present, finite, whole)
+
+    def route_seen(self, stores: Sequence[HostStore], asked: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+        """For each table what each process asks for: addresses of its keys and of how often it saw them, and how many.
+
+        Several may ask for one key; their gradients are summed in that order.
+        """
+        with core_errors():
+            self.core.route_seen([(store.core, list(of_store)) for store, of_store in zip(stores, asked, strict=True)])
+
+    def gather_blocks(self, blocks: Sequence[Block]) -> None:
+        """As `gather`, into float32 blocks by address; one without an address is passed over."""
+        with core_errors():
+            self.core.gather(blocks)
+
+    def update_blocks(
+        self, blocks: Sequence[Block], present: Sequence[int], updates: Sequence[Update], step: int, grad_scale: float
+    ) -> None:
+        """As `update`, from float32 blocks by address, which have been checked. `present` are addresses of bytes, 0
+        where a key has no gradient; without any, all have one."""
+        coefficients = [(list(u.coefficients), u.clip_value, u.clip_norm) for u in updates]
+        with core_errors():
+            self.core.update(blocks, [], coefficients, step, grad_scale, present)
 
     @property
     def late(self) -> int:
@@ -500,7 +578,8 @@ def _feature(jagged: Jagged, pooling: str) -> tuple[int, int, int, int, int, int
 
 
 def _matrix(tensor: Tensor) -> tuple[int, int, int, int]:
-    if tensor.dtype != torch.float32 or tensor.dim() != 2 or (tensor.stride(1) != 1 and tensor.shape[1] > 1):
+    plain = tensor.dim() == 2 and (tensor.stride(1) == 1 or tensor.shape[1] <= 1 or tensor.numel() == 0)
+    if tensor.dtype != torch.float32 or not plain:
         raise BatchError(f"a matrix of {tensor.dtype}, shape {list(tensor.shape)}; pass 2-d float32 with unit stride")
     return tensor.data_ptr(), tensor.shape[0], tensor.shape[1], tensor.stride(0)
 

@@ -8,6 +8,7 @@
         state.safetensors         metrics and torch's random state
         features.json             the feature spec, where there is one
         rows/<table>/             a snapshot of the table's rows: segments and their own manifest
+        rows/<table>/part-0001/   with ranks: the snapshot of those that rank 1 owned
       .step-000000002000.tmp/     one that is being written, or one that a crash left; nobody reads it
 
 A folder with its final name is complete (saving.py sees to that). Checkpoints are numbered in the order in which they
@@ -28,10 +29,10 @@ from torch import Tensor
 
 from hotrow.errors import CheckpointError
 from hotrow.features import FeatureSpec
-from hotrow.tiers.host import HostStore
+from hotrow.tiers.host import SHARDS, HostStore
 from hotrow.train import durable, packing
 
-FORMAT, VERSION = "hotrow-checkpoint", 1
+FORMAT, VERSION, PARTED = "hotrow-checkpoint", 1, 2  # the version of one that ranks have written is PARTED
 MANIFEST, DENSE, OPTIMIZER, STATE, FEATURES = (
     "manifest.json",
     "dense.safetensors",
@@ -41,6 +42,14 @@ MANIFEST, DENSE, OPTIMIZER, STATE, FEATURES = (
 )
 _NAME = re.compile(r"step-\d{12,}(-\d+)?")
 _DRAFT = re.compile(r"\.step-.*\.tmp")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A folder with the rows of some shards of a table, from the first to before the second."""
+
+    folder: Path
+    shards: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -60,9 +69,17 @@ class Checkpoint:
         """The saved tables by name: definition, optimizer, width and number of rows."""
         return {saved["name"]: saved for saved in self.manifest["tables"]}
 
-    def rows(self, table: str) -> Path:
-        """The folder of a table's rows."""
-        return self.path / "rows" / table
+    def parts(self, table: str) -> list[Part]:
+        """Where a table's rows are: one folder, or one for each rank that wrote it."""
+        folder, ranges = self.path / "rows" / table, self.tables[table].get("parts")
+        if ranges is None:
+            return [Part(folder, (0, SHARDS))]
+        return [Part(folder / part_name(rank), (int(begin), int(end))) for rank, (begin, end) in enumerate(ranges)]
+
+    @property
+    def world(self) -> int:
+        """How many ranks wrote it."""
+        return 1 + len(self.manifest.get("ranks", []))
 
     def read(self, name: str) -> bytes:
         """A file's bytes, compared with its size and checksum."""
@@ -100,17 +117,26 @@ class Checkpoint:
     def verify_rows(self) -> None:
         """Check the snapshots of rows: all but the segments' blocks, whose checksums are compared as they are read."""
         for name, saved in self.tables.items():
-            folder = self.rows(name)
-            if not folder.is_dir():
-                raise CheckpointError(f"{folder} is missing; the checkpoint cannot be loaded without it")
+            parts = self.parts(name)
+            for part in parts:
+                if not part.folder.is_dir():
+                    raise CheckpointError(f"{part.folder} is missing; the checkpoint cannot be loaded without it")
             for file in self.manifest["files"]:
                 if file.startswith(f"rows/{name}/"):
                     self.read(file)
-            info = HostStore.snapshot_info(str(folder))
-            if (info["table"], info["rows"]) != (name, saved["rows"]):
+            rows = 0
+            for part in parts:
+                info = HostStore.snapshot_info(str(part.folder))
+                if info["table"] != name:
+                    raise CheckpointError(
+                        f"{part.folder} is not what was saved here: it has rows of table {info['table']!r}, the "
+                        f"manifest of {name!r}"
+                    )
+                rows += info["rows"]
+            if rows != saved["rows"]:
                 raise CheckpointError(
-                    f"{folder} is not what was saved here: it has {info['rows']:,} rows of table {info['table']!r}, "
-                    f"the manifest {saved['rows']:,} of {name!r}"
+                    f"{self.path / 'rows' / name} is not what was saved here: it has {rows:,} rows of table {name!r}, "
+                    f"the manifest {saved['rows']:,}"
                 )
 
 
@@ -157,6 +183,15 @@ def step_name(step: int) -> str:
     return f"step-{step:012d}"
 
 
+def part_name(rank: int) -> str:
+    """The folder of a rank's part of a table.
+
+    >>> part_name(1)
+    'part-0001'
+    """
+    return f"part-{rank:04d}"
+
+
 def draft_name(name: str) -> str:
     """The name under which a checkpoint is written, and under which it is removed."""
     return f".{name}.tmp"
@@ -169,7 +204,7 @@ def fingerprint(data: bytes) -> dict[str, Any]:
 
 def write_manifest(folder: Path, fields: dict[str, Any]) -> bytes:
     """Write manifest.json with its own checksum; returns its bytes."""
-    manifest = {"format": FORMAT, "version": VERSION, **fields}
+    manifest = {"format": FORMAT, "version": PARTED if "ranks" in fields else VERSION, **fields}
     manifest["checksum"] = _checksum(manifest)
     data = json.dumps(manifest, indent=1, allow_nan=False).encode()
     durable.write(folder / MANIFEST, data)
@@ -190,9 +225,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{path} is corrupt: it is not a JSON object")
     kind, version = manifest.get("format"), manifest.get("version")
-    if (kind, version) != (FORMAT, VERSION):
+    if kind != FORMAT or version not in (VERSION, PARTED):
         raise CheckpointError(
-            f"{folder} has format {kind!r} version {version!r}; this release reads {FORMAT!r} version {VERSION}"
+            f"{folder} has format {kind!r} version {version!r}; this release reads {FORMAT!r} version {VERSION} and "
+            f"{PARTED}"
         )
     try:
         right = manifest.get("checksum") == _checksum(manifest)

@@ -6,15 +6,20 @@ checkpoint: any memory budget that holds them will do.
 
 `resume` takes the newest checkpoint that can be read. One that is damaged is passed over with a warning; one that does
 not fit this model is an error, because another one would not fit either.
+
+How many ranks wrote a checkpoint does not matter either. A rank takes the rows of the shards that it owns: where one
+part of the checkpoint is just these, its segments become the rank's own; otherwise rows are picked out of the parts
+that have some, one by one. Ranks decide together: what one of them cannot read, none of them loads.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +28,12 @@ from hotrow import _core
 from hotrow.config import parse_size
 from hotrow.errors import CheckpointError, OptionError, choices
 from hotrow.features import FeatureSpec
+from hotrow.parallel.ownership import in_shards
+from hotrow.parallel.ranks import Ranks
 from hotrow.table import TableRows
-from hotrow.tiers.host import core_errors
+from hotrow.tiers.host import SHARDS, core_errors
 from hotrow.train import packing
-from hotrow.train.checkpoint import DENSE, OPTIMIZER, STATE, Checkpoint, list_checkpoints, open_checkpoint
+from hotrow.train.checkpoint import DENSE, OPTIMIZER, STATE, Checkpoint, Part, list_checkpoints, open_checkpoint
 from hotrow.train.metrics import Metrics
 from hotrow.train.place import Place
 
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
     from hotrow.train.trainer import Trainer
 
 CHUNK = 65536  # rows at a time
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -56,33 +64,52 @@ def load(
 
     Rows are read twice: first to compare their checksums, so that a damaged block changes nothing.
     """
-    checkpoint = open_checkpoint(path)
-    pairs = match_tables(trainer, checkpoint, rename or {}, tables)
-    if tables is None:
-        contents = read(checkpoint)
-        check_dense(trainer, checkpoint, contents)
+    ranks = trainer.model.embeddings.ranks
+
+    def look() -> tuple[Checkpoint, list[tuple[str, TableRows]], Contents | None]:
+        checkpoint, contents = open_checkpoint(path), None
+        pairs = match_tables(trainer, checkpoint, rename or {}, tables)
+        if tables is None:
+            contents = read(checkpoint, ranks)
+            check_dense(trainer, checkpoint, contents)
+        else:
+            checkpoint.verify_rows()
+        for name, rows in pairs:
+            for part in _parts_of(checkpoint, name, _shards(rows, ranks)):
+                for _ in _read_rows(part.folder):
+                    pass
+        return checkpoint, pairs, contents
+
+    checkpoint, pairs, contents = _all(ranks, f"reading {path}", look)
+    if contents is not None:
+        _all(ranks, f"loading {path}", lambda: apply(trainer, checkpoint, pairs, contents))
     else:
-        checkpoint.verify_rows()
-    for name, _ in pairs:
-        for _ in _read_rows(checkpoint.rows(name)):
-            pass
-    if tables is None:
-        apply(trainer, checkpoint, pairs, contents)
-    else:
-        apply_rows(checkpoint, pairs)
+        _all(ranks, f"loading {path}", lambda: apply_rows(checkpoint, pairs, ranks))
         # Rows that have been trained for so many steps are not older than the model they are in.
         trainer.model.embeddings.steps = max(trainer.steps, checkpoint.step)
     return checkpoint
 
 
+def _all(ranks: Ranks | None, what: str, work: Callable[[], Result]) -> Result:
+    """Work that has failed on any rank has failed on all."""
+    return work() if ranks is None else ranks.together(what, work)
+
+
 def resume(trainer: Trainer, folder: Path, features: FeatureSpec | None) -> Checkpoint | None:
     """Read the newest valid checkpoint of a folder into the trainer; None if the folder has no checkpoint at all."""
     faults = []
+    ranks = trainer.model.embeddings.ranks
     paths = list_checkpoints(folder)
+    if ranks is not None:
+        paths = [folder / name for name in ranks.broadcast_json([path.name for path in paths])]
+
+    def look(path: Path) -> tuple[Checkpoint, Contents]:
+        checkpoint = open_checkpoint(path)
+        return checkpoint, read(checkpoint, ranks)
+
     for path in paths:
         try:
-            checkpoint = open_checkpoint(path)
-            contents = read(checkpoint)
+            checkpoint, contents = _all(ranks, f"reading {path}", partial(look, path))
         except CheckpointError as error:
             faults.append(_pass_over(path, error))
             continue
@@ -90,7 +117,7 @@ def resume(trainer: Trainer, folder: Path, features: FeatureSpec | None) -> Chec
         check_dense(trainer, checkpoint, contents)
         _check_features(checkpoint, contents.features, features)
         try:
-            apply(trainer, checkpoint, pairs, contents)
+            _apply_together(trainer, checkpoint, pairs, contents)
         except CheckpointError as error:  # rows are checked while they are read; the next one replaces them all
             faults.append(_pass_over(path, error))
             continue
@@ -103,7 +130,14 @@ def resume(trainer: Trainer, folder: Path, features: FeatureSpec | None) -> Chec
     return None
 
 
-def read(checkpoint: Checkpoint) -> Contents:
+def _apply_together(
+    trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]], contents: Contents
+) -> None:
+    ranks = trainer.model.embeddings.ranks
+    _all(ranks, f"loading {checkpoint.path}", lambda: apply(trainer, checkpoint, pairs, contents))
+
+
+def read(checkpoint: Checkpoint, ranks: Ranks | None = None) -> Contents:
     """Read and check all that is not rows; rows are checked as far as their own manifest goes."""
     dense, parts, state = (checkpoint.tensors(name) for name in (DENSE, OPTIMIZER, STATE))
     features = checkpoint.features()
@@ -113,10 +147,23 @@ def read(checkpoint: Checkpoint) -> Contents:
     try:
         optimizer = None if saved is None else packing.unpack(saved["state"], parts)
         scaler = packing.unpack(manifest["scaler"], state)
-        figures = packing.unpack(manifest["metrics"]["state"], state)
-        rng = state["rng.cpu"]
+        figures = [packing.unpack(manifest["metrics"]["state"], state)]
+        figures += [packing.unpack(other["metrics"], state) for other in manifest.get("ranks", [])]
+        # A rank beyond those that wrote it goes on with the random state that it has.
+        mine = "" if ranks is None or ranks.first else f"ranks.{ranks.rank}."
+        rng = state["rng.cpu"] if not mine else state.get(f"{mine}rng.cpu", torch.get_rng_state())
     except KeyError as error:
         raise CheckpointError(f"{checkpoint.path} is corrupt: its tensors lack {error}") from None
+    metrics = _metrics_of([_metrics(one) for one in figures], ranks)
+    if rng.dtype != torch.uint8 or rng.shape != torch.get_rng_state().shape:
+        raise CheckpointError(
+            f"{checkpoint.path} has a random state of {rng.numel()} bytes and this torch uses "
+            f"{torch.get_rng_state().numel()}; load it with the torch that made it"
+        )
+    return Contents(dense, optimizer, scaler, metrics, rng, state.get(f"{mine}rng.cuda"), features)
+
+
+def _metrics(figures: dict[str, Any]) -> Metrics:
     metrics = Metrics()
     metrics.load_state(
         {
@@ -124,12 +171,17 @@ def read(checkpoint: Checkpoint) -> Contents:
             for metric, parts in figures.items()
         }
     )
-    if rng.dtype != torch.uint8 or rng.shape != torch.get_rng_state().shape:
-        raise CheckpointError(
-            f"{checkpoint.path} has a random state of {rng.numel()} bytes and this torch uses "
-            f"{torch.get_rng_state().numel()}; load it with the torch that made it"
-        )
-    return Contents(dense, optimizer, scaler, metrics, rng, state.get("rng.cuda"), features)
+    return metrics
+
+
+def _metrics_of(saved: list[Metrics], ranks: Ranks | None) -> Metrics:
+    """A rank's own where as many ranks have saved; else rank 0 has them all."""
+    if ranks is not None and len(saved) == ranks.world:
+        return saved[ranks.rank]
+    total = Metrics()
+    for one in saved if ranks is None or ranks.first else ():
+        total.merge(one)
+    return saved[0] if len(saved) == 1 and (ranks is None or ranks.first) else total
 
 
 def match_tables(
@@ -207,7 +259,7 @@ def apply(trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, Table
     trainer.forget()
     if trainer.model.embeddings.hot is not None:
         trainer.model.embeddings.hot.drop()  # all of them are replaced
-    apply_rows(checkpoint, pairs)
+    apply_rows(checkpoint, pairs, trainer.model.embeddings.ranks)
     trainer.model.tower.load_state_dict(contents.dense)
     if trainer.dense_optimizer is not None and contents.optimizer is not None:
         trainer.dense_optimizer.load_state_dict(contents.optimizer)
@@ -223,26 +275,42 @@ def apply(trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, Table
     trainer.saver.loaded(checkpoint.path)
 
 
-def apply_rows(checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]]) -> None:
-    """Rows become the saved ones."""
+def apply_rows(checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]], ranks: Ranks | None = None) -> None:
+    """Rows become the saved ones, those of this rank's shards."""
     for name, rows in pairs:
         rows.cool()
-        if name == rows.table.name:
-            rows.store.load_snapshot(str(checkpoint.rows(name)))
+        shards = _shards(rows, ranks)
+        parts = _parts_of(checkpoint, name, shards)
+        if name == rows.table.name and [part.shards for part in parts] == [shards]:
+            rows.store.load_snapshot(str(parts[0].folder))
         else:
-            _copy_rows(checkpoint.rows(name), rows)
+            _copy_rows(parts, rows, shards)
         rows.loaded()
 
 
-def _copy_rows(folder: Path, rows: TableRows) -> None:
-    """Row by row, for a table of another name: segments belong to the name they have.
+def _shards(rows: TableRows, ranks: Ranks | None) -> tuple[int, int]:
+    return (0, SHARDS) if ranks is None or rows.table.replicate else ranks.shards
+
+
+def _parts_of(checkpoint: Checkpoint, name: str, shards: tuple[int, int]) -> list[Part]:
+    """The parts of a table that have rows of these shards."""
+    begin, end = shards
+    return [part for part in checkpoint.parts(name) if part.shards[0] < end and begin < part.shards[1]]
+
+
+def _copy_rows(parts: list[Part], rows: TableRows, shards: tuple[int, int]) -> None:
+    """Row by row, for a table of another name (segments belong to the name they have) or for other shards.
 
     The cutoffs of earlier sweeps come last: a row that is set while they are there counts as updated since.
     """
     rows.store.clear()
-    for keys, counts, last_steps, values in _read_rows(folder):
-        rows.assign(keys, values, counts, last_steps)
-    rows.store.load_state(str(folder))
+    for part in parts:
+        for keys, counts, last_steps, values in _read_rows(part.folder):
+            mine = in_shards(keys, *shards)
+            if bool(mine.any()):
+                rows.assign(keys[mine], values[mine], counts[mine], last_steps[mine])
+    for part in parts:
+        rows.store.load_state(str(part.folder), part.shards)
 
 
 def _read_rows(folder: Path) -> Iterator[list[Tensor]]:

@@ -95,6 +95,7 @@ class Pipeline:
         """Batches whose turn has come."""
         if self.options.lookahead == 0:
             yield from self._one_by_one(batches)
+            self.embeddings.settle()
             return
         ahead, clocks = self.options, self.stages
         work = [
@@ -104,8 +105,27 @@ class Pipeline:
         ]
         if not self.embeddings.routes_ahead:
             work = []
-        with Flow(batches, clocks["read"], work, ahead.lookahead, _drop, ahead.needed, ahead.given_up) as self.flow:
-            yield from self._timed(iter(self.flow))
+        flow = Flow(batches, clocks["read"], work, ahead.lookahead, _drop, ahead.needed, ahead.given_up)
+        self.flow = flow
+        try:
+            flow.__enter__()
+            for item in self._timed(iter(flow)):
+                if item.lookup is None:
+                    self.route(item)
+                if self._over(item):
+                    break
+                yield item
+        except BaseException:
+            flow.close()
+            raise
+        self.embeddings.settle(flow.close)  # with ranks, routes that ran ahead end together
+
+    def _over(self, item: Travelling) -> bool:
+        """Whether no rank has a batch left."""
+        assert item.lookup is not None
+        if item.lookup.over:
+            self.embeddings.release(item.lookup)
+        return item.lookup.over
 
     def route(self, item: Travelling) -> int:
         """Deduplicate the keys."""
@@ -144,8 +164,8 @@ class Pipeline:
 
     def _shrink(self) -> None:
         """Rows came up and had to go before their batch's turn: one batch less ahead, from the next one on."""
-        if self.flow is None or self.flow.ahead == 0:
-            return
+        if self.flow is None or self.flow.ahead == 0 or self.embeddings.ranks is not None:
+            return  # ranks must run ahead equally far
         self.flow.ahead -= 1
         memory = self.embeddings.memory
         tier = f"dram={format_size(memory.dram_bytes)}" if memory.ssd is not None else f"hbm={memory.hbm!r}"
@@ -169,6 +189,8 @@ class Pipeline:
                 read.worked(begin, done, size, read.batches + 1)
                 size = self.route(item)
                 route.worked(done, time.perf_counter(), size, route.batches + 1)
+                if self._over(item):
+                    return
                 yield item
 
         return self._timed(inline())

@@ -7,6 +7,9 @@ takes 10 bytes a row and a write buffer out of the dram budget; no row leaves DR
 The folder belongs to one collection's rows and goes with the last who uses them: a save behind training may outlive the
 collection. What a process left that died is removed by the next one that saves there: its lock is free. Checkpoints do
 not need it.
+
+With ranks each has a folder of its own. Rank 0 alone removes what is left: one that a rank is just making would look as
+if nobody held it.
 """
 
 from __future__ import annotations
@@ -39,13 +42,17 @@ def open_logs(embeddings: EmbeddingCollection, folder: Path) -> None:
             f"{known} is gone: it had the rows' log of this model, which lasts as long as the model. Load the last "
             "checkpoint into a new model, and leave a folder of checkpoints where it is while its trainer lives"
         )
-    for left in folder.glob(f"{PREFIX}*"):
+    ranks = embeddings.ranks
+    for left in folder.glob(f"{PREFIX}*") if ranks is None or ranks.first else ():
         _remove_if_free(left)
     without = [rows for rows in embeddings.tables if not rows.store.has_log]
     if not without:
         return
+    if ranks is not None:
+        ranks.barrier()
     durable.make(folder)
-    home = folder / f"{PREFIX}{os.getpid()}-{next(_numbers)}"
+    who = f"{os.getpid()}" if ranks is None else f"{ranks.rank}-{os.getpid()}"  # a folder may serve several machines
+    home = folder / f"{PREFIX}{who}-{next(_numbers)}"
     held = _Held(home)
     _homes[embeddings] = home
     share = embeddings.memory.dram_bytes // 100 // len(without) // 4096 * 4096

@@ -42,11 +42,12 @@ from hotrow.train.row_logs import open_logs
 from hotrow.train.saver import Saver
 from hotrow.train.saving import capture
 from hotrow.train.stages import Stages
+from hotrow.train.team import Team
 from hotrow.train.tensorboard import open_writer
 from hotrow.train.traffic import Traffic
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Counted = tuple[tuple[Tensor, Tensor], KeyedBatch, Cursor]  # logits and loss of a batch, and where it ended
+Counted = tuple[tuple[Tensor, Tensor, int], KeyedBatch, Cursor]  # logits, loss, examples of a batch, and its end
 LOOKAHEAD, MOST_AHEAD = 2, 12  # batches; the core tells 15 in flight apart
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -124,8 +125,16 @@ class Trainer:
         self.trace = None if trace is None else Path(trace)
         self._interrupts = Interrupts()
         self._waiting: list[Counted] = []  # batches whose gradients wait for a step
+        self._loss = 0.0  # the last one
         self._seen = 0  # the last step after which there was a look at what is due
-        self.writer = open_writer(log_dir)
+        ranks = model.embeddings.ranks
+        self.team = None if ranks is None else Team(ranks, self)
+        self.writer = open_writer(log_dir) if self._speaks else None
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this process is the one that shows progress and writes logs."""
+        return self.team is None or self.team.ranks.first
 
     @property
     def steps(self) -> int:
@@ -155,6 +164,8 @@ class Trainer:
         report = Report(resumed_from=self._begin(source, cursor, resume))
         first, saves, start = self.steps, len(self.saver.reports), time.perf_counter()
         total = None if source.examples is None else source.examples * epochs
+        source = source if self.team is None else self.team.source(source)
+        progress = progress and self._speaks
         stages = Stages()
         view = ProgressView("train", total, progress, done=self.place.examples)
         self._interrupts = Interrupts()
@@ -177,7 +188,8 @@ class Trainer:
                     break
                 self.place.epoch, self.cursor = self.place.epoch + 1, None
                 self.metrics.reset()
-            report.metrics, report.seconds = self.metrics.compute(), time.perf_counter() - start
+            self._reduce(report)
+            report.seconds = time.perf_counter() - start
             report.stages = stages.report(report.seconds)
             if self._interrupts.asked:
                 self._interrupted()
@@ -189,7 +201,13 @@ class Trainer:
         return report
 
     def evaluate(self, source: Source, *, steps: int | None = None, progress: bool = True) -> dict[str, float]:
-        """Metrics of the model on `source`. Creates no row and touches no count."""
+        """Metrics of the model on `source`. Creates no row and touches no count.
+
+        With ranks, each evaluates its share of the batches and all get the metrics of the whole; `steps` are then those
+        of all ranks together.
+        """
+        source = source if self.team is None else self.team.source(source)
+        embeddings, progress = self.model.embeddings, progress and self._speaks
         was_training = self.model.training
         self.model.eval()
         metrics = Metrics()
@@ -199,8 +217,15 @@ class Trainer:
                 for step, (batch, _) in enumerate(source.batches()):
                     if self._interrupts.asked or (steps is not None and step >= steps):
                         break
+                    lookup = embeddings.route(batch, ahead=False)
+                    if lookup.over:
+                        embeddings.release(lookup)
+                        break
+                    if batch.size == 0:  # other ranks have one
+                        embeddings(lookup.read())
+                        continue
                     with self._autocast():
-                        logits = self.model(batch)
+                        logits = self.model(lookup.read())
                     metrics.update(logits.cpu(), _labels(batch).cpu())
                     examples += batch.size
                     ids += batch.id_count()
@@ -208,7 +233,7 @@ class Trainer:
                         view.update(examples, ids, metrics.compute())
         finally:
             self.model.train(was_training)
-        return metrics.compute()
+        return (metrics if self.team is None else self.team.merged(metrics)).compute()
 
     def predict(self, batch: KeyedBatch) -> Tensor:
         """Probabilities of a batch."""
@@ -342,17 +367,28 @@ class Trainer:
             self._count(report, result, batch, after)
         self._waiting.clear()
 
-    def _count(self, report: Report, result: tuple[Tensor, Tensor], batch: KeyedBatch, after: Cursor) -> None:
-        logits, value = result
+    def _count(self, report: Report, result: tuple[Tensor, Tensor, int], batch: KeyedBatch, after: Cursor) -> None:
+        logits, value, examples = result
         self.cursor = after
-        self.metrics.update(logits.cpu(), _labels(batch).cpu())
-        self.place.examples += batch.size
+        if logits.numel():
+            self.metrics.update(logits.cpu(), _labels(batch).cpu())
+        self.place.examples += examples
         report.losses.append(float(value))
-        report.examples += batch.size
+        self._loss = float(value) * examples / max(1, batch.size)  # of this rank's batch
+        report.examples += examples
         report.ids += batch.id_count()
 
+    def _reduce(self, report: Report) -> None:
+        """What the whole job did, out of what this rank did."""
+        if self.team is None:
+            report.metrics = self.metrics.compute()
+            return
+        report.metrics = self.team.merged(self.metrics).compute()
+        report.losses = self.team.sums(report.losses)
+        report.ids = int(self.team.sums([report.ids])[0])
+
     def _between_steps(self, report: Report, evaluate: Source | None, evaluate_every: int | None) -> None:
-        self._log("train", {"loss": report.losses[-1]})
+        self._log("train", {"loss": self._loss})
         if self.steps == self._seen:  # fp16 skipped it
             return
         self._seen = self.steps
@@ -365,22 +401,35 @@ class Trainer:
     def _stops(self, steps: int | None) -> bool:
         return self._interrupts.asked or (steps is not None and self.steps - self.place.first_step >= steps)
 
-    def _forward_backward(self, lookup: Lookup) -> tuple[Tensor, Tensor]:
+    def _forward_backward(self, lookup: Lookup) -> tuple[Tensor, Tensor, int]:
+        """Logits, loss (with ranks, what this one adds to it) and the number of examples, all ranks' together."""
+        if self.team is not None and self.cursor is None:
+            self.team.check_first(lookup)
+        if self.team is not None and lookup.batch.size == 0:
+            return self.team.stand_in(lookup)
         labels = _labels(lookup.batch).to(self.model.embeddings.device, non_blocking=True)
         with self._autocast():
             logits = self.model(lookup)
-        value = self.loss(logits, labels) / self.accumulate
+        value = self.loss(logits, labels) * lookup.share / self.accumulate
         if not bool(torch.isfinite(value)) and not self.scaler.is_enabled():
+            if self.team is not None:  # all ranks must hear of it: they do in the step
+                self.team.ranks.spoiled = True
+                self.model.embeddings.take_part(lookup, gathered=True)
+                return logits.detach()[:0], value.detach(), lookup.examples
             self.forget()
             raise GradientError(
                 f"the loss is {value.item()} at step {self.steps + 1}; nothing was changed by this batch. "
                 "Lower the learning rate, clip gradients (clip_norm=, clip_dense_norm=), or look for bad dense features"
             )
+        if self.team is not None and len(self._waiting) + 1 == self.accumulate:
+            self.team.dense.arm()
         self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
-        return logits.detach(), value.detach() * self.accumulate
+        return logits.detach(), value.detach() * self.accumulate, lookup.examples
 
     def _step(self) -> None:
         """Rows first: they are checked for NaN before anything changes. Then the dense part."""
+        if self.team is not None:
+            self.team.reduce_dense()
         if self.scaler.is_enabled():
             self._scaled_step()
             return

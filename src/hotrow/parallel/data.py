@@ -1,0 +1,89 @@
+"""Batches for ranks: rank r of N takes batches r, r + N, r + 2N, ... of the one stream that all of them read.
+
+So one step of N ranks is N batches in a row, the cursor after it is the cursor after the last of them, and a run can be
+resumed by another number of ranks: the stream and the cursor know nothing of ranks. A source that can skip without
+reading says so with `every(rank, world, cursor)`; of others the batches between are read and dropped.
+
+When the stream ends in the middle of a step, the ranks behind get an empty batch. A rank never knows by itself that all
+are done: it goes on with empty batches, and `Lookup.over` (exchanged with the keys) tells everybody at once. So ranks
+whose streams differ in length end together, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from hotrow.batch import Jagged, KeyedBatch
+from hotrow.data import Cursor, Source
+from hotrow.parallel.ranks import Ranks
+
+
+class RankSource:
+    """One rank's share of a source's batches, with cursors of the whole; without an end."""
+
+    def __init__(self, source: Source, ranks: Ranks) -> None:
+        self.source, self.ranks = source, ranks
+
+    def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
+        """This rank's batch of each step, empty when there is none left, with the cursor after the step."""
+        rank, world = self.ranks.rank, self.ranks.world
+        every = getattr(self.source, "every", None)
+        steps = every(rank, world, cursor) if every is not None else _deal(self.source.batches(cursor), rank, world)
+        last: Cursor | None = cursor
+        shape: KeyedBatch | None = None
+        for batch, after in steps:
+            shape = shape or (None if batch is None else empty_like(batch))
+            last = after
+            if batch is None and shape is None:
+                shape = self._shape()
+            yield batch if batch is not None else _some(shape), after
+        shape = shape or self._shape()
+        if shape is not None:
+            yield from itertools.repeat((shape, last or {}))
+
+    def describe(self) -> str:
+        """One line for a log."""
+        return f"{self.source.describe()}, every {self.ranks.world}th of them on each of {self.ranks.world} ranks"
+
+    @property
+    def examples(self) -> int | None:
+        """How many examples a whole pass of all ranks has, if that is known."""
+        return self.source.examples
+
+    def _shape(self) -> KeyedBatch | None:
+        """An empty batch, for a rank that never got one."""
+        return next((empty_like(batch) for batch, _ in self.source.batches()), None)
+
+
+def empty_like(batch: KeyedBatch) -> KeyedBatch:
+    """A batch without examples, otherwise like this one.
+
+    >>> empty_like(KeyedBatch({"user": Jagged(torch.tensor([1, 2]))}, dense=torch.ones(2, 3))).dense.shape
+    torch.Size([0, 3])
+    """
+    none = torch.zeros(0, dtype=torch.int64)
+    ids = {
+        name: Jagged(
+            none,
+            None if jagged.offsets is None else torch.zeros(1, dtype=torch.int64),
+            None if jagged.weights is None else torch.zeros(0),
+        )
+        for name, jagged in batch.ids.items()
+    }
+    return KeyedBatch(ids, *(None if part is None else part[:0] for part in (batch.dense, batch.labels, batch.time)))
+
+
+def _deal(
+    batches: Iterator[tuple[KeyedBatch, Cursor]], rank: int, world: int
+) -> Iterator[tuple[KeyedBatch | None, Cursor]]:
+    """Of every `world` batches that of `rank`, None where the stream has ended before, with the last one's cursor."""
+    while step := list(itertools.islice(batches, world)):
+        yield step[rank][0] if rank < len(step) else None, step[-1][1]
+
+
+def _some(shape: KeyedBatch | None) -> KeyedBatch:
+    assert shape is not None
+    return shape

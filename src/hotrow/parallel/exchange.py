@@ -1,0 +1,129 @@
+"""Channel: one process group, and the few exchanges that HotRow makes over it.
+
+Collectives of one group must be issued in the same order by all ranks, so whatever runs in an order of its own (the
+route thread, the training thread, dense gradients during backward, a save behind training) has a channel of its own.
+A channel is used by one thread at a time.
+
+Gloo carries CPU memory alone: tensors on a GPU are copied down and up again around it. NCCL carries GPU memory; small
+things on the CPU go through a channel of Gloo (`Ranks.patient`).
+
+An exchange that fails, because a rank died or did not come within the timeout, raises RankError with the rank's name:
+health.py finds out who it was. On a patient channel an exchange may take hours; whoever waits there looks now and then
+whether the others' hearts still beat, and whether another channel has failed meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hotrow.parallel.health import Health, Hearts
+
+LOOK_SECONDS = 0.002  # on a patient channel, rising to a hundred times that
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
+
+
+@dataclass
+class Exchange:
+    """One that is under way; `wait` gives what arrived."""
+
+    work: Any
+    arrived: Tensor
+    home: torch.device
+    channel: Channel
+
+    def wait(self) -> Tensor:
+        """Until it is there."""
+        try:
+            if self.channel.patient:
+                self._look()
+            self.work.wait()
+        except RuntimeError as error:
+            raise self.channel.explain(error) from error
+        return self.arrived.to(self.home)
+
+    def _look(self) -> None:
+        pause, hearts = LOOK_SECONDS, Hearts(self.channel.health)
+        while not self.work.is_completed():
+            if self.channel.health.broken.is_set():
+                raise RuntimeError("another exchange of this rank has failed")
+            hearts.check()
+            time.sleep(pause)
+            pause = min(2 * pause, 100 * LOOK_SECONDS)
+
+
+class Channel:
+    """Exchanges over one process group."""
+
+    def __init__(self, name: str, group: Any, health: Health, patient: bool) -> None:
+        self.name, self.group, self.health, self.patient = name, group, health, patient
+        self.rank, self.world = health.rank, health.world
+        self.carries_gpu = dist.get_backend(group) == "nccl"
+        self.sent = 0  # bytes to other ranks
+        self.count = 0  # exchanges begun
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to raise for an exchange that failed."""
+        return self.health.explain(self.name, error)
+
+    def all_to_all(self, send: Tensor, to: Sequence[int], came: Sequence[int]) -> Tensor:
+        """Elements of `send`, `to[r]` of them to rank r in order; what came, `came[r]` from rank r, in order."""
+        return self.begin_all_to_all(send, to, came).wait()
+
+    def begin_all_to_all(
+        self, send: Tensor, to: Sequence[int], came: Sequence[int], out: Tensor | None = None
+    ) -> Exchange:
+        """The same, without waiting. `send` must stay as it is until then. What comes goes into `out`, if given."""
+        self.sent += (sum(to) - to[self.rank]) * send.element_size()
+        home, send = send.device, self._at_the_wire(send)
+        arrived = self._room(out, sum(came), send)
+        return self._begin(home, arrived, dist.all_to_all_single, arrived, send, list(came), list(to))
+
+    def begin_all_gather(self, send: Tensor, out: Tensor | None = None) -> Exchange:
+        """Every rank's `send`, all of one size, one after another; into `out`, if given."""
+        self.sent += (self.world - 1) * send.numel() * send.element_size()
+        home, send = send.device, self._at_the_wire(send)
+        arrived = self._room(out, self.world * send.numel(), send)
+        return self._begin(home, arrived, _gather, arrived, send)
+
+    def all_gather(self, send: Tensor) -> list[Tensor]:
+        """Every rank's `send`, all of one size, in rank order."""
+        return list(self.begin_all_gather(send).wait().chunk(self.world))
+
+    def gather_numbers(self, *numbers: int) -> list[list[int]]:
+        """Every rank's numbers, in rank order."""
+        device = torch.device("cuda", torch.cuda.current_device()) if self.carries_gpu else None
+        return [part.tolist() for part in self.all_gather(torch.tensor(numbers, dtype=torch.int64, device=device))]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's plain value, in rank order."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [size for (size,) in self.gather_numbers(data.numel())]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        parts = self.all_gather(padded)
+        return [json.loads(bytes(part[:size].numpy())) for part, size in zip(parts, sizes, strict=True)]
+
+    def _at_the_wire(self, tensor: Tensor) -> Tensor:
+        return tensor if self.carries_gpu else tensor.cpu()
+
+    @staticmethod
+    def _room(out: Tensor | None, size: int, like: Tensor) -> Tensor:
+        if out is not None and out.device == like.device:
+            return out
+        return torch.empty(size, dtype=like.dtype, device=like.device)
+
+    def _begin(self, home: torch.device, arrived: Tensor, collective: Any, *arguments: Any) -> Exchange:
+        self.count += 1
+        try:
+            work = collective(*arguments, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self.explain(error) from error
+        return Exchange(work, arrived, home, self)

@@ -1,0 +1,361 @@
+"""Ranks: the processes of one job, how they meet, and the channels between them.
+
+A job is N processes that torch.distributed knows (torchrun, `hotrow train --ranks N`, or any launcher that sets RANK,
+WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or has called init_process_group). All run the same program on the same job;
+each owns a share of the rows (ownership.py), reads a share of the batches (data.py) and has the whole tower.
+
+Five channels, made in this order by everybody: `route` for the keys of batches ahead, `rows` for what the training
+thread does (rows, gradients, evaluation), `dense` for the tower's gradients, `patient` for what may take long (loading,
+comparing) and `saves` for a save behind training: in these two the timeout is hours, because a rank that dies breaks
+the connection anyway and one that hangs is noticed in the others.
+
+Ranks must agree before they exchange anything, or they would wait for each other for ever: `agree` compares plain
+values and raises on every rank, with the rank and the field that differ.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from hotrow.errors import HotRowError, OptionError, RankError, choices
+from hotrow.parallel.exchange import Channel
+from hotrow.parallel.health import Health
+from hotrow.parallel.ownership import owners, shard_range
+
+WIRES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+Result = TypeVar("Result")
+PATIENT_SECONDS = 6 * 3600.0
+_joined: Ranks | None = None
+
+
+class Ranks:
+    """This process among the others of its job. `join_ranks()` makes it.
+
+    `rank` is its number and `world` how many there are. `wire` is the type of rows and gradients on their way ("fp32",
+    "fp16" or "bf16"); what is kept and summed is fp32.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int, backend: str, timeout: float, wire: str) -> None:
+        self.rank, self.world, self.timeout = rank, world, timeout
+        self.wire = WIRES[wire]
+        self.owner_of = owners(world)
+        self.remote_keys = 0  # unique keys of this rank's batches whose rows others own, so far
+        self.spoiled = False  # something of this batch was not finite, though its gradients may be
+        self._health = Health(store, rank, world, timeout, self._exchanges)
+        self._channels: dict[str, Channel] = {}
+        for name, carrier, seconds in (
+            ("route", backend, timeout),
+            ("rows", backend, timeout),
+            ("dense", backend, timeout),
+            ("patient", "gloo", max(timeout, PATIENT_SECONDS)),
+            ("saves", "gloo", max(timeout, PATIENT_SECONDS)),
+        ):
+            group = dist.new_group(backend=carrier, timeout=timedelta(seconds=seconds))
+            self._channels[name] = Channel(name, group, self._health, seconds > timeout)
+        self.route, self.rows, self.dense, self.patient, self.saves = self._channels.values()
+        self.routes = Routes()
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which speaks for all."""
+        return self.rank == 0
+
+    @property
+    def shards(self) -> tuple[int, int]:
+        """The shards whose rows this rank owns, from the first to before the second."""
+        return shard_range(self.rank, self.world)
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes that went to other ranks, by channel."""
+        return {name: channel.sent for name, channel in self._channels.items()}
+
+    def channel(self, name: str) -> Channel:
+        """One of the channels, by name."""
+        return self._channels[name]
+
+    def agree(self, what: str, mine: Mapping[str, Any]) -> None:
+        """Compare plain values; where ranks differ, every one of them raises and says in what."""
+        everyones = self.patient.gather_json(dict(mine))
+        for rank, theirs in enumerate(everyones):
+            for name in [*everyones[0], *theirs]:
+                one, other = everyones[0].get(name), theirs.get(name)
+                if one != other:
+                    raise OptionError(
+                        f"rank {rank} differs from rank 0 in {what}, {name}: {_short(other, one)} against "
+                        f"{_short(one, other)}; start all ranks with the same job file, model and version of HotRow"
+                    )
+
+    def together(self, what: str, work: Callable[[], Result], channel: str = "patient") -> Result:
+        """Do `work` here; if it failed on any rank, raise on all, there with the rank's name."""
+        error: HotRowError | None = None
+        result: Result | None = None
+        try:
+            result = work()
+        except HotRowError as raised:
+            error = raised
+        said = None if error is None else [type(error).__name__, str(error)]
+        failed = [
+            (rank, words) for rank, words in enumerate(self.channel(channel).gather_json(said)) if words is not None
+        ]
+        if error is not None:
+            raise error
+        if failed:
+            rank, (kind, words) = failed[0]
+            raise _error_named(kind)(f"{what} failed on rank {rank}: {words}")
+        return cast(Result, result)
+
+    def broadcast_json(self, value: Any) -> Any:
+        """Rank 0's plain value."""
+        return self.patient.gather_json(value if self.first else None)[0]
+
+    def barrier(self) -> None:
+        """Until all are here. May take long."""
+        self.patient.gather_numbers(0)
+
+    def largest(self, number: int | None) -> int | None:
+        """The largest of all ranks' numbers, None where nobody has one."""
+        everyones = self.rows.gather_numbers(number is not None, number or 0)
+        return max((value for has, value in everyones if has), default=None)
+
+    def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Tensors become rank 0's."""
+        for tensor in tensors:
+            if tensor.numel():
+                flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu()
+                first = self.patient.all_gather(flat)[0]
+                with torch.no_grad():
+                    tensor.copy_(first.view(tensor.dtype).view(tensor.shape))
+
+    def last_words(self, error: BaseException) -> None:
+        """Tell the others why this rank ends."""
+        self._health.last_words(error)
+
+    def leave(self) -> None:
+        """Part from the others. Everybody does, at the end of the job."""
+        global _joined
+        self._health.close()
+        if _joined is self:
+            _joined = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def end_if_broken(self, code: int = 1) -> None:
+        """End this process at once if an exchange has failed: torch's threads may wait for ranks that never come, and
+        an orderly end would wait for them."""
+        if self._health.broken.is_set():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _exchanges(self) -> int:
+        channels = getattr(self, "_channels", {})
+        return sum(channels[name].count for name in ("rows", "dense") if name in channels)
+
+
+class Routes:
+    """Counts the routes that run ahead, so that all ranks can end at the same one.
+
+    A pipeline that ends early leaves routes that were begun for batches nobody will train on, and not as many on every
+    rank: a rank may even wait in one that the others will never begin. `settle` closes the gate and has ranks with
+    fewer make up for it.
+    """
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self._closed = False
+        self._gate = threading.Condition()
+        self._under_way = False
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """A route. Refused while the routes are being settled."""
+        with self._gate:
+            if self._closed:
+                raise RankError("a batch was routed while the ranks were ending the run; stop the route thread first")
+            self.begun += 1
+            self._under_way = True
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._under_way = False
+                self._gate.notify_all()
+
+    def settle(self, rows: Channel, route_nothing: Callable[[], None], end: Callable[[], object]) -> None:
+        """Until every rank has begun, and ended, as many; `end` is then called while no other can begin. All ranks call
+        it, from the training thread."""
+        with self._gate:
+            self._closed = True
+            mine = self.begun
+        most = max(begun for (begun,) in rows.gather_numbers(mine))
+        with self._gate:
+            self._gate.wait_for(lambda: not self._under_way)
+        for _ in range(most - mine):
+            route_nothing()
+        end()
+        with self._gate:
+            self.begun, self._closed = most, False
+
+
+def join_ranks(
+    backend: str | None = None, timeout: float = 60.0, wire: str = "fp32", alone: bool = False
+) -> Ranks | None:
+    """Meet the other ranks of this job; None where there are none. Call it once, early, on every rank.
+
+    `backend` is "nccl" where torch sees a GPU for this rank and "gloo" elsewhere, unless given. `timeout` is how many
+    seconds a rank is waited for in an exchange before the job stops. `wire` is the type in which rows and gradients
+    travel. With `alone` a launcher's only rank is a rank, too: it exchanges with itself, to try a backend out.
+
+    >>> join_ranks() is None  # one process, without a launcher
+    True
+    """
+    global _joined
+    if wire not in WIRES:
+        raise OptionError(f"wire={wire!r}: {choices(wire, WIRES)}")
+    if not timeout > 0:
+        raise OptionError(f"timeout={timeout!r}: give how many seconds a rank may be late, above 0")
+    if _joined is not None:
+        return _joined
+    launched = "WORLD_SIZE" in os.environ if alone else int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if not dist.is_initialized() and not launched:
+        return None
+    if backend is None:
+        backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+    else:
+        store = _meet(backend, timeout)
+    if dist.get_world_size() < 2 and not alone:
+        return None
+    try:
+        _joined = Ranks(store, dist.get_rank(), dist.get_world_size(), backend, timeout, wire)
+    except RuntimeError as error:
+        raise RankError(f"the ranks could not connect: {error}; look at the network between their machines") from error
+    _say_last_words(_joined)
+    atexit.register(_quietly_leave)
+    return _joined
+
+
+def joined() -> Ranks | None:
+    """What `join_ranks` gave, if it was called."""
+    return _joined
+
+
+def _meet(backend: str, timeout: float) -> Any:
+    """Meet at the store and compare world sizes there, before torch waits for ranks that will never come."""
+    rank, world = _number("RANK"), _number("WORLD_SIZE")
+    wait = timedelta(seconds=max(timeout, 30.0))
+    try:
+        store, rank, world = next(rendezvous("env://", rank, world, timeout=wait))
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RankError(
+            f"rank {rank} cannot reach the store at {where} where ranks meet: {error}; look at MASTER_ADDR and "
+            "MASTER_PORT, and whether rank 0 has started"
+        ) from error
+    # torchrun's store outlives its restarts: addresses of ranks that have died must not be found in it.
+    store = PrefixStore(f"hotrow/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store.set_timeout(wait)
+    try:
+        _compare_worlds(store, rank, world, wait.total_seconds())
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
+    except RuntimeError as error:
+        if isinstance(error, HotRowError):
+            raise
+        raise RankError(f"rank {rank} could not meet the others: {error}; look at their errors") from error
+    return store
+
+
+def _compare_worlds(store: Any, rank: int, world: int, seconds: float) -> None:
+    store.set(f"hotrow/world/{rank}", str(world))
+    deadline = time.monotonic() + seconds
+    known: dict[int, int] = {rank: world}
+    while len(known) < world:
+        for other in range(world):
+            if other not in known and store.check([f"hotrow/world/{other}"]):
+                known[other] = int(store.get(f"hotrow/world/{other}"))
+        for other, theirs in known.items():
+            if theirs != world:
+                _wait_for_the_others(store, rank, len(known))
+                raise OptionError(
+                    f"rank {rank} was started for {world} ranks and rank {other} for {theirs}; start all with the same "
+                    "WORLD_SIZE (torchrun: the same --nnodes and --nproc-per-node)"
+                )
+        if time.monotonic() > deadline:
+            missing = [other for other in range(world) if other not in known]
+            raise RankError(
+                f"rank {rank} has waited {seconds:g} s for rank {', '.join(map(str, missing))} of {world} ranks; start "
+                "it, or look at why it did not come"
+            )
+        time.sleep(0.02)
+
+
+def _wait_for_the_others(store: Any, rank: int, known: int) -> None:
+    """Rank 0 may hold the store: it goes when the others have read what they need."""
+    refused = store.add("hotrow/refused", 1)
+    deadline = time.monotonic() + 10
+    while rank == 0 and refused < known and time.monotonic() < deadline:
+        time.sleep(0.02)
+        refused = store.add("hotrow/refused", 0)
+
+
+def _number(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except (KeyError, ValueError):
+        raise OptionError(
+            f"{name}={os.environ.get(name)!r} in the environment: a launcher sets it to a whole number; use torchrun, "
+            "or hotrow train --ranks N"
+        ) from None
+
+
+def _say_last_words(ranks: Ranks) -> None:
+    before = sys.excepthook
+
+    def hook(kind: Any, error: Any, trace: Any) -> None:
+        ranks.last_words(error)
+        before(kind, error, trace)
+        ranks.end_if_broken()
+
+    sys.excepthook = hook
+
+
+def _quietly_leave() -> None:
+    if _joined is not None:
+        _joined.end_if_broken()
+        _joined._health.close()
+        with suppress(Exception):
+            dist.destroy_process_group()
+
+
+def _error_named(kind: str) -> type[HotRowError]:
+    kinds = {sub.__name__: sub for sub in HotRowError.__subclasses__()}
+    return kinds.get(kind, RankError)
+
+
+def _short(value: Any, other: Any) -> str:
+    """A value for a message: of two long dicts or lists only what differs."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        differing = {name: part for name, part in value.items() if part != other.get(name)}
+        return repr(differing)[:300]
+    if isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
+        pairs = zip(value, other, strict=True)
+        return ", ".join(_short(one, two) for one, two in pairs if one != two)[:300]
+    return repr(value)[:300]

@@ -1,0 +1,108 @@
+"""What a trainer does because it is one of several ranks. Without ranks there is no Team, and nothing here runs.
+
+All ranks make the same calls in the same order, on the same model: that is compared once, when the trainer is made
+(`agree`), and then relied upon. A step is the mean over the examples of all ranks' batches: a rank's loss is weighed by
+its share of them, so that sums over ranks are that mean. Every rank has the same tower, the same dense optimizer and
+the same bits in both; its metrics and its random state are its own, and are put together only when somebody looks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hotrow.data import Source
+from hotrow.errors import OptionError
+from hotrow.parallel.data import RankSource
+from hotrow.parallel.dense import DenseGradients
+from hotrow.parallel.ranks import Ranks
+from hotrow.table import Lookup
+from hotrow.train.metrics import Metrics
+
+if TYPE_CHECKING:
+    from hotrow.train.trainer import Trainer
+
+
+class Team:
+    """A trainer's part in a job of several ranks."""
+
+    def __init__(self, ranks: Ranks, trainer: Trainer) -> None:
+        self.ranks = ranks
+        self.embeddings = trainer.model.embeddings
+        ranks.agree("the trainer", describe(trainer))
+        self.tower = trainer.model.tower
+        ranks.copy_from_first([*self.tower.parameters(), *self.tower.buffers()])
+        self.dense = DenseGradients(trainer.parameters, ranks)
+        # Dropout differs from rank to rank; rank 0 draws as one process would.
+        torch.manual_seed(torch.initial_seed() + ranks.rank)
+
+    def source(self, source: Source) -> Source:
+        """This rank's share of a source."""
+        return RankSource(source, self.ranks)
+
+    def check_first(self, lookup: Lookup) -> None:
+        """Refuse a source that has not even one batch for every rank."""
+        sizes = getattr(lookup.plan, "sizes", [1])
+        if min(sizes) == 0:
+            raise OptionError(
+                f"rank {sizes.index(0)} gets no batch: the source has fewer batches than there are ranks "
+                f"({self.ranks.world}); use fewer ranks, or a smaller batch_size"
+            )
+
+    def stand_in(self, lookup: Lookup) -> tuple[Tensor, Tensor, int]:
+        """Take part in a step without a batch of one's own, or with one that came to nothing."""
+        self.embeddings.take_part(lookup)
+        return torch.zeros(0), torch.zeros(()), lookup.examples
+
+    def reduce_dense(self) -> None:
+        """Dense gradients become the sums over all ranks; what is not a parameter becomes rank 0's."""
+        self.dense.finish()
+        self.ranks.copy_from_first([b for b in self.tower.buffers() if b.is_floating_point()])
+
+    def merged(self, metrics: Metrics) -> Metrics:
+        """The metrics of all ranks' examples, the same on every rank."""
+        total = Metrics()
+        for state in self.ranks.patient.gather_json(metrics.state()):
+            one = Metrics()
+            one.load_state(state)
+            total.merge(one)
+        return total
+
+    def sums(self, values: list[float]) -> list[float]:
+        """Sums over ranks, in rank order. Requires: as many on every rank."""
+        if not values:
+            return []
+        parts = self.ranks.patient.all_gather(torch.tensor(values, dtype=torch.float64))
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return [float(value) for value in total]
+
+
+def describe(trainer: Trainer) -> dict[str, Any]:
+    """All that must be the same on every rank, as plain values."""
+    import hotrow
+
+    embeddings, optimizer = trainer.model.embeddings, trainer.dense_optimizer
+    return {
+        "HotRow's version": hotrow.__version__,
+        "torch's version": str(torch.__version__),
+        "tables": [{**rows.table.to_dict(), "optimizer": rows.optimizer.to_dict()} for rows in embeddings.tables],
+        "seed": embeddings.seed,
+        "tower": type(trainer.model.tower).__name__,
+        "the tower's weights": {
+            name: [list(value.shape), str(value.dtype)] for name, value in trainer.model.tower.state_dict().items()
+        },
+        "dense optimizer": None
+        if optimizer is None
+        else [type(optimizer).__name__, {name: repr(value) for name, value in optimizer.defaults.items()}],
+        "precision": trainer.precision,
+        "accumulate": trainer.accumulate,
+        "clip_dense_norm": trainer.clip_dense_norm,
+        "checkpoints": None if trainer.checkpoints is None else str(trainer.checkpoints),
+        "checkpoint_every": trainer.checkpoint_every,
+        "the kind of device": embeddings.device.type,
+        "wire": None if embeddings.ranks is None else str(embeddings.ranks.wire),
+    }

@@ -1,0 +1,98 @@
+"""Real ranks for tests: processes that join once and then run one function after another, all of them the same."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import hotrow as hr
+
+SECONDS = 120.0  # for one function; far more than any needs
+
+
+class Failed(AssertionError):  # noqa: N818
+    """A rank raised what the test did not expect."""
+
+
+class Crew:
+    """So many ranks. `run` gives each rank's result; `errors` what each rank raised."""
+
+    def __init__(self, world: int, timeout: float = 30.0, backend: str = "gloo") -> None:
+        self.world = world
+        context = multiprocessing.get_context("forkserver")  # torch is imported once for all ranks
+        context.set_forkserver_preload(["hotrow"])
+        port = free_port()
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(rank, world, port, timeout, backend, there), daemon=True)
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        answers = self._ask(function, arguments)
+        failed = [f"rank {rank}:\n{answer[2]}" for rank, answer in enumerate(answers) if answer[0] == "error"]
+        if failed:
+            raise Failed("\n".join(failed))
+        return [answer[1] for answer in answers]
+
+    def errors(self, function: Callable[..., Any], *arguments: Any) -> list[BaseException | None]:
+        return [answer[1] if answer[0] == "error" else None for answer in self._ask(function, arguments)]
+
+    def _ask(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(SECONDS):
+                raise Failed(f"rank {rank} did not answer")
+            answers.append(pipe.recv())
+        return answers
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(rank: int, world: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _work(rank: int, world: int, port: int, timeout: float, backend: str, pipe: Any) -> None:
+    os.environ.update(environment(rank, world, port))
+    torch.set_num_threads(1)
+    hr.set_threads(1)
+    torch.use_deterministic_algorithms(True)
+    ranks = hr.join_ranks(backend, timeout=timeout, alone=True)
+    while (job := pipe.recv()) is not None:
+        function, arguments = job
+        try:
+            answer: tuple[Any, ...] = ("ok", function(ranks, *arguments))
+        except Exception as error:
+            answer = ("error", error, traceback.format_exc())
+        pipe.send(answer)
