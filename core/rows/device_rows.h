@@ -18,8 +18,8 @@ struct TablePart {
   size_t begin, end;
 };
 
-// Slots, steps and count codes of keys number `begin` to `end`; kNoSlot where a key has no row in DRAM. Returns how many
-// those are. With `out` the rows are copied too: out[(i - begin) * stride] is key i's.
+// Slots, steps and count codes of keys number `begin` to `end`; kNoSlot where a key has no row in DRAM. Returns how
+// many those are. With `out` the rows are copied too: out[(i - begin) * stride] is key i's.
 size_t seek_rows(const std::vector<TablePart>& parts, const int64_t* keys, size_t begin, size_t end, uint32_t* slots,
                  uint32_t* steps, uint32_t* counts, float* out = nullptr, size_t stride = 0);
 
