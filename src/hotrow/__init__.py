@@ -23,6 +23,7 @@ from hotrow.config import Initial, Memory
 from hotrow.errors import (
     BatchError,
     CheckpointError,
+    ClusterError,
     DataError,
     GradientError,
     HotRowError,
@@ -45,6 +46,7 @@ __all__ = [
     "Admission",
     "BatchError",
     "CheckpointError",
+    "ClusterError",
     "DataError",
     "EmbeddingCollection",
     "Expiry",

@@ -53,6 +53,8 @@ Examples:
 
     hotrow train job.toml --trace run.json   # what every stage did when: open it at https://ui.perfetto.dev
 
+    hotrow train job.toml --ray 10.0.0.5:6379   # read and make features on a Ray cluster, to the same result
+
 Ctrl-C stops after a whole step, and saves there.
 """
 
@@ -79,6 +81,14 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
     trace: Annotated[str | None, typer.Option(help="write a trace for ui.perfetto.dev to this file")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="as so many processes on this machine")] = 1,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="read on a Ray cluster: HOST:PORT of its head, auto (the one this machine has joined) or local; "
+            "like ray in the job's [data]",
+        ),
+    ] = None,
 ) -> None:
     """Train a model from a job file."""
     if ranks > 1 and "RANK" not in os.environ:
@@ -91,7 +101,7 @@ def train(
     from hotrow.train.interrupt import Interrupted
     from hotrow.train.stages import table
 
-    loaded = load_job(job)
+    loaded = load_job(job, ray)
     team = loaded.trainer.team
     if ranks > 1 and team is not None and team.ranks.world != ranks:
         raise OptionError(f"--ranks {ranks}, but the launcher started {team.ranks.world}; leave --ranks out")

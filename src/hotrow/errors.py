@@ -47,6 +47,10 @@ class RankError(HotRowError, RuntimeError):
     """A rank of a job died, hangs, or cannot be reached. Names the rank."""
 
 
+class ClusterError(HotRowError, RuntimeError):
+    """A cluster that cannot be reached, or that lost more than it could make good. What was committed is untouched."""
+
+
 def choices(value: object, options: Iterable[str]) -> str:
     """The tail of an error message about a wrong name: the nearest option first, then all of them.
 

@@ -62,6 +62,7 @@ SECTIONS = {
         "test_examples",
         "keys",
         "drift",
+        "ray",
     ],
     "embeddings": ["dim", "optimizer", "initial", "seed", "pooling"],
     "tower": None,
@@ -83,6 +84,7 @@ SECTIONS = {
     "ranks": ["timeout", "wire"],
     "output": ["path"],
 }
+RAY_OPTIONS = ["address", "workers", "ahead", "memory", "cpus", "resources", "timeout"]
 DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -124,8 +126,8 @@ class Job:
         return report, tested
 
 
-def load_job(path: str | os.PathLike[str]) -> Job:
-    """Read a job file and build what it describes."""
+def load_job(path: str | os.PathLike[str], ray: str | None = None) -> Job:
+    """Read a job file and build what it describes. `ray` is a cluster's address, in place of the file's."""
     file = Path(path)
     try:
         values = tomllib.loads(file.read_text())
@@ -135,6 +137,9 @@ def load_job(path: str | os.PathLike[str]) -> Job:
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise OptionError(f"{file} is not valid TOML: {error}") from None
+    if ray is not None:
+        options = values.setdefault("data", {})
+        options["ray"] = {**_ray_options(options.get("ray", {})), "address": ray}
     return build_job(values)
 
 
@@ -152,6 +157,9 @@ def build_job(values: Mapping[str, Any]) -> Job:
     sample = next(iter(source.batches()), None)
     if sample is None:
         raise OptionError(f"[data] has no examples: {source.describe()}")
+    if "ray" in values.get("data", {}):
+        chosen = _ray_options(values["data"]["ray"])
+        source, test = data.on_ray(source, **chosen), None if test is None else data.on_ray(test, **chosen)
     embeddings = _embeddings(values, list(sample[0].ids), ranks)
     dense = sample[0].dense
     tower = _tower(dict(values.get("tower", {})), embeddings, 0 if dense is None else dense.shape[1])
@@ -205,6 +213,16 @@ def _sources(options: dict[str, Any]) -> tuple[Source, Source | None]:
     else:
         opened = [data.text(options[p], layout=kind, features=spec, **common) for p in ("path", "test") if p in options]
     return opened[0], opened[1] if len(opened) > 1 else None
+
+
+def _ray_options(given: Any) -> dict[str, Any]:
+    """[data] ray: an address, or a table of what `hr.data.on_ray` takes."""
+    if isinstance(given, str):
+        return {"address": given}
+    if not isinstance(given, dict):
+        raise OptionError(f'[data] ray={given!r}: give an address, such as ray = "10.0.0.5:6379", or a table with it')
+    check_options("[data] ray", given, RAY_OPTIONS)
+    return given
 
 
 def _embeddings(values: Mapping[str, Any], features: list[str], ranks: Ranks | None) -> EmbeddingCollection:

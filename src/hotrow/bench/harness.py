@@ -30,6 +30,7 @@ BENCHES = {
     "pipeline": "stages that overlap: over SSD against DRAM, ahead against one batch at a time",
     "hbm": "hot rows in HBM against FBGEMM TBE and HierarchicalKV (needs a GPU)",
     "ranks": "two ranks against one, a core each; bytes that travel",
+    "read": "decoding and features on Ray workers against in-process (needs the extra ray)",
     "eviction": "which rows to keep in DRAM: hit rates of eviction policies on Zipf traces",
 }
 

@@ -1,8 +1,10 @@
 """Data: events in, as batches with a resumable cursor.
 
-`parquet`, `text` and `synthetic` each make a `Source`; docs/data.md is the guide.
+`parquet`, `text` and `synthetic` each make a `Source`; docs/data.md is the guide. `on_ray` moves a source's work to a
+cluster; docs/ray.md.
 """
 
+from hotrow.data.cluster import OnRay, on_ray
 from hotrow.data.layouts import TextLayout
 from hotrow.data.parquet import parquet
 from hotrow.data.shape import Shape
@@ -10,4 +12,4 @@ from hotrow.data.source import Cursor, Source
 from hotrow.data.synthetic import SyntheticClicks as synthetic
 from hotrow.data.text import text
 
-__all__ = ["Cursor", "Shape", "Source", "TextLayout", "parquet", "synthetic", "text"]
+__all__ = ["Cursor", "OnRay", "Shape", "Source", "TextLayout", "on_ray", "parquet", "synthetic", "text"]

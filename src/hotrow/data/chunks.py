@@ -3,13 +3,16 @@
 Readers give chunks, features are applied to a whole chunk at once (one Arrow call per column costs the same for 100
 rows as for 10,000), and rebatch.py cuts the result into batches. To give every batch a cursor, a chunk remembers for
 each row its number in the file, for messages, and the offset right after it, to resume from.
+
+A Span is a part of a file that can be read by itself, perhaps on another machine (file_parts.py). The spans of a file,
+one after another, have the rows of the whole file; a row belongs to the span that it begins in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -39,6 +42,25 @@ class Chunk:
         return Chunk(self.path, self.table.filter(pa.array(keep)), self.numbers[keep], self.ends[keep])
 
 
+@dataclass(frozen=True)
+class Span:
+    """The rows of a file that begin at offsets begin to end.
+
+    number: how many rows came before, or None if only reading would tell. root: where reading has to start to get to
+    `begin`, such as the row group's first row.
+    """
+
+    begin: int
+    end: int
+    number: int | None
+    root: int
+
+
+SpanReader: TypeAlias = Callable[[str, Span, int, Rejects], Iterator[Chunk]]
+"""The chunks of a span of a file, before which so many rows stood. May remember where it has got to, so one thread at
+a time."""
+
+
 class Reader(Protocol):
     """How to read one kind of file."""
 
@@ -55,3 +77,9 @@ class Reader(Protocol):
 
     def count(self, paths: tuple[str, ...]) -> int | None:
         """How many rows all files have, or None if one would have to read them to know."""
+
+    def spans(self, path: str, offset: int, number: int) -> Iterator[Span] | None:
+        """The spans of a file from `offset` on, found without reading its rows, or None if that cannot be done."""
+
+    def span_reader(self) -> SpanReader:
+        """A reader of spans; it is fastest when it gets them in rising order."""

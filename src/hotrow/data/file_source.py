@@ -6,22 +6,26 @@ the next, so how the rows are spread over files does not change a single batch.
 
 A cursor holds the file's name and size, the offset and number of the last row of its batch, the batch size, and the
 stamp of all files. Memory is one chunk and one batch, whatever the size of the files.
+
+Reading and decoding may happen elsewhere (split.py, file_parts.py); `_join` is where both ways meet.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hotrow.batch import KeyedBatch
-from hotrow.data.chunks import Chunk, Reader
+from hotrow.data.chunks import Reader
+from hotrow.data.file_parts import FileDecoder, Rows, apply_features, file_units, number_rows
 from hotrow.data.files import Files
 from hotrow.data.rebatch import rebatch
 from hotrow.data.rejects import Rejects, check_policy
 from hotrow.data.source import Cursor, check_batch_size, cursor_number, match_cursor
+from hotrow.data.split import Part, Parts, Unit
 from hotrow.errors import DataError
-from hotrow.features import FeatureSpec, RowError
+from hotrow.features import FeatureSpec
 from hotrow.features.hashing import IntArray
 
 
@@ -49,10 +53,24 @@ class FileSource:
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
         """Batches from the first file on, or after the batch that came with `cursor`."""
-        files = Files.look(self.paths)
-        start = Place() if cursor is None else self._find_place(files, cursor)
-        self._rejects = Rejects(self._on_error, self._reader.unit)
-        return self._stream(files, start, self._rejects)
+        files, start, rejects = self._begin(cursor)
+        return self._join(files, start, self._read(start, rejects), rejects)
+
+    def units(self, cursor: Cursor | None = None) -> Iterator[Unit] | None:
+        """The stretches of files to decode after the cursor, or None if there are gzip files."""
+        start = self._find_start(Files.look(self.paths), cursor)
+        return file_units(self._reader, self.paths, start.index, start.offset, start.number)
+
+    def decoder(self) -> FileDecoder:
+        """Decodes units."""
+        return FileDecoder(self.paths, self._reader, self.features, self._on_error)
+
+    def assemble(
+        self, cursor: Cursor | None, parts: Parts, ask: Callable[[Unit], Part]
+    ) -> Iterator[tuple[KeyedBatch, Cursor]]:
+        """The batches after the cursor, out of the parts of all units."""
+        files, start, rejects = self._begin(cursor)
+        return self._join(files, start, number_rows(parts, ask, start.index, start.number, rejects), rejects)
 
     @property
     def skipped(self) -> int:
@@ -72,14 +90,28 @@ class FileSource:
         )
         return f"{self._reader.kind}: {names}, {size:,} bytes, batches of {self.batch_size}"
 
-    def _stream(self, files: Files, start: Place, rejects: Rejects) -> Iterator[tuple[KeyedBatch, Cursor]]:
+    def _begin(self, cursor: Cursor | None) -> tuple[Files, Place, Rejects]:
+        files = Files.look(self.paths)
+        start = self._find_start(files, cursor)
+        self._rejects = Rejects(self._on_error, self._reader.unit)
+        return files, start, self._rejects
+
+    def _read(self, start: Place, rejects: Rejects) -> Iterator[Rows]:
+        for index in range(start.index, len(self.paths)):
+            here = start if index == start.index else Place(index)
+            for chunk in self._reader.chunks(self.paths[index], here.offset, here.number, rejects):
+                for batch, used in apply_features(self.features, chunk, rejects):
+                    yield index, batch, used.ends, used.numbers
+
+    def _join(
+        self, files: Files, start: Place, rows: Iterator[Rows], rejects: Rejects
+    ) -> Iterator[tuple[KeyedBatch, Cursor]]:
         ends: deque[tuple[int, IntArray, IntArray]] = deque()  # of the pieces that are not yet wholly in a batch
 
         def pieces() -> Iterator[KeyedBatch]:
-            for index, chunk in self._chunks(start, rejects):
-                batch, used = _apply(self.features, chunk, rejects)
+            for index, batch, offsets, numbers in rows:
                 if batch.size:
-                    ends.append((index, used.ends, used.numbers))
+                    ends.append((index, offsets, numbers))
                     yield batch
 
         oldest, empty = 0, start == Place()
@@ -93,12 +125,6 @@ class FileSource:
         if empty:
             rejects.check_some_passed()
 
-    def _chunks(self, start: Place, rejects: Rejects) -> Iterator[tuple[int, Chunk]]:
-        for index in range(start.index, len(self.paths)):
-            here = start if index == start.index else Place(index)
-            for chunk in self._reader.chunks(self.paths[index], here.offset, here.number, rejects):
-                yield index, chunk
-
     def _cursor(self, files: Files, place: Place) -> Cursor:
         return {
             "source": self._reader.kind,
@@ -111,7 +137,9 @@ class FileSource:
             "number": place.number,
         }
 
-    def _find_place(self, files: Files, cursor: Cursor) -> Place:
+    def _find_start(self, files: Files, cursor: Cursor | None) -> Place:
+        if cursor is None:
+            return Place()
         mine = self._cursor(files, Place())
         cures = {
             "source": "resume with the kind of source that made the cursor",
@@ -133,16 +161,3 @@ class FileSource:
         mine = self._cursor(files, place)
         match_cursor(cursor, {name: mine[name] for name in cures}, cures)
         return place
-
-
-def _apply(features: FeatureSpec, chunk: Chunk, rejects: Rejects) -> tuple[KeyedBatch, Chunk]:
-    """The chunk's batch, and the rows that are in it: those that the spec refuses go to `rejects`."""
-    while True:
-        try:
-            return features.apply(chunk.table), chunk
-        except RowError as error:
-            first = int(chunk.numbers[error.rows[0]])
-            rejects.add(chunk.path, first, error.column, error.fact, len(error.rows))
-            chunk = chunk.without(error.rows)
-        except DataError as error:
-            raise DataError(f"{chunk.path}: {error}") from error

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from hotrow.errors import DataError
 
 BLOCK_BYTES = 4 << 20
+SPAN_BYTES = 8 << 20
 LONGEST_LINE = 64 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -93,7 +94,32 @@ def read_blocks(path: str, offset: int = 0, number: int = 0) -> Iterator[Block]:
         raise DataError(f"{path}: the compressed data is damaged or cut off ({error}); fetch the file again") from error
 
 
-def _open(path: str) -> io.BufferedIOBase:
+def read_span(path: str, begin: int, end: int, number: int) -> Block:
+    """The lines of a plain file that begin at bytes begin to end, however far the last one goes.
+
+    `number` lines stood before them. A line begins at 0 and after every newline, so that is where to look: from the
+    byte before `begin` on.
+    """
     with open(path, "rb") as file:
-        zipped = file.read(2) == _GZIP_MAGIC
-    return gzip.open(path, "rb") if zipped else open(path, "rb")
+        before = max(begin - 1, 0)
+        file.seek(before)
+        data = file.read(end - before)
+        first = data.find(b"\n") + 1 if begin else 0
+        if (begin and not first) or first == len(data):
+            return Block(b"", end, number)
+        parts = [data[first:]]
+        while not parts[-1].endswith(b"\n") and (more := file.readline(LONGEST_LINE)):
+            parts.append(more)
+            if len(more) == LONGEST_LINE:
+                raise DataError(f"{path} has a line longer than {LONGEST_LINE:,} bytes; is this a text file?")
+    return Block(b"".join(parts), before + first, number)
+
+
+def is_zipped(path: str) -> bool:
+    """Whether the file starts with gzip's magic bytes."""
+    with open(path, "rb") as file:
+        return file.read(2) == _GZIP_MAGIC
+
+
+def _open(path: str) -> io.BufferedIOBase:
+    return gzip.open(path, "rb") if is_zipped(path) else open(path, "rb")

@@ -3,6 +3,9 @@
 Only the columns that the features need are decoded, 65,536 rows at a time. An offset is a row number, so resuming skips
 whole row groups by the file's footer and decodes only the one that the cursor stands in.
 
+A span is a chunk's worth of rows of one row group. Parquet's columns can only be decoded from the start of a row group,
+so a reader of spans goes on from where it stands, and the rows it passes over cost their decoding but no features.
+
 Files of one source need the same columns, and each column one family of types: an integer column that is text in
 another file would give other keys for the same user, so that is an error. Widths, dictionaries and large strings may
 differ; they make no difference to a key.
@@ -18,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hotrow.data.chunks import Chunk
+from hotrow.data.chunks import Chunk, Span, SpanReader
 from hotrow.data.file_source import FileSource
 from hotrow.data.files import Paths, find_files
 from hotrow.data.rejects import Rejects
@@ -77,6 +80,24 @@ class ParquetReader:
                 total += file.metadata.num_rows
         return total
 
+    def spans(self, path: str, offset: int, number: int) -> Iterator[Span]:
+        """Out of the footer; a file without rows has one span too, so that its columns are looked at."""
+        with _open(path) as file:
+            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        begin = 0
+        for rows in sizes:
+            for at in range(begin, begin + rows, CHUNK_ROWS):
+                end = min(at + CHUNK_ROWS, begin + rows)
+                if end > offset:
+                    yield Span(max(at, offset), end, max(at, offset), begin)
+            begin += rows
+        if not begin:
+            yield Span(0, 0, 0, 0)
+
+    def span_reader(self) -> SpanReader:
+        """Goes on in the row group that it stands in."""
+        return RowRanges(self)
+
     def _group(self, path: str, file: pq.ParquetFile, group: int, begin: int, offset: int) -> Iterator[Chunk]:
         decoded = file.iter_batches(CHUNK_ROWS, row_groups=[group], columns=list(self.columns))
         while True:
@@ -109,6 +130,43 @@ class ParquetReader:
     def _families(self) -> dict[str, str]:
         with _open(self.first) as file:
             return {field.name: _family(field.type) for field in file.schema_arrow}
+
+
+class RowRanges:
+    """Reads spans of rows; remembers the chunks that come next."""
+
+    def __init__(self, reader: ParquetReader) -> None:
+        self._reader = reader
+        self._path = ""
+        self._at = 0
+        self._rest: Chunk | None = None
+        self._chunks: Iterator[Chunk] = iter(())
+
+    def __call__(self, path: str, span: Span, number: int, rejects: Rejects) -> Iterator[Chunk]:
+        """The rows of the span."""
+        if path != self._path or not span.root <= self._at <= span.begin:
+            self._path, self._at, self._rest = path, span.begin, None
+            self._chunks = self._reader.chunks(path, span.begin, number, rejects)
+        try:
+            yield from self._rows(span)
+        except BaseException:
+            self._path = ""  # what broke does not go on
+            raise
+
+    def _rows(self, span: Span) -> Iterator[Chunk]:
+        while True:
+            chunk = self._rest or next(self._chunks, None)
+            if chunk is None:
+                if self._at < span.end:
+                    raise DataError(f"{self._path} has lost rows after {self._at} while it was read; put it back")
+                return
+            first, last = (int(row) for row in np.searchsorted(chunk.ends, [span.begin, span.end], side="right"))
+            self._at = max(self._at, min(int(chunk.ends[-1]), span.end))
+            self._rest = chunk.slice(last, len(chunk.ends)) if last < len(chunk.ends) else None
+            if first < last:
+                yield chunk.slice(first, last)
+            if self._at >= span.end:
+                return
 
 
 def _open(path: str) -> pq.ParquetFile:

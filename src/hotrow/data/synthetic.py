@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -22,9 +22,12 @@ import torch
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.data.shape import CRITEO_SHAPE, Shape
 from hotrow.data.source import Cursor, check_batch_size, cursor_number, match_cursor
+from hotrow.data.split import Part, Parts, Unit, whole_batches
 from hotrow.data.world import Examples, World
 from hotrow.errors import DataError, OptionError
 from hotrow.features.keys import offsets_of
+
+UNIT_EXAMPLES = 16_384
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,28 @@ class SyntheticClicks:
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
         """Batches from example `offset` on, or after the batch that came with `cursor`."""
-        start = self.offset if cursor is None else self._find_start(cursor)
-        return self._stream(start)
+        return self._stream(self._find_start(cursor), self.offset + self.examples)
+
+    def units(self, cursor: Cursor | None = None) -> Iterator[Unit]:
+        """Some batches each."""
+        step = self.batch_size * max(1, UNIT_EXAMPLES // self.batch_size)
+        end = self.offset + self.examples
+        return ({"start": at, "end": min(at + step, end)} for at in range(self._find_start(cursor), end, step))
+
+    def decoder(self) -> SyntheticClicks:
+        """This source itself."""
+        return self
+
+    def decode(self, unit: Unit) -> Part:
+        """The batches of one unit."""
+        made = list(self._stream(unit["start"], unit["end"]))
+        return Part([batch for batch, _ in made], notes={"cursors": [cursor for _, cursor in made]})
+
+    def assemble(
+        self, cursor: Cursor | None, parts: Parts, ask: Callable[[Unit], Part]
+    ) -> Iterator[tuple[KeyedBatch, Cursor]]:
+        """The batches of all units."""
+        return whole_batches(parts)
 
     def every(self, number: int, of: int, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch | None, Cursor]]:
         """Batch `number` of every `of` batches, None where the stream has ended before it, with the cursor after all.
@@ -132,8 +155,7 @@ class SyntheticClicks:
         count = self.examples if examples is None else examples
         return round(sum(zipf.distinct(count) for zipf in self.world.zipfs.values()))
 
-    def _stream(self, start: int) -> Iterator[tuple[KeyedBatch, Cursor]]:
-        end = self.offset + self.examples
+    def _stream(self, start: int, end: int) -> Iterator[tuple[KeyedBatch, Cursor]]:
         for at in range(start, end, self.batch_size):
             count = min(self.batch_size, end - at)
             yield self.batch(at, count), self._cursor(at + count)
@@ -152,7 +174,9 @@ class SyntheticClicks:
         text = json.dumps([self.seed, self.keys, float(self.drift), dataclasses.asdict(self.shape)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def _find_start(self, cursor: Cursor) -> int:
+    def _find_start(self, cursor: Cursor | None) -> int:
+        if cursor is None:
+            return self.offset
         cures = {
             "source": "resume with the kind of source that made the cursor",
             "batch_size": f"pass batch_size={cursor.get('batch_size')}",

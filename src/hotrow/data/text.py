@@ -7,17 +7,19 @@ lines are passed over, and counted in line numbers. Columns that no feature need
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
-from hotrow.data.chunks import Chunk
+from hotrow.data import lines as line_blocks
+from hotrow.data.chunks import Chunk, Span, SpanReader
 from hotrow.data.file_source import FileSource
 from hotrow.data.files import Paths, find_files
 from hotrow.data.layouts import TextLayout, find_layout
-from hotrow.data.lines import Block, read_blocks
+from hotrow.data.lines import Block, is_zipped, read_blocks, read_span
 from hotrow.data.parse import Fault, misshapen_lines, split_lines, type_columns
 from hotrow.data.rejects import Rejects
 from hotrow.data.source import check_features
@@ -64,16 +66,33 @@ class TextReader:
 
     def chunks(self, path: str, offset: int, number: int, rejects: Rejects) -> Iterator[Chunk]:
         """The lines of a file from byte `offset` on."""
-        header = self.layout.header and offset == 0
-        for block in read_blocks(path, offset, number):
-            yield from self._lines(path, self._skip_header(path, block) if header else block, rejects)
-            header = False
-        if header:
-            raise DataError(f"{path} is empty and should begin with a header; remove it from the list of files")
+        yield from self._blocks(path, offset, read_blocks(path, offset, number), rejects)
 
     def count(self, paths: tuple[str, ...]) -> None:
         """Not known without reading."""
         return
+
+    def spans(self, path: str, offset: int, number: int) -> Iterator[Span] | None:
+        """Spans of some megabytes; a gzip file has none, because it can be read from its start only."""
+        return None if is_zipped(path) else _byte_spans(os.stat(path).st_size, offset, number)
+
+    def span_reader(self) -> SpanReader:
+        """Reads any span by itself."""
+
+        def read(path: str, span: Span, number: int, rejects: Rejects) -> Iterator[Chunk]:
+            block = read_span(path, span.begin, span.end, number)
+            return self._blocks(path, span.begin, iter([block] if block.data else []), rejects)
+
+        return read
+
+    def _blocks(self, path: str, offset: int, blocks: Iterator[Block], rejects: Rejects) -> Iterator[Chunk]:
+        header = self.layout.header and offset == 0
+        for block in blocks:
+            rejects.lines += len(block.ends)
+            yield from self._lines(path, self._skip_header(path, block) if header else block, rejects)
+            header = False
+        if header:
+            raise DataError(f"{path} is empty and should begin with a header; remove it from the list of files")
 
     def _lines(self, path: str, block: Block, rejects: Rejects) -> Iterator[Chunk]:
         lines, table, faults = self._split(path, block)
@@ -125,3 +144,11 @@ def _needed(layout: TextLayout, features: FeatureSpec) -> tuple[str, ...]:
                 f"the features need a column {name!r} that the layout lacks; {choices(name, layout.columns)}"
             )
     return features.columns()
+
+
+def _byte_spans(size: int, offset: int, number: int) -> Iterator[Span]:
+    """An empty file has one span too: it may lack its header."""
+    step = line_blocks.SPAN_BYTES
+    for begin in [offset, *range((offset // step + 1) * step, size, step)] if offset < size or not size else []:
+        end = min((begin // step + 1) * step, size)
+        yield Span(begin, end, number if begin == offset else None, begin)

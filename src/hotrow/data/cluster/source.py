@@ -1,0 +1,125 @@
+"""OnRay: a source whose decoding and feature work run on a Ray cluster.
+
+It wraps any source and streams the very same batches with the very same cursors, in order; a checkpoint written with it
+resumes without it, and the other way round. Sources that can be split (split.py) are decoded by many workers at once,
+others by one. Every pass has a window of its own (window.py), which is gone when the iterator is closed, drained or
+raises; ranks are processes of their own and each joins the cluster by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+
+from hotrow.batch import KeyedBatch
+from hotrow.config import parse_size
+from hotrow.data.cluster.connect import connect
+from hotrow.data.cluster.submit import Submitter
+from hotrow.data.cluster.window import Limits, Tally, Window, describe_limits
+from hotrow.data.source import Cursor, Source
+from hotrow.data.split import Splittable, Unit, whole_batches
+from hotrow.errors import OptionError
+from hotrow.features import FeatureSpec
+
+
+def on_ray(
+    source: Source,
+    address: str | None = None,
+    *,
+    workers: int | None = None,
+    ahead: int | None = None,
+    memory: str | int = "1GiB",
+    cpus: float = 1.0,
+    resources: Mapping[str, float] | None = None,
+    timeout: float = 300.0,
+) -> OnRay:
+    """The same source, decoded on a Ray cluster: the same batches, cursors and bits.
+
+    address: "HOST:PORT" of the head, "auto" for the cluster that this machine has joined, "local" for a Ray of this
+    process's own; without it, what the process has joined, or RAY_ADDRESS, or "local". workers: how many units are
+    decoded at once; without it, one for each CPU that the cluster has at the moment. ahead: how many units may wait or
+    be decoded, 2 for each worker unless given; memory: how many bytes they may take in Ray's object store. cpus,
+    resources: what Ray sets aside for each worker. timeout: so many seconds without anything decoded are an error.
+
+    >>> clicks = on_ray(hr.data.synthetic(examples=100_000), "10.0.0.5:6379", workers=16)  # doctest: +SKIP
+    >>> trainer.fit(clicks)  # doctest: +SKIP
+    """
+    _check_count("workers", workers)
+    _check_count("ahead", ahead)
+    for name, number in (("cpus", cpus), ("timeout", timeout)):
+        if not isinstance(number, (int, float)) or isinstance(number, bool) or not number > 0:
+            raise OptionError(f"{name}={number!r}; give a number above 0")
+    if not callable(getattr(source, "batches", None)) or isinstance(source, OnRay):
+        raise OptionError(f"source={source!r}; pass a source such as hr.data.parquet(...), once")
+    limits = Limits(workers, ahead, parse_size(memory, "memory"), float(timeout), float(cpus))
+    return OnRay(source, address, limits, dict(resources or {}))
+
+
+class OnRay:
+    """A source on a cluster. Made by `hotrow.data.on_ray`."""
+
+    def __init__(self, source: Source, address: str | None, limits: Limits, resources: dict[str, float]) -> None:
+        self.source = source
+        self._tally = Tally()
+        self._limits = limits
+        store = 2 * limits.memory + (100 << 20)
+        self.address = connect(address, limits.workers and max(1, round(limits.workers * limits.cpus)), store)
+        self._resources = resources
+
+    def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
+        """The source's batches from the start, or after the batch that came with `cursor`."""
+        units = self.source.units(cursor) if isinstance(self.source, Splittable) else None
+        return self._stream(cursor, units)
+
+    def scale(self, workers: int | None) -> None:
+        """Let so many workers decode from now on, also in passes under way; None for all the cluster has.
+
+        Workers that are too many finish what they have begun.
+        """
+        _check_count("workers", workers)
+        self._limits.workers = workers
+
+    def describe(self) -> str:
+        """One line for a log."""
+        return f"{self.source.describe()}; on Ray at {self.address}, {describe_limits(self._limits)}"
+
+    @property
+    def decoded_by(self) -> Counter[tuple[str, int]]:
+        """How many units each worker has decoded in all passes, by Ray's node id and the process id there."""
+        return self._tally.units
+
+    @property
+    def worker_seconds(self) -> float:
+        """CPU seconds that workers have spent decoding, in all passes."""
+        return self._tally.seconds
+
+    @property
+    def examples(self) -> int | None:
+        """How many examples a whole pass has, if the source knows."""
+        return self.source.examples
+
+    @property
+    def features(self) -> FeatureSpec | None:
+        """The source's feature spec, if it has one."""
+        found = getattr(self.source, "features", None)
+        return found if isinstance(found, FeatureSpec) else None
+
+    @property
+    def skipped(self) -> int:
+        """How many rows the latest pass has skipped so far; 0 for a source that is read by one worker."""
+        return int(getattr(self.source, "skipped", 0))
+
+    def _stream(self, cursor: Cursor | None, units: Iterator[Unit] | None) -> Iterator[tuple[KeyedBatch, Cursor]]:
+        submit = Submitter(self.source, units is None, self._limits.cpus, self._resources)
+        with closing(Window(submit, units, {"cursor": cursor}, self._limits, self._tally)) as window:
+            if units is None:
+                yield from whole_batches(window.parts())
+            else:
+                assert isinstance(self.source, Splittable)
+                yield from self.source.assemble(cursor, window.parts(), window.ask)
+
+
+def _check_count(option: str, value: object) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise OptionError(f"{option}={value!r}; give a whole number, 1 or more, or leave it out")
