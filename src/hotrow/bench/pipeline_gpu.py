@@ -68,6 +68,7 @@ def cached(name: str) -> Iterator[Result]:
     gradients = hbm.Steps(embeddings, draw).gradients
     batches = [draw.batch() for _ in range(WARMUP + STEPS)]
     embeddings.in_flight(LOOKAHEAD + 1)
+    torch.cuda.synchronize()
 
     def compute(lookup: Lookup) -> None:
         lookup.gather()

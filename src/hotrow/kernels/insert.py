@@ -1,7 +1,7 @@
 """New keys into their sets: which way each takes, whom it drives out.
 
 A key goes to its first choice of set, unless five or more live there and fewer in its second; where batches in flight
-hold so much of either that fewer than three ways could be taken, to the one with more of those. Keys are sorted by the
+hold so much of either that fewer than six ways could be taken, to the one with more of those. Keys are sorted by the
 set they go to, so the new keys of one set lie side by side, and a key learns its rank among them from its few
 neighbours. The r-th new key of a set takes the r-th best way: empty ways first, in way order, then ways that no
 batch in flight holds, lowest score first, lower way first among equals. A key that finds none gets slot -1; the

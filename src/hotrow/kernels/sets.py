@@ -27,7 +27,7 @@ from hotrow.kernels.mixing import HIGHEST, LOWEST
 
 WAYS = 8
 SPILL = 5  # keys in its first choice from which on a new key considers its second
-CROWDED = 3  # ways that could be taken, below which a set is avoided
+CROWDED = 6  # ways that could be taken, below which a set is avoided
 POLICIES = ("lru", "lfu")
 
 

@@ -97,9 +97,9 @@ class HotPlan:
                 for part, count in zip(self.parts, self._missing(), strict=True):
                     whole &= part.bring(count, None)
                     moved += part.brought
-            if not whole:
+            if any(part.unseen for part in self.parts):
                 hot.patience = PATIENCE
-            else:
+            if whole:
                 self._staged = hot.generation
                 self._ready = _after([hot.ahead, *(part.group.up for part in self.parts)])
         return Moved(moved, sum(4 * part.brought * part.group.width for part in self.parts))
@@ -291,7 +291,7 @@ class Part:
         self._lift: HostLift | None = None
         self._runs: Runs | None = None
         self.aside = False
-        self.brought = self.homeless = 0
+        self.brought = self.homeless = self.unseen = 0  # of rows that came ahead, or could not
         self._counted = False
 
     def find(self, batch: int) -> None:
@@ -317,7 +317,7 @@ class Part:
             tier.misses += count
         self._counted, self.brought, left = True, 0, 0
         if step is None:
-            self.homeless = 0
+            self.homeless = self.unseen = 0
         if count == 0:
             return True
         if step is None and group.aside:
@@ -434,6 +434,7 @@ class Part:
         slots = wanted.numpy()
         aside = (slots < 0) | (arriving.slots.numpy() < 0)
         left, self.homeless = int(aside.sum()), int((slots < 0).sum())
+        self.unseen = left - self.homeless
         if left == 0:
             return chosen, 0
         leaving.slots.numpy()[aside] = -1
