@@ -367,3 +367,54 @@ def test_every_lookahead_gives_the_same_bits_on_the_device(
             report = trainer.fit(many, evaluate=Clicks(1, seed=9), evaluate_every=5, epochs=2, progress=False)
         assert report.losses == expected.losses and report.evaluations == expected.evaluations
         assert_same(plain, trainer)
+
+
+def one_table(memory: Memory | None, device: str | None, seed: int = 1) -> EmbeddingCollection:
+    return EmbeddingCollection([Table("u", dim=4)], optim.SGD(lr=1.0), memory, seed=seed, device=device)
+
+
+def train_on(embeddings: EmbeddingCollection, keys: Tensor) -> None:
+    embeddings.train()
+    embeddings(KeyedBatch({"u": Jagged(keys)}))["u"].sum().backward()  # type: ignore[no-untyped-call]
+    embeddings.step()
+
+
+def test_rows_that_come_ahead_do_not_disturb_an_evaluation(device: str) -> None:
+    embeddings = one_table(Memory(hbm="2KiB"), device)
+    embeddings.in_flight(3)
+    read, later = torch.arange(40), torch.arange(1000, 1030)
+    embeddings.table("u").create(later)
+    train_on(embeddings, read)
+    for _ in range(6):
+        train_on(embeddings, torch.tensor([5]))
+    expected = embeddings.table("u").read(read)
+    lookup = embeddings.route(KeyedBatch({"u": Jagged(read)}), ahead=False).read()
+    assert embeddings.route(KeyedBatch({"u": Jagged(later)})).stage().rows > 0
+    assert torch.equal(lookup.gather()[1][0].cpu(), expected)
+
+
+def test_rows_without_room_say_that_less_should_come_ahead(device: str) -> None:
+    embeddings = one_table(Memory(hbm="2KiB"), device)
+    embeddings.in_flight(3)
+    many = torch.arange(200)
+    embeddings.table("u").create(many)
+    lookup = embeddings.route(KeyedBatch({"u": Jagged(many)}))
+    lookup.stage()
+    assert embeddings.fetch(lookup).plan.late > 100
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_fetch_that_fails_loses_no_row(device: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    embeddings, plain = one_table(Memory(hbm="2KiB"), device, seed), one_table(None, None, seed)
+    keys, others = torch.arange(70), torch.arange(1000, 1012)
+    embeddings.table("u").create(others)
+    for each in (embeddings, plain):
+        train_on(each, keys)
+
+    def full(*_: object) -> None:
+        raise MemoryBudgetError("dram= is full")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryBudgetError):
+        patch.setattr("hotrow.tiers.host.HostLift.fetch", full)
+        embeddings(KeyedBatch({"u": Jagged(torch.cat([others, torch.tensor([777])]))}))
+    assert torch.equal(embeddings.table("u").read(keys), plain.table("u").read(keys))

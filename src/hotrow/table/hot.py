@@ -10,8 +10,8 @@ slots by a thread behind, for which others wait (`landed`) before they look belo
 
 Two threads come here: the one that trains, and with a lookahead one that brings rows up for later batches, on a stream
 of its own (`ahead`). `lock` is held by whoever looks for keys or changes what is here; a batch that was staged takes it
-no more. The index is changed in the order of the batches, on one stream after the other: what is evicted never depends
-on a race. `generation` counts what makes slots that were found before worthless.
+no more. The index is changed on one stream after the other; what is evicted for a staged batch follows from the batches
+alone, and no result depends on it in any case. `generation` counts what makes slots that were found before worthless.
 """
 
 from __future__ import annotations

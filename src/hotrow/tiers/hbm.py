@@ -9,7 +9,8 @@ may hold rows at once; with a `window` of so many, what may leave does not depen
 no room in its set lives in the batch's `extra` rows instead (slots from `capacity` on), and goes down right after the
 batch's update; `overflows` counts them. No result depends on which of the two it was.
 
-Who came and who went follows from the batches alone: no race decides anything. One thread at a time.
+Who came and who went follows from the batches alone; only for a batch that was to come ahead and had to wait for its
+turn does it also matter how far the next ones were. One thread at a time, but for `begin`.
 """
 
 from __future__ import annotations
