@@ -105,20 +105,15 @@ class Pipeline:
         ]
         if not self.embeddings.routes_ahead:
             work = []
-        flow = Flow(batches, clocks["read"], work, ahead.lookahead, _drop, ahead.needed, ahead.given_up)
-        self.flow = flow
-        try:
-            flow.__enter__()
+        with Flow(batches, clocks["read"], work, ahead.lookahead, _drop, ahead.needed, ahead.given_up) as flow:
+            self.flow = flow
             for item in self._timed(iter(flow)):
                 if item.lookup is None:
                     self.route(item)
                 if self._over(item):
                     break
                 yield item
-        except BaseException:
-            flow.close()
-            raise
-        self.embeddings.settle(flow.close)  # with ranks, routes that ran ahead end together
+            self.embeddings.settle(flow.close)  # with ranks, routes that ran ahead end together
 
     def _over(self, item: Travelling) -> bool:
         """Whether no rank has a batch left."""
