@@ -14,15 +14,13 @@
 
 namespace hotrow {
 
-enum class Given { kNothing, kBusy, kSome };
-
 // Whoever can give memory back: a table that has an SSD tier.
 class BudgetMember {
  public:
   virtual ~BudgetMember() = default;
   virtual size_t reclaimable() const = 0;  // bytes, roughly; from any thread
-  // Never waits. Rows that batches in flight wait for go only if `all`.
-  virtual Given give_back_some(bool all) = 0;
+  // False: nothing could go, or it is busy. Rows that batches in flight wait for go only if `all`.
+  virtual bool give_back_some(bool all) = 0;
 };
 
 class BudgetExceeded : public std::runtime_error {
@@ -61,18 +59,15 @@ class Budget {
     std::erase(members_, member);
   }
   // Makes the member that can spare most give some memory back; with `all`, rows too that batches in flight wait for.
-  // Busy: nobody did, but one that could not be asked might.
-  Given reclaim(const BudgetMember& wanted_by, bool all = true) {
+  bool reclaim(const BudgetMember& wanted_by, bool all = true) {
     std::lock_guard lock(mutex_);
     std::vector<BudgetMember*> others;
     for (BudgetMember* member : members_)
       if (member != &wanted_by) others.push_back(member);
     std::sort(others.begin(), others.end(),
               [](const BudgetMember* a, const BudgetMember* b) { return a->reclaimable() > b->reclaimable(); });
-    Given given = Given::kNothing;
-    for (size_t i = 0; i < others.size() && given != Given::kSome; ++i)
-      given = std::max(given, others[i]->give_back_some(all));
-    return given;
+    return std::any_of(others.begin(), others.end(),
+                       [all](BudgetMember* member) { return member->give_back_some(all); });
   }
 
  private:

@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstring>
 #include <stdexcept>
-#include <thread>
 
 #include "rows/table.h"
 
@@ -14,8 +12,6 @@ namespace {
 
 constexpr size_t kIndexReserve = size_t{1} << 40;
 constexpr size_t kEvictedTogether = 64;  // rows
-constexpr int kAskedAgain = 500;         // times, so often:
-constexpr auto kAskedAfter = std::chrono::milliseconds(1);
 
 size_t most_marked(const Region& headers) { return headers.reserved() / (sizeof(HeaderGroup) / 4); }
 
@@ -183,18 +179,10 @@ bool ColdTier::grow_slab() {
   return true;
 }
 
-// Another table gives up a slab, one without rows that are waited for if there is such a one. One that is busy (rows of
-// a later batch come up, its log is compacted, it is being saved) is done in a moment, so it is asked again; but not
-// for ever, because its owner may wait for this table.
+// Another table gives up a slab, one without rows that are waited for if there is such a one.
 bool ColdTier::reclaim() {
   Budget& budget = *table_.budget_;
-  for (int asked = 0; asked < kAskedAgain; ++asked) {
-    if (budget.reclaim(table_, false) == Given::kSome) return true;
-    const Given given = budget.reclaim(table_, true);
-    if (given != Given::kBusy) return given == Given::kSome;
-    std::this_thread::sleep_for(kAskedAfter);
-  }
-  return false;
+  return budget.reclaim(table_, false) || budget.reclaim(table_, true);
 }
 
 void ColdTier::claim(size_t rows) {
@@ -335,7 +323,7 @@ void ColdTier::rebalance() {
 }
 
 bool ColdTier::shrink(bool all) {
-  return (active_slabs_ > 1 && release_slab(all)) || table_.budget_->reclaim(table_, all) == Given::kSome;
+  return (active_slabs_ > 1 && release_slab(all)) || table_.budget_->reclaim(table_, all);
 }
 
 // --- changes

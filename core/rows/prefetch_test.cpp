@@ -389,23 +389,5 @@ TEST(what_no_room_was_left_for_is_read_when_its_turn_comes) {
   CHECK(same(store, large));
 }
 
-// Rows, pins and reads in flight: none of what is counted grows with the number of batches ahead. A little above the
-// smallest budget in which these batches run one at a time.
-TEST(running_ahead_needs_no_larger_budget) {
-  Store large = make(0, "");
-  const auto keys = batches(16, 2500, 20000);
-  Plan plan;
-  for (size_t i = 0; i < keys.size(); ++i) {
-    route(plan, large, keys[i]);
-    finish(plan, keys[i].size(), static_cast<uint32_t>(i + 1));
-  }
-  for (const size_t ahead : {1, 2, 4, 12}) {
-    testing::TempFolder folder;
-    Store small = make(size_t{5632} << 10, folder.path());
-    train_ahead(small, keys, ahead, false);
-    CHECK(same(small, large));
-  }
-}
-
 }  // namespace
 }  // namespace hotrow

@@ -1,8 +1,4 @@
 // One batch over tables that share a small budget: what one of them was promised, another must not take.
-#include <atomic>
-#include <chrono>
-#include <thread>
-
 #include "rows/cold_tier.h"
 #include "rows/plan.h"
 #include "testing/folder.h"
@@ -104,30 +100,6 @@ TEST(a_table_without_a_slot_gets_some_while_others_are_in_the_same_batch) {
   step.update(21);
   CHECK(late->tier()->active_slabs() >= 1);
   CHECK(budget->used() <= budget->limit());
-}
-
-// A later batch's rows are coming up into it, or its log is being compacted: that is over in a moment.
-TEST(a_table_that_is_busy_is_asked_for_memory_again) {
-  testing::TempFolder folder;
-  auto budget = std::make_shared<Budget>(size_t{4} << 20);
-  auto busy = over_ssd(folder.path(), "busy", 64, budget), other = over_ssd(folder.path(), "other", 64, budget);
-  testing::Random random(5);
-  for (int i = 0; i < 12; ++i) {
-    const auto keys = random.keys(1000, 20000);
-    busy->find_or_create(keys.data(), keys.size(), nullptr);
-  }
-  const uint64_t slabs = busy->tier()->active_slabs();
-  std::atomic<bool> locked{false};
-  std::thread holder([&] {
-    std::lock_guard lock(busy->writer());
-    locked = true;
-    std::this_thread::sleep_for(std::chrono::milliseconds(30));
-  });
-  while (!locked) std::this_thread::yield();
-  Step step;
-  step.gather({other}, {random.keys(2000, 20000)}, 1);
-  holder.join();
-  CHECK(busy->tier()->active_slabs() < slabs);
 }
 
 }  // namespace

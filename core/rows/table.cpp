@@ -143,13 +143,12 @@ void Table::attach(std::unique_ptr<Log> log, bool evicts) {
 
 size_t Table::reclaimable() const { return tier_ ? tier_->active_slabs() * tier_->slab_bytes() : 0; }
 
-Given Table::give_back_some(bool all) {
-  if (!tier_ || !tier_->evicts()) return Given::kNothing;
-  const auto release = [&] { return tier_->release_slab(all) ? Given::kSome : Given::kNothing; };
-  if (writer_.mine()) return release();
-  if (!writer_.try_lock()) return Given::kBusy;
+bool Table::give_back_some(bool all) {
+  if (!tier_ || !tier_->evicts()) return false;
+  if (writer_.mine()) return tier_->release_slab(all);
+  if (!writer_.try_lock()) return false;
   std::lock_guard lock(writer_, std::adopt_lock);
-  return release();
+  return tier_->release_slab(all);
 }
 
 void Table::find(const int64_t* keys, size_t count, uint32_t* slots) const {
