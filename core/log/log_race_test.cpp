@@ -93,32 +93,5 @@ TEST(a_snapshot_is_published_beside_the_writer) {
   }
 }
 
-// A budget counts it, so it may not depend on chance.
-TEST(reading_takes_the_memory_it_was_given_however_many_read_at_once) {
-  TempFolder folder;
-  LogOptions options = small_log(folder / "log");
-  Log log(options);
-  log.bound_reading(size_t{1} << 20);
-  std::vector<Place> places;
-  for (int64_t key = 0; key < 600; ++key) places.push_back(testing::append(log, key, 1));
-  log.seal();
-  const size_t before = log.report().ram_bytes;
-  CHECK(before > size_t{1} << 20);
-  CHECK(before < size_t{3} << 19);
-  std::vector<std::thread> readers;
-  for (int t = 0; t < 12; ++t)
-    readers.emplace_back([&] {
-      std::vector<char> records(places.size() * log.record_bytes());
-      for (int round = 0; round < 5; ++round) {
-        log.read(places.data(), places.size(), records.data());
-        for (size_t i = 0; i < places.size(); ++i)
-          CHECK(testing::is_record(records.data() + i * log.record_bytes(), static_cast<int64_t>(i), 1,
-                                   options.row_bytes));
-      }
-    });
-  for (auto& reader : readers) reader.join();
-  CHECK_EQ(log.report().ram_bytes, before);
-}
-
 }  // namespace
 }  // namespace hotrow

@@ -66,8 +66,7 @@ class Budget {
       if (member != &wanted_by) others.push_back(member);
     std::sort(others.begin(), others.end(),
               [](const BudgetMember* a, const BudgetMember* b) { return a->reclaimable() > b->reclaimable(); });
-    return std::any_of(others.begin(), others.end(),
-                       [all](BudgetMember* member) { return member->give_back_some(all); });
+    return std::any_of(others.begin(), others.end(), [all](BudgetMember* member) { return member->give_back_some(all); });
   }
 
  private:

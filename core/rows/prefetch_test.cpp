@@ -195,39 +195,6 @@ TEST(a_row_that_was_fetched_ahead_stays_until_its_batch_has_it) {
   }
 }
 
-// Rows that are waited for go last: where a slab has to go, one that nobody waits for goes first.
-TEST(a_table_gives_up_slabs_that_nobody_waits_for_first) {
-  NoCompaction no_compaction;
-  testing::TempFolder folder;
-  Store store = make(size_t{24} << 20, folder.path());
-  ColdTier* tier = store.tables[0]->tier();
-  Keys all(2 * ColdTier::kSlabSlots + 500);
-  for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int64_t>(i);
-  const Keys waited(all.end() - 500, all.end());  // in the last slab, which would go first
-  store.tables[0]->find_or_create(all.data(), all.size() - waited.size(), nullptr);
-  store.tables[0]->find_or_create(waited.data(), waited.size(), nullptr);
-  CHECK_EQ(tier->active_slabs(), 3u);
-  Plan plan;
-  route(plan, store, waited);
-  plan.prefetch();
-  const auto release = [&](bool kept_too) {
-    std::lock_guard lock(store.tables[0]->writer());
-    return tier->release_slab(kept_too);
-  };
-  CHECK(release(false));
-  CHECK(release(false));
-  CHECK(!release(false));
-  CHECK_EQ(tier->active_slabs(), 1u);
-  plan.fetch(1);
-  CHECK_EQ(plan.late(), 0u);
-  plan.release();
-  route(plan, store, waited);
-  plan.prefetch();
-  CHECK(release(true));
-  plan.fetch(1);
-  CHECK_EQ(plan.late(), waited.size());
-}
-
 TEST(prefetch_creates_admits_and_counts_nothing) {
   testing::TempFolder folder;
   Store store = make(kDram, folder.path());

@@ -1,4 +1,3 @@
-#include <deque>
 #include <map>
 #include <thread>
 
@@ -358,39 +357,6 @@ TEST(readers_beside_training_and_eviction_see_whole_rows) {
   }
   stop = true;
   for (auto& reader : readers) reader.join();
-}
-
-TEST(a_row_that_is_held_more_often_than_can_be_counted_is_refused_and_stays_held) {
-  testing::TempFolder folder;
-  Store store = make(kDim, kDram, folder.path() + "/rows");
-  const std::vector<int64_t> keys = {1, 2, 3}, others = {3, 4};
-  const auto fetch = [&](Plan& plan, const std::vector<int64_t>& of) {
-    plan.route({{store.table, {{of.data(), of.size(), nullptr, of.size(), nullptr, Pooling::kSum}}}});
-    plan.fetch(1);
-  };
-  const auto here = [&] {
-    std::lock_guard lock(store.table->writer());
-    store.table->tier()->evict(100, true);
-    return testing::rows_of(*store.table).size();
-  };
-  std::deque<Plan> plans(SlotMarks::kMostPins - 1);
-  for (Plan& plan : plans) fetch(plan, keys);
-  Plan last, more;
-  fetch(last, keys);
-  CHECK_THROWS(std::logic_error, fetch(more, others));  // key 3 is found and cannot be held
-  CHECK_THROWS(std::logic_error, last.hold());
-  CHECK_EQ(here(), 3u);  // and key 4 was not created
-  plans.pop_back();
-  fetch(more, others);
-  more.release();
-  last.hold();  // the 255th again
-  last.release();
-  plans.clear();
-  CHECK_EQ(here(), 3u);  // by that hold alone
-  uint32_t slots[3];
-  store.table->find(keys.data(), keys.size(), slots);
-  store.table->unhold(slots, 3);
-  CHECK_EQ(here(), 0u);
 }
 
 }  // namespace
