@@ -162,11 +162,6 @@ void Log::seal() {
   state.writer.end();
 }
 
-void Log::bound_reading(size_t bytes) {
-  state_->readers =
-      PlacesReaders::shared(state_->geometry, options_.depth, std::max(bytes, PlacesReaders::kLeastBytes));
-}
-
 void Log::read(const Place* places, size_t count, char* records) const {
   State& state = *state_;
   for (; count > kMostWanted; count -= kMostWanted, places += kMostWanted, records += kMostWanted * record_bytes_)

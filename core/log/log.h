@@ -110,9 +110,6 @@ class Log {
   // records[i * record_bytes()] gets the record at places[i]. Sorted, coalesced by block, deep in the queue. Throws
   // CorruptFile or IoError. Any thread.
   void read(const Place* places, size_t count, char* records) const;
-  // Reading takes so much memory (at least 256 KiB), shared by all logs with such records that say the same, and the
-  // report counts it from now on. Requires: nobody reads yet.
-  void bound_reading(size_t bytes);
 
   // --- snapshots -----------------------------------------------------------------------------------------------------
   // The live records at this moment. The caller adds (LiveSet::set) those it appends for the snapshot later. Until

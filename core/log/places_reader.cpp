@@ -8,9 +8,10 @@
 namespace hotrow {
 namespace {
 
+constexpr size_t kLanes = 4;
+constexpr size_t kLaneBytes = size_t{256} << 10;
 constexpr size_t kMostJoined = size_t{128} << 10;
-constexpr size_t kMostReaders = 8, kLeastReaders = 4;
-constexpr size_t kReaderBytes = size_t{512} << 10;  // enough for 128 blocks of 4 KiB on their way
+constexpr size_t kMostReaders = 8;
 
 void check_request(const ReadRequest& request) {
   if (request.error == 0) return;
@@ -21,9 +22,6 @@ void check_request(const ReadRequest& request) {
 }
 
 }  // namespace
-
-PlacesReader::PlacesReader(const Geometry& geometry, int depth, size_t lane_bytes)
-    : geometry_(geometry), depth_(depth), lane_bytes_(std::max(lane_bytes, size_t{geometry.block_bytes})) {}
 
 uint64_t PlacesReader::read(const std::vector<Wanted>& wanted, const std::vector<WantedRun>& runs, char* records) {
   Cursor cursor{0, runs.empty() ? 0 : runs[0].begin};
@@ -43,16 +41,18 @@ uint64_t PlacesReader::read(const std::vector<Wanted>& wanted, const std::vector
     for (Lane& each : lanes_) each.reader->wait();  // the memory is used again
     throw;
   }
-  ram_bytes_ = lanes_.size() * lane_bytes_ + this->wanted.capacity() * sizeof(Wanted);
+  ram_bytes_ = lanes_.size() * lane_bytes() + this->wanted.capacity() * sizeof(Wanted);
   return blocks;
 }
+
+size_t PlacesReader::lane_bytes() const { return std::max(kLaneBytes, size_t{geometry_.block_bytes}); }
 
 PlacesReader::Lane& PlacesReader::lane(size_t number) {
   if (number < lanes_.size()) return lanes_[number];
   const size_t most = static_cast<size_t>(std::max(1, depth_ / static_cast<int>(kLanes)));
-  Lane lane{open_reader(static_cast<int>(most)), allocate_aligned(lane_bytes_), {}, {}};
+  Lane lane{open_reader(static_cast<int>(most)), allocate_aligned(lane_bytes()), {}, {}};
   lane.requests.reserve(most);
-  lane.pieces.reserve(lane_bytes_ / geometry_.block_bytes);
+  lane.pieces.reserve(lane_bytes() / geometry_.block_bytes);
   lanes_.reserve(kLanes);
   lanes_.push_back(std::move(lane));
   return lanes_.back();
@@ -63,7 +63,7 @@ void PlacesReader::start(Lane& lane, const std::vector<Wanted>& wanted, const st
                          Cursor& cursor) {
   lane.requests.clear();
   lane.pieces.clear();
-  const size_t most_pieces = lane_bytes_ / geometry_.block_bytes;
+  const size_t most_pieces = lane_bytes() / geometry_.block_bytes;
   const auto block_at = [&](size_t at) { return record_of(wanted_place(wanted[at])) / geometry_.records_per_block; };
   while (cursor.run < runs.size() && lane.pieces.size() < most_pieces) {
     const WantedRun& run = runs[cursor.run];
@@ -99,33 +99,23 @@ void PlacesReader::finish(Lane& lane, const std::vector<Wanted>& wanted, char* r
   }
 }
 
-PlacesReaders::PlacesReaders(const Geometry& geometry, int depth, size_t most_bytes)
-    : geometry_(geometry),
-      depth_(depth),
-      bounded_(most_bytes != 0),
-      most_readers_(bounded_ ? std::clamp(most_bytes / kReaderBytes, kLeastReaders, kMostReaders) : kMostReaders),
-      lane_bytes_(PlacesReader::kLaneBytes) {
-  if (bounded_) lane_bytes_ = std::min(lane_bytes_, most_bytes / most_readers_ / PlacesReader::kLanes);
-  lane_bytes_ = std::max(lane_bytes_, size_t{geometry.block_bytes});
-}
-
-std::shared_ptr<PlacesReaders> PlacesReaders::shared(const Geometry& geometry, int depth, size_t most_bytes) {
+std::shared_ptr<PlacesReaders> PlacesReaders::shared(const Geometry& geometry, int depth) {
   static std::mutex mutex;
-  static std::map<std::tuple<uint32_t, int, bool, size_t>, std::weak_ptr<PlacesReaders>> pools;
+  static std::map<std::tuple<uint32_t, int, bool>, std::weak_ptr<PlacesReaders>> pools;
   std::lock_guard lock(mutex);
-  auto& pool = pools[{geometry.record_bytes, depth, files().plain(), most_bytes}];
+  auto& pool = pools[{geometry.record_bytes, depth, files().plain()}];
   if (auto alive = pool.lock()) return alive;
-  auto fresh = std::make_shared<PlacesReaders>(geometry, depth, most_bytes);
+  auto fresh = std::make_shared<PlacesReaders>(geometry, depth);
   pool = fresh;
   return fresh;
 }
 
 PlacesReaders::Lent PlacesReaders::lend() {
   std::unique_lock lock(mutex_);
-  given_back_.wait(lock, [&] { return !idle_.empty() || all_.size() < most_readers_; });
+  given_back_.wait(lock, [&] { return !idle_.empty() || all_.size() < kMostReaders; });
   if (idle_.empty()) {
-    idle_.reserve(most_readers_);
-    all_.push_back(std::make_unique<PlacesReader>(geometry_, depth_, lane_bytes_));
+    idle_.reserve(kMostReaders);
+    all_.push_back(std::make_unique<PlacesReader>(geometry_, depth_));
     return Lent(all_.back().get(), {this});
   }
   PlacesReader* const reader = idle_.back();
@@ -134,7 +124,6 @@ PlacesReaders::Lent PlacesReaders::lend() {
 }
 
 void PlacesReaders::give_back(PlacesReader* reader) {
-  if (bounded_) std::vector<Wanted>().swap(reader->wanted);
   {
     std::lock_guard lock(mutex_);
     idle_.push_back(reader);
@@ -144,7 +133,6 @@ void PlacesReaders::give_back(PlacesReader* reader) {
 
 size_t PlacesReaders::ram_bytes() const {
   std::lock_guard lock(mutex_);
-  if (bounded_) return most_readers_ * PlacesReader::kLanes * lane_bytes_;
   size_t sum = 0;
   for (const auto& reader : all_) sum += reader->ram_bytes();
   return sum;

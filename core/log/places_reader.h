@@ -39,10 +39,7 @@ struct WantedRun {
 
 class PlacesReader {
  public:
-  static constexpr size_t kLanes = 4;
-  static constexpr size_t kLaneBytes = size_t{256} << 10;
-
-  PlacesReader(const Geometry& geometry, int depth, size_t lane_bytes = kLaneBytes);
+  PlacesReader(const Geometry& geometry, int depth) : geometry_(geometry), depth_(depth) {}
 
   // records[index * record_bytes] gets each wanted record. Requires: sorted; runs in the same order. Returns how many
   // blocks it read. Throws CorruptFile and IoError.
@@ -68,30 +65,24 @@ class PlacesReader {
     size_t run = 0, at = 0;
   };
 
+  size_t lane_bytes() const;
   Lane& lane(size_t number);
   void start(Lane& lane, const std::vector<Wanted>& wanted, const std::vector<WantedRun>& runs, Cursor& cursor);
   void finish(Lane& lane, const std::vector<Wanted>& wanted, char* records);
 
   Geometry geometry_;
   int depth_;
-  size_t lane_bytes_;  // at least a block
   std::vector<Lane> lanes_;
   std::atomic<size_t> ram_bytes_{0};
 };
 
 // Lends readers. There are never more than a few: a further caller waits, which costs nothing when the disk is busy.
-//
-// With `most_bytes` they share that much, and all of it counts from the beginning. How many threads happened to read at
-// the same moment (a batch's turn, batches ahead of it, compaction) must not decide what a budget has left for rows.
-// The lists of wanted records, which grow with the batch, then live only as long as a read, like the records it gives.
 class PlacesReaders {
  public:
-  static constexpr size_t kLeastBytes = size_t{256} << 10;
-
-  PlacesReaders(const Geometry& geometry, int depth, size_t most_bytes = 0);
+  PlacesReaders(const Geometry& geometry, int depth) : geometry_(geometry), depth_(depth) {}
 
   // One pool for all logs with the same records: tables of one collection read in turns, and share the memory.
-  static std::shared_ptr<PlacesReaders> shared(const Geometry& geometry, int depth, size_t most_bytes = 0);
+  static std::shared_ptr<PlacesReaders> shared(const Geometry& geometry, int depth);
 
   struct GiveBack {
     PlacesReaders* from;
@@ -106,8 +97,6 @@ class PlacesReaders {
 
   Geometry geometry_;
   int depth_;
-  bool bounded_;
-  size_t most_readers_, lane_bytes_;
   mutable std::mutex mutex_;
   std::condition_variable given_back_;
   std::vector<std::unique_ptr<PlacesReader>> all_;

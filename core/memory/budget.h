@@ -19,8 +19,7 @@ class BudgetMember {
  public:
   virtual ~BudgetMember() = default;
   virtual size_t reclaimable() const = 0;  // bytes, roughly; from any thread
-  // False: nothing could go, or it is busy. Rows that batches in flight wait for go only if `all`.
-  virtual bool give_back_some(bool all) = 0;
+  virtual bool give_back_some() = 0;       // false: nothing could go, or it is busy
 };
 
 class BudgetExceeded : public std::runtime_error {
@@ -38,8 +37,6 @@ class Budget {
 
   // What tables with an SSD tier leave free for the growth of their indexes while rows move.
   size_t reserve() const { return limit_ / 50; }
-  // What reading from SSD may take, for each width of rows.
-  size_t for_reading() const { return limit_ / 64; }
 
   bool try_take(size_t bytes, size_t keep_free = 0) {
     size_t before = used_.fetch_add(bytes, std::memory_order_relaxed);
@@ -58,15 +55,15 @@ class Budget {
     std::lock_guard lock(mutex_);
     std::erase(members_, member);
   }
-  // Makes the member that can spare most give some memory back; with `all`, rows too that batches in flight wait for.
-  bool reclaim(const BudgetMember& wanted_by, bool all = true) {
+  // Makes the member that can spare most give some memory back.
+  bool reclaim(const BudgetMember& wanted_by) {
     std::lock_guard lock(mutex_);
     std::vector<BudgetMember*> others;
     for (BudgetMember* member : members_)
       if (member != &wanted_by) others.push_back(member);
     std::sort(others.begin(), others.end(),
               [](const BudgetMember* a, const BudgetMember* b) { return a->reclaimable() > b->reclaimable(); });
-    return std::any_of(others.begin(), others.end(), [all](BudgetMember* member) { return member->give_back_some(all); });
+    return std::any_of(others.begin(), others.end(), [](BudgetMember* member) { return member->give_back_some(); });
   }
 
  private:

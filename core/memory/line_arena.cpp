@@ -109,12 +109,6 @@ void LineArena::add_hole(size_t first, size_t lines) {
   }
 }
 
-size_t LineArena::resident_after(size_t lines, size_t blocks) const {
-  if (blocks == 0) return resident();
-  const size_t all_pages = (end_ + lines + kLinesPerPage - 1) / kLinesPerPage;
-  return std::min(resident() + lines * kLine + blocks * kPage, std::max(resident(), all_pages * kPage));
-}
-
 void LineArena::trim() {
   std::lock_guard lock(mutex_);
   give_back();

@@ -34,9 +34,6 @@ class LineArena {
 
   // Bytes of pages that hold something alive, or wait to be given back.
   size_t resident() const { return (live_pages_ + waiting_) * kPage; }
-  // What resident() may reach while so many lines are allocated in so many blocks: each block may begin a page, but no
-  // page beyond those that there are and the new lines' own.
-  size_t resident_after(size_t lines, size_t blocks) const;
   size_t reserved() const { return region_.reserved(); }
   size_t spent() const { return end_ * kLine; }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <stdexcept>
 
 #include "rows/table.h"
 
@@ -49,25 +48,30 @@ ColdIndex::Candidates ColdTier::candidates(uint64_t hash) const {
 void ColdTier::find_records(const Grouping& grouping, const uint32_t* slots, Arrivals& arrivals, bool locked) {
   arrivals.unique.clear();
   arrivals.places.clear();
-  std::vector<uint32_t> asked;  // unique keys with candidates left
-  std::vector<Place> places;    // their next candidates; the first are nearly always the only ones
-  // The others, of the same moment: whoever reads without the lock may not ask again, because they may have changed.
-  std::vector<std::pair<uint32_t, ColdIndex::Candidates>> several;
+  std::vector<uint32_t> asked;  // unique keys with candidates left, and the next one's number
+  std::vector<Place> first;     // their first candidates; nearly always the only ones
   for (uint32_t u = 0; u < grouping.size(); ++u) {
     if (slots[u] != kNoSlot) continue;
     if (auto found = candidates(grouping.hashes()[u]); found.count) {
       asked.push_back(u);
-      places.push_back(found.place[0]);
-      if (found.count > 1) several.emplace_back(u, found);
+      first.push_back(found.place[0]);
     }
   }
   const uint32_t record_bytes = log_->record_bytes();
   std::vector<char> records;
+  std::vector<Place> places;
   arrivals.records.clear();
-  for (int round = 1; !asked.empty(); ++round) {
+  for (int round = 0; !asked.empty(); ++round) {
+    places.clear();
+    if (round == 0)
+      places.swap(first);
+    else if (!locked)
+      break;  // candidates may have changed since; whoever is in no hurry asks again
+    else
+      for (uint32_t u : asked) places.push_back(candidates(grouping.hashes()[u]).place[round]);
     records.resize(places.size() * record_bytes);
     log_->read(places.data(), places.size(), records.data());
-    size_t left = 0, next = 0;  // `several` is in the order of `asked`
+    size_t left = 0;
     for (size_t i = 0; i < asked.size(); ++i) {
       RecordHead head;
       const char* record = records.data() + i * record_bytes;
@@ -82,15 +86,11 @@ void ColdTier::find_records(const Grouping& grouping, const uint32_t* slots, Arr
         arrivals.unique.push_back(asked[i]);
         arrivals.places.push_back(places[i]);
         arrivals.records.insert(arrivals.records.end(), record, record + record_bytes);
-      } else {
-        while (next < several.size() && several[next].first < asked[i]) ++next;
-        if (next == several.size() || several[next].first != asked[i] || several[next].second.count <= round) continue;
-        places[left] = several[next].second.place[round];
+      } else if (round + 1 < candidates(grouping.hashes()[asked[i]]).count) {
         asked[left++] = asked[i];
       }
     }
     asked.resize(left);
-    places.resize(left);
   }
 }
 
@@ -179,15 +179,9 @@ bool ColdTier::grow_slab() {
   return true;
 }
 
-// Another table gives up a slab, one without rows that are waited for if there is such a one.
-bool ColdTier::reclaim() {
-  Budget& budget = *table_.budget_;
-  return budget.reclaim(table_, false) || budget.reclaim(table_, true);
-}
-
 void ColdTier::claim(size_t rows) {
   claimed_ = rows + held_;
-  while (active_slabs_ * kSlabSlots < claimed_ && (grow_slab() || reclaim())) {
+  while (active_slabs_ * kSlabSlots < claimed_ && (grow_slab() || table_.budget_->reclaim(table_))) {
   }
 }
 
@@ -198,7 +192,7 @@ void ColdTier::make_room(size_t rows) {
     if (evict(std::max<size_t>(want, active_slabs_ * kSlabSlots / 64)) >= want) continue;
     if (!modest && table_.free_.size() < rows) evict(rows - table_.free_.size(), true);
     if (table_.free_.size() >= rows) break;
-    if (modest || !reclaim()) {
+    if (modest || !table_.budget_->reclaim(table_)) {
       const size_t more = (rows - table_.free_.size() + kSlabSlots - 1) / kSlabSlots;
       table_.refuse(rows, more * slab_bytes() + table_.budget_->reserve());
     }
@@ -285,15 +279,14 @@ void ColdTier::move_down(uint32_t slot, uint64_t hash, Place place) {
   table_.free_.push_back(slot);
 }
 
-bool ColdTier::release_slab(bool all) {
+bool ColdTier::release_slab() {
   if (claimed_ && (active_slabs_ - 1) * kSlabSlots < claimed_) return false;
   for (uint64_t slab = active_.size(); slab-- > 0;) {
     if (!active_[slab]) continue;
     const auto first = static_cast<uint32_t>(slab * kSlabSlots);
-    bool stays = false;
-    for (uint32_t slot = first; slot < first + kSlabSlots && !stays; ++slot)
-      stays = marks_.pins(slot) != 0 || (!all && kept(slot));
-    if (stays) continue;
+    bool pinned = false;
+    for (uint32_t slot = first; slot < first + kSlabSlots && !pinned; ++slot) pinned = marks_.pins(slot) != 0;
+    if (pinned) continue;
     if (table_.promised_) {
       const auto here = std::count_if(table_.free_.begin(), table_.free_.end(),
                                       [&](uint32_t slot) { return slot / kSlabSlots == slab; });
@@ -317,13 +310,9 @@ bool ColdTier::release_slab(bool all) {
 void ColdTier::rebalance() {
   Budget& budget = *table_.budget_;
   while (budget.limit() && budget.used() + budget.reserve() / 2 > budget.limit()) {
-    if (!shrink(false) && ((modest && budget.used() <= budget.limit()) || !shrink(true))) break;
+    if (!(active_slabs_ > 1 && release_slab()) && !budget.reclaim(table_)) break;
     table_.settle();
   }
-}
-
-bool ColdTier::shrink(bool all) {
-  return (active_slabs_ > 1 && release_slab(all)) || table_.budget_->reclaim(table_, all);
 }
 
 // --- changes
@@ -406,14 +395,6 @@ uint8_t ColdTier::begin_waiting() {
   return last_tag_;
 }
 
-void ColdTier::check_pins(const uint32_t* slots, size_t count) {
-  for (size_t i = 0; i < count; ++i)
-    if (slots[i] != kNoSlot && marks_.pins(slots[i]) == SlotMarks::kMostPins)
-      throw std::logic_error("a row of table '" + table_.options().name + "' is held by " +
-                             std::to_string(SlotMarks::kMostPins) +
-                             " batches at once; release plans before more of them fetch it");
-}
-
 void ColdTier::pin(const uint32_t* slots, size_t count) {
   for (size_t i = 0; i < count; ++i) held_ += marks_.pins(slots[i])++ == 0;
 }
@@ -429,7 +410,6 @@ void ColdTier::unpin(const uint32_t* slots, size_t count) {
 }
 
 void ColdTier::pin_found(const uint32_t* slots, size_t count) {
-  check_pins(slots, count);
   for (size_t i = 0; i < count; ++i)
     if (slots[i] != kNoSlot) pin(&slots[i], 1);
 }

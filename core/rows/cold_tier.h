@@ -7,8 +7,9 @@
 //             row up to 3, the hand cools it, cold and unpinned ones leave; docs/decisions/0002): clean rows are
 //             dropped, dirty ones appended to the log
 //   keep      a row that came up for a batch in flight is not what the hand takes; but where a batch whose turn has
-//             come finds no other room, it goes again, and is read once more when it is its batch's turn: running
-//             ahead never makes a budget too small
+//   come
+//             finds no other room, it goes again, and is read once more when it is its batch's turn: running ahead
+//             never makes a budget too small
 //   touch     a row that is about to change loses its place; one that a snapshot still wants is appended first (its
 //             pre-image goes straight to the log, so a snapshot needs no memory of its own)
 //   snapshot  begin() turns the epoch over and copies the log's live bits: that is the pause. capture() then walks the
@@ -79,15 +80,13 @@ class ColdTier {
   void unclaim() { claimed_ = 0; }
   // Free slots for this many rows, from the budget or by eviction. Throws BudgetExceeded.
   void make_room(size_t rows);
-  // Evicts until the budget has its reserve again: first what nobody waits for, here and in other tables. While modest,
-  // the rest stays, unless the budget is passed.
+  // Evicts until the budget has its reserve again.
   void rebalance();
   // Rows that are not pinned leave DRAM, the coldest first; returns how many. Those that batches in flight wait for
   // stay, unless `all`.
   size_t evict(size_t want, bool all = false);
-  // Gives one slab back to the budget; false where none can go. One with rows that batches in flight wait for goes only
-  // if `all`.
-  bool release_slab(bool all = true);
+  // Gives one slab back to the budget; false where none can go.
+  bool release_slab();
   // For a table that comes to have a log while it has rows.
   void mark_all_dirty();
 
@@ -101,11 +100,9 @@ class ColdTier {
   bool kept(uint32_t slot) { return waiting_[marks_.wait(slot)] != 0; }
   // While true, room is made from what is free and what nobody waits for, in this table alone.
   bool modest = false;
-  // Throws std::logic_error where one of them has as many pins as can be counted. kNoSlot is passed over.
-  void check_pins(const uint32_t* slots, size_t count);
-  void pin(const uint32_t* slots, size_t count);  // Requires: check_pins, or slots that nobody else has
+  void pin(const uint32_t* slots, size_t count);
   void unpin(const uint32_t* slots, size_t count);
-  void pin_found(const uint32_t* slots, size_t count);  // those that are slots at all, once checked
+  void pin_found(const uint32_t* slots, size_t count);  // those that are slots at all
   void unpin_found(const uint32_t* slots, size_t count);
 
   // --- snapshots ---
@@ -139,8 +136,6 @@ class ColdTier {
   void find_records(const Grouping& grouping, const uint32_t* slots, Arrivals& arrivals, bool locked);
   ColdIndex::Candidates candidates(uint64_t hash) const;  // of one moment, whatever a writer does
   bool grow_slab();
-  bool reclaim();
-  bool shrink(bool all);
   void drop_cold(uint64_t hash, Place place);
   void evict_slots(const uint32_t* slots, size_t count);
   void move_down(uint32_t slot, uint64_t hash, Place place);

@@ -566,14 +566,11 @@ void Plan::places(uint32_t* slots, uint32_t* steps, uint32_t* counts) const {
 
 void Plan::hold() {
   require(state_ == State::kFetched, "hold: fetch first");
-  auto locks = lock_tables();
-  for (size_t j = 0; j < job_count_; ++j)  // all of them before the first is held
-    if (ColdTier* tier = jobs_[j].table->tier(); tier && tier->evicts())
-      tier->check_pins(jobs_[j].slots.data(), jobs_[j].grouping.size());
   for (size_t j = 0; j < job_count_; ++j) {
     Job& job = jobs_[j];
     ColdTier* tier = job.table->tier();
     if (!tier || !tier->evicts()) continue;
+    std::lock_guard lock(job.table->writer());
     std::vector<char> refused(job.grouping.size());
     for (uint32_t u : job.refused) refused[u] = 1;
     for (size_t u = 0; u < job.grouping.size(); ++u)

@@ -38,8 +38,6 @@ class SlotMarks {
   // Kept as place + 1, so that fresh memory says kNoPlace.
   Place place(uint32_t slot) const { return reinterpret_cast<const Place*>(places_.data())[slot] - 1; }
   void set_place(uint32_t slot, Place place) { reinterpret_cast<Place*>(places_.data())[slot] = place + 1; }
-  // Batches that hold the row, and a GPU that has it. Waiting (below) is no hold: it takes none of the 255.
-  static constexpr uint8_t kMostPins = 255;
   uint8_t& pins(uint32_t slot) { return reinterpret_cast<uint8_t*>(pins_.data())[slot]; }
   uint8_t epoch(uint32_t slot) { return flags(slot) >> 2 & 3; }
   void set_epoch(uint32_t slot, uint8_t epoch) { flags(slot) = (flags(slot) & ~(3 << 2)) | epoch << 2; }

@@ -121,7 +121,6 @@ void Table::attach(std::unique_ptr<Log> log, bool evicts) {
   if (tier_) throw std::logic_error("table '" + options_.name + "' has a log already");
   if (log->options().row_bytes != view_.row_bytes) throw std::logic_error("the log is for rows of another width");
   if (evicts && slots_ != 0) throw std::logic_error("an SSD tier is given to a table before its first row");
-  if (evicts && budget_->limit()) log->bound_reading(budget_->for_reading());
   auto tier = std::make_unique<ColdTier>(*this, std::move(log), evicts);
   if (!evicts && slots_ != 0) {
     const size_t bytes = slots_ * SlotMarks::kBytes;
@@ -143,12 +142,12 @@ void Table::attach(std::unique_ptr<Log> log, bool evicts) {
 
 size_t Table::reclaimable() const { return tier_ ? tier_->active_slabs() * tier_->slab_bytes() : 0; }
 
-bool Table::give_back_some(bool all) {
+bool Table::give_back_some() {
   if (!tier_ || !tier_->evicts()) return false;
-  if (writer_.mine()) return tier_->release_slab(all);
+  if (writer_.mine()) return tier_->release_slab();
   if (!writer_.try_lock()) return false;
   std::lock_guard lock(writer_, std::adopt_lock);
-  return tier_->release_slab(all);
+  return tier_->release_slab();
 }
 
 void Table::find(const int64_t* keys, size_t count, uint32_t* slots) const {
@@ -269,7 +268,7 @@ Table::Fresh Table::prepare(const uint64_t* hashes, const uint32_t* slots, const
       index_memory_.spent() + growth * kLine > index_memory_.reserved())
     throw BudgetExceeded("table '" + options_.name + "' outgrows the address space it was given; use fewer tables in " +
                          "one process, or more ranks");
-  const size_t index_bytes = index_memory_.resident_after(growth, rebuilds);
+  const size_t index_bytes = index_memory_.resident() + growth * kLine + rebuilds * kPage;
   size_t need = rows_.rounded(row_bytes) + headers_.rounded(header_bytes) + index_bytes;
   if (admission_) need += admission_->bytes();
   if (tier_)

@@ -181,7 +181,7 @@ class Table : public BudgetMember {
   MemoryReport memory() const;
 
   size_t reclaimable() const override;
-  bool give_back_some(bool all) override;
+  bool give_back_some() override;
 
  private:
   friend class ColdTier;

@@ -145,20 +145,6 @@ void Table::scan_cold(uint32_t shard, std::vector<RecordHead>& heads, std::vecto
 // --- prefetch and clear
 // -----------------------------------------------------------------------------------------------
 
-namespace {
-
-struct Modest {
-  explicit Modest(ColdTier& tier) : tier_(tier) { tier_.modest = true; }
-  ~Modest() { tier_.modest = false; }
-  Modest(const Modest&) = delete;
-  Modest& operator=(const Modest&) = delete;
-
- private:
-  ColdTier& tier_;
-};
-
-}  // namespace
-
 size_t Table::prefetch(const int64_t* keys, size_t count) {
   if (!tier_ || !tier_->evicts()) return 0;
   const size_t part = bulk_part();
@@ -199,15 +185,18 @@ Table::Brought Table::bring(const Grouping& grouping, uint8_t tag) {
     coming.push_back(u);
   }
   if (coming.empty()) return {};
-  const Modest modest(*tier_);
+  tier_->modest = true;
   try {
     Fresh fresh = prepare(grouping.hashes(), wanted.data(), grouping.cuts(), &arrivals);
     commit(fresh);
     insert(std::move(fresh), grouping.keys(), grouping.hashes(), wanted.data(), &arrivals);
+    tier_->modest = false;
   } catch (const BudgetExceeded&) {
+    tier_->modest = false;
     settle();
     return {0, true};
   } catch (...) {
+    tier_->modest = false;
     settle();
     throw;
   }
