@@ -18,6 +18,7 @@ from crew import environment, free_port
 from hotrow import _core
 from hotrow.train.checkpoint import list_checkpoints, open_checkpoint
 
+pytestmark = pytest.mark.soak  # five minutes of jobs that are killed, stopped and restarted
 TIMEOUT = 4  # seconds that ranks wait for each other
 BOUND = TIMEOUT + 20  # until the job is gone; looking at hearts takes a few seconds, and machines are busy
 JOB = """
