@@ -12,7 +12,7 @@ later batches while one is computed, each on its own thread (flow.py), and give 
 nobody can observe: keys are deduplicated, rows change their tier. What depends on the batches before (which keys are
 new, who is admitted, what has expired, which step this is) is decided when the batch's turn has come, on the training
 thread, by `fetch`. Rows that came up stay until then; only a batch whose turn has come, and which has no other room,
-takes theirs, so that running ahead never makes a budget too small.
+takes theirs, and they are read again.
 
 Where the memory cannot hold the rows of so many batches, the lookahead shrinks, and says so; a batch that does not fit
 on its own is an error, as it is one at a time.
