@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from run import Options, Run, finish
 
-BUDGETS = {"dram": Options(ssd=False), "small": Options(dram="14MiB"), "tiny": Options(dram="11MiB")}
+BUDGETS = {"dram": Options(ssd=False), "small": Options(dram="16MiB"), "tiny": Options(dram="13MiB")}
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -26,4 +26,4 @@ def test_killed_in_the_middle_and_resumed(
     assert result["digest"] == uninterrupted["digest"]
     assert not result["over_budget"]
     if base.ssd:
-        assert result["evicted"] > 1000
+        assert result["evicted"] > 100
