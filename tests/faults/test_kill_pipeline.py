@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from run import Options, Run, finish
 
-BUDGETS = {"dram": Options(ssd=False), "small": Options(dram="16MiB"), "tiny": Options(dram="13MiB")}
+BUDGETS = {"dram": Options(ssd=False), "small": Options(dram="14MiB"), "tiny": Options(dram="11MiB")}
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -25,5 +25,5 @@ def test_killed_in_the_middle_and_resumed(
     assert result["losses"] == uninterrupted["losses"][len(uninterrupted["losses"]) - len(result["losses"]) :]
     assert result["digest"] == uninterrupted["digest"]
     assert not result["over_budget"]
-    if base.ssd:
+    if budget == "tiny":  # with more room, few leave in the steps that are left
         assert result["evicted"] > 100
