@@ -26,4 +26,4 @@ def test_killed_in_the_middle_and_resumed(
     assert result["digest"] == uninterrupted["digest"]
     assert not result["over_budget"]
     if budget == "tiny":  # with more room, few leave in the steps that are left
-        assert result["evicted"] > 100
+        assert result["evicted"] > 1000

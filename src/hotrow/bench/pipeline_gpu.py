@@ -17,8 +17,8 @@ from hotrow import optim
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.bench import hbm
 from hotrow.bench.harness import Result, higher, lower
+from hotrow.bench.pipeline import Drawn
 from hotrow.config import Memory
-from hotrow.data import Cursor
 from hotrow.kernels.layout import RowLayout
 from hotrow.models import DLRM
 from hotrow.nn import EmbeddingCollection, Recommender
@@ -41,23 +41,6 @@ def results() -> Iterator[Result | str]:
         yield f"W-dlrm, {share:.0%} of the rows in HBM"
         speeds[share] = dlrm(share) / 1e3
     yield higher("pipeline/hbm10", "k examples/s", speeds[SHARE], "all", speeds[1.0])
-
-
-class Made:
-    """A source of batches that were made beforehand."""
-
-    def __init__(self, batches: Sequence[KeyedBatch]) -> None:
-        self.all = batches
-        self.examples = sum(batch.size for batch in batches)
-
-    def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
-        """All of them."""
-        for number, batch in enumerate(self.all):
-            yield batch, {"batch": number + 1}
-
-    def describe(self) -> str:
-        """For a log."""
-        return f"{len(self.all)} batches"
 
 
 def cached(name: str) -> Iterator[Result]:
@@ -83,7 +66,7 @@ def cached(name: str) -> Iterator[Result]:
 def timed(embeddings: EmbeddingCollection, batches: Sequence[KeyedBatch], compute: Callable[[Lookup], None]) -> float:
     """Seconds of a step, after the warm-up."""
     start = 0.0
-    done = pipeline.run(Made(batches), embeddings, compute, ahead=pipeline.Ahead(LOOKAHEAD))
+    done = pipeline.run(Drawn(batches), embeddings, compute, ahead=pipeline.Ahead(LOOKAHEAD))
     for number, _ in enumerate(done):
         if number == WARMUP - 1:
             torch.cuda.synchronize()
@@ -115,11 +98,11 @@ def dlrm(share: float) -> float:
     model = Recommender(embeddings, tower)
     trainer = Trainer(model, torch.optim.Adam(model.tower.parameters(), fused=True))
     draw = hbm.Ids(rows, size, embeddings.device)
-    trainer.fit(Made([batch_of(draw) for _ in range(WARMUP)]), progress=False)
+    trainer.fit(Drawn([batch_of(draw) for _ in range(WARMUP)]), progress=False)
     torch.cuda.synchronize()
     batches = [batch_of(draw) for _ in range(STEPS)]
     start = time.perf_counter()
-    trainer.fit(Made(batches), progress=False)
+    trainer.fit(Drawn(batches), progress=False)
     torch.cuda.synchronize()
     return STEPS * size / (time.perf_counter() - start)
 

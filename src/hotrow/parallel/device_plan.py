@@ -29,8 +29,9 @@ from hotrow.kernels.update import Coefficients, update
 from hotrow.parallel.exchange import Channel
 from hotrow.parallel.plan import Jobs, Part, RankPlan
 from hotrow.parallel.ranks import Ranks
+from hotrow.table.batch_layout import lay_out
 from hotrow.table.hot import HotRows
-from hotrow.table.hot_plan import HotPlan, _lay_out
+from hotrow.table.hot_plan import HotPlan
 from hotrow.tiers.host import SHARDS, HostStore, Moved, Summed, Update
 
 SGD = 0  # the code of kernels/rules.py
@@ -130,7 +131,7 @@ class DevicePart(Part):
 
     def _deal(self, world: int) -> tuple[Tensor, Tensor, Tensor]:
         tables = len(self.jobs)
-        self.keys, _, self.items = _lay_out([of_table for _, of_table in self.jobs], self.device)
+        self.keys, _, self.items = lay_out([of_table for _, of_table in self.jobs], self.device)
         sizes = [sum(jagged.values.numel() for jagged, _ in of_table) for _, of_table in self.jobs]
         numbers = torch.arange(tables, dtype=torch.int32, device=self.device)
         of_position = torch.repeat_interleave(numbers, torch.tensor(sizes, device=self.device))

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow.batch import Jagged
 from hotrow.errors import GradientError
 from hotrow.kernels import finite
 from hotrow.kernels.admit import FIELDS, SLOTS, TABLES, Brief, admit, answer, brief
@@ -25,15 +24,14 @@ from hotrow.kernels.dedup import Unique, compact_keys, dedup
 from hotrow.kernels.find import Warmth, find
 from hotrow.kernels.gather import gather
 from hotrow.kernels.insert import Chosen, choose_in_order, erase
-from hotrow.kernels.layout import Items, small_table, spread
 from hotrow.kernels.runs import Runs
 from hotrow.kernels.runs import group as group_runs
 from hotrow.kernels.touch import first_score
 from hotrow.kernels.update import Coefficients, Meta, update
+from hotrow.table.batch_layout import Feature, join, lay_out
 from hotrow.table.hot import Coming, Group, HotRows, Into, on, to_device, to_host, used_on, wait_for
 from hotrow.tiers.host import HostLift, HostPlan, HostStore, Moved, Places, Update
 
-Feature = tuple[Jagged, str]
 PATIENCE = 16  # batches that come up at their turn, after one that was staged and lacked something
 
 
@@ -150,7 +148,7 @@ class HotPlan:
         ]
         if self._seen is not None:
             for part in self.parts:
-                part.seen = _join([self._seen[number] for number in part.numbers], self.hot.device)
+                part.seen = join([self._seen[number] for number in part.numbers], self.hot.device)
 
     def route_seen(self, jobs: Sequence[tuple[HostStore, Sequence[Feature]]], seen: Sequence[Tensor]) -> None:
         """The same for keys without duplicates that were seen more than once: int32 for each feature's ids."""
@@ -283,7 +281,7 @@ class Part:
     def __init__(self, group: Group, features: Sequence[Sequence[Feature]], numbers: Sequence[int]) -> None:
         self.group = group
         self.numbers = numbers  # of its features, among all
-        self.keys, self.begins, self.items = _lay_out(features, group.tier.device)
+        self.keys, self.begins, self.items = lay_out(features, group.tier.device)
         self.batch = 0
         self.seen: Tensor | None = None  # by position, where duplicates were taken out before
         self.extra: Tensor | None = None
@@ -531,88 +529,13 @@ def _after(streams: Sequence[Any]) -> Any:
     return streams[0].record_event()
 
 
-def _lay_out(features: Sequence[Sequence[Feature]], device: torch.device) -> tuple[Tensor, Tensor, Items]:
-    """Keys of all features one after another, where each table's begin, and how positions become outputs."""
-    flat = [feature for of_table in features for feature in of_table]
-    keys = _join([jagged.values for jagged, _ in flat], device)
-    if any(jagged.offsets is not None or jagged.weights is not None for jagged, _ in flat):
-        return keys, _begins(features, device), _items(features, keys.numel(), device)
-    sizes = tuple(tuple(jagged.values.numel() for jagged, _ in of_table) for of_table in features)
-    if (sizes, device) not in _PLAIN:  # one id a bag: nothing but the sizes matters
-        if len(_PLAIN) > 64:
-            _PLAIN.clear()
-        _PLAIN[sizes, device] = _begins(features, device), _items(features, keys.numel(), device)
-    return keys, *_PLAIN[sizes, device]
-
-
-_PLAIN: dict[tuple[tuple[tuple[int, ...], ...], torch.device], tuple[Tensor, Items]] = {}
-
-
-def _begins(features: Sequence[Sequence[Feature]], device: torch.device) -> Tensor:
-    sizes = [sum(jagged.values.numel() for jagged, _ in of_table) for of_table in features]
-    return _cumulative(sizes, device)
-
-
-def _cumulative(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """0 and the running sums, int32."""
-    return small_table(tuple(itertools.accumulate(sizes, initial=0)), device, torch.int32)
-
-
 def _coefficients(updates: Sequence[Update]) -> list[Coefficients]:
     """What each table's rule reads; one for all where they are the same."""
     found = [Coefficients(u.coefficients, u.clip_value, u.clip_norm) for u in updates]
     return found[:1] if all(c == found[0] for c in found) else found
 
 
-def _items(of_tables: Sequence[Sequence[Feature]], ids: int, device: torch.device) -> Items:
-    """How positions become outputs."""
-    features = [feature for of_table in of_tables for feature in of_table]
-    tables = [table for table, of_table in enumerate(of_tables) for _ in of_table]
-    jagged = [j.offsets is not None and pooling != "none" for j, pooling in features]
-    sizes = [j.size if bags else j.values.numel() for (j, _), bags in zip(features, jagged, strict=True)]
-    begins = _cumulative(sizes, device)
-    offsets = item_of = scales = None
-    if any(jagged):
-        parts, at = [], 0
-        for (j, _), bags in zip(features, jagged, strict=True):
-            of_feature = j.offsets[:-1] if bags else torch.arange(j.values.numel(), device=j.values.device)  # type: ignore[index]
-            parts.append(of_feature + at)
-            at += j.values.numel()
-        parts.append(torch.tensor([at], device=parts[0].device))
-        offsets = _join(parts, device).to(torch.int32)
-        item_of = spread(offsets, sum(sizes), ids)
-    if any(j.weights is not None for j, _ in features) or any(
-        pooling == "mean" and bags for (_, pooling), bags in zip(features, jagged, strict=True)
-    ):
-        scales = _join([_scale(j, pooling) for j, pooling in features], device)
-    return Items(begins, small_table(tuple(tables), device, torch.int32), offsets, scales, item_of)
-
-
-def _scale(jagged: Jagged, pooling: str) -> Tensor:
-    """What each id's vector is multiplied by: its weight, and 1 / length for a mean."""
-    weights = jagged.weights if jagged.weights is not None else torch.ones(
-        jagged.values.numel(), dtype=torch.float32, device=jagged.values.device
-    )  # fmt: skip
-    if pooling != "mean" or jagged.offsets is None:
-        return weights
-    lengths = jagged.lengths()
-    return weights / torch.repeat_interleave(lengths, lengths).float()
-
-
 def _bounds_of(mask: np.ndarray, bounds: Sequence[int]) -> list[int]:  # type: ignore[type-arg]
     """Bounds of the rows that a mask leaves."""
     before = np.concatenate(([0], np.cumsum(mask)))
     return [int(at) for at in before[np.asarray(bounds)]]
-
-
-def _join(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """One after another, on the device."""
-    tensors = [t for t in tensors if t.numel()] or list(tensors[:1])
-    if all(t.device == device for t in tensors):
-        return torch.cat(tensors)
-    joined = torch.cat([t.cpu() for t in tensors])
-    return to_device(_pinned(joined), device)
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    return tensor.pin_memory() if torch.cuda.is_available() else tensor
