@@ -1,0 +1,86 @@
+"""What flows through the server: a Request in, an Answer out, and the Signature that says what a model takes.
+
+A Request has the columns of its model's signature, as numpy arrays that the front end has checked: the engine trusts
+lengths, offsets and types. `rows` is how many candidates it has. A feature is one of
+
+    one id per row          values [rows],  offsets None
+    any number per row      values [n],     offsets [rows + 1]
+    shared by all rows      values [n],     offsets None or [2], shared=True: the user's features, sent once
+
+and the dense features are [rows, width], or [1, width] with `dense_shared`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
+
+from hotrow.errors import HotRowError
+
+Array = NDArray[Any]
+
+POLICIES = ("wait", "initial", "default")  # for rows that would come too late
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a model takes: key features in order (`sequences` are those with pooling "none"), and dense columns."""
+
+    features: tuple[str, ...]
+    sequences: frozenset[str]
+    dense: int
+    tasks: int = 1  # logits of a row
+
+    @property
+    def fingerprint(self) -> int:
+        """32 bits that differ when the layout does."""
+        text = "\0".join([*self.features, "\1", *sorted(self.sequences), str(self.dense), str(self.tasks)])
+        return zlib.crc32(text.encode())
+
+
+@dataclass(frozen=True)
+class Ids:
+    """One feature's ids in a request."""
+
+    values: Array  # int64
+    offsets: Array | None = None  # int64
+    weights: Array | None = None  # float32
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """A client's question. `deadline` is on the clock of time.monotonic; None takes the server's default."""
+
+    model: str
+    rows: int
+    ids: tuple[Ids, ...]  # in the signature's order
+    dense: Array | None = None  # float32
+    dense_shared: bool = False
+    version: str | None = None  # None: the one in service
+    deadline: float | None = None
+    policy: str | None = None  # one of POLICIES; None takes the model's
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Logits [rows] or [rows, tasks] float32, and what they were made of."""
+
+    logits: Array
+    model: str
+    version: str
+    publication: int = 0
+    late_rows: int = 0  # ids whose rows would have come too late, answered by policy
+    compiled: bool = False  # whether a bucket answered, or the original graph
+    parameters: dict[str, str | int | float] = field(default_factory=dict)
+
+
+class RefusedError(HotRowError):
+    """The server does not answer: `status` is HTTP's, `retry_after` seconds for 429 and 503."""
+
+    def __init__(self, status: int, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.retry_after = status, message, retry_after
