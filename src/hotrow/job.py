@@ -41,7 +41,7 @@ from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.parallel.ranks import Ranks, join_ranks
 from hotrow.table import Table
 from hotrow.train.report import Report
-from hotrow.train.trainer import LOOKAHEAD, Trainer
+from hotrow.train.trainer import Trainer
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -176,7 +176,7 @@ def build_job(values: Mapping[str, Any]) -> Job:
         checkpoints=saves.get("folder"),
         checkpoint_every=saves.get("every"),
         keep=saves.get("keep", 3),
-        lookahead=train.get("lookahead", LOOKAHEAD),
+        lookahead=train.get("lookahead"),
         trace=train.get("trace"),
     )
     return Job(

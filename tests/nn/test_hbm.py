@@ -24,6 +24,7 @@ from hotrow.data import Cursor
 from hotrow.errors import GradientError, MemoryBudgetError, OptionError, StorageError
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Admission, Expiry, Lookup, Table
+from hotrow.table.hot import Piece
 from hotrow.train.trainer import Trainer
 
 LARGE = torch.cuda.is_available()  # interpreting a step takes seconds
@@ -257,9 +258,10 @@ def test_rows_that_could_not_be_put_away_are_an_error_until_a_checkpoint_is_load
     trainer.save(tmp_path)
     saved = rows_of(trainer)
     assert trainer.model.embeddings.hot is not None
-    failed: Future[None] = Future()
+    failed: Future[list[Piece]] = Future()
     failed.set_exception(StorageError("disk full"))
-    trainer.model.embeddings.hot.groups[0]._landing = failed
+    group = trainer.model.embeddings.hot.groups[0]
+    group._put_behind(group.describe(group.tier.resident()), failed, 0, True)
     for _ in range(2):
         with pytest.raises(StorageError, match=r"could not be put away: disk full\. They are lost"):
             trainer.model.embeddings.table("user").read(torch.tensor([1]))
@@ -310,7 +312,8 @@ def test_rows_that_are_read_in_place_are_the_same_bits(device: str, monkeypatch:
 
 
 def fit_ahead(trainer: Trainer, source: Clicks, ahead: int) -> list[float]:
-    """As `fit` with a lookahead, on one thread: every batch is staged when the one so many before it is computed."""
+    """As `fit` with a lookahead, on one thread: a batch is looked up when the one so many before it is computed, and
+    its rows come when the next one has been, or when somebody needs them."""
     embeddings, losses, staged = trainer.model.embeddings, [], deque[Lookup]()
     embeddings.in_flight(ahead + 1)
     trainer.model.train()
@@ -319,8 +322,9 @@ def fit_ahead(trainer: Trainer, source: Clicks, ahead: int) -> list[float]:
         for batch in batches[number + len(staged) : number + 1 + ahead]:
             lookup = embeddings.route(batch)
             lookup.prefetch()
-            lookup.stage()
             staged.append(lookup)
+        for lookup in list(staged)[:-1]:
+            lookup.stage()
         logits_and_loss = trainer._forward_backward(embeddings.fetch(staged.popleft()))
         trainer._step()
         losses.append(float(logits_and_loss[1]))
@@ -401,6 +405,27 @@ def test_rows_without_room_say_that_less_should_come_ahead(device: str) -> None:
     lookup = embeddings.route(KeyedBatch({"u": Jagged(many)}))
     lookup.stage()
     assert embeddings.fetch(lookup).plan.late > 100
+
+
+def test_a_batch_that_was_looked_up_and_dropped_leaves_nothing_behind(device: str) -> None:
+    embeddings, plain = one_table(Memory(hbm="2KiB"), device), one_table(None, None)
+    keys, others = torch.arange(40), torch.arange(1000, 1030)
+    for each in (embeddings, plain):
+        each.table("u").create(others)
+        train_on(each, keys)
+    embeddings.in_flight(3)
+    dropped, next_one = (embeddings.route(KeyedBatch({"u": Jagged(others)})) for _ in range(2))
+    dropped.prefetch()
+    next_one.prefetch()  # finds the keys of the one before, whose rows have not come
+    embeddings.release(dropped)
+    next_one.stage()
+    embeddings.fetch(next_one)
+    assert torch.equal(next_one.gather()[1][0].cpu(), plain.table("u").read(others))
+    embeddings.release(next_one)
+    for each in (embeddings, plain):
+        train_on(each, torch.cat([keys, others]))
+    assert torch.equal(embeddings.table("u").read(keys), plain.table("u").read(keys))
+    assert torch.equal(embeddings.table("u").read(others), plain.table("u").read(others))
 
 
 @pytest.mark.parametrize("seed", [1, 2])

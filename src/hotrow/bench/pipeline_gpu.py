@@ -25,7 +25,7 @@ from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Lookup, Table
 from hotrow.tiers.hbm import slot_bytes
 from hotrow.train import pipeline
-from hotrow.train.trainer import LOOKAHEAD, Trainer
+from hotrow.train.trainer import LOOKAHEAD_HBM, Trainer
 
 TABLES, KEYS, DIM, BATCH, DENSE = 26, 100_000_000, 128, 16_384, 13
 WARMUP, STEPS, SHARE = 200, 60, 0.1
@@ -50,7 +50,7 @@ def cached(name: str) -> Iterator[Result]:
     draw = hbm.Ids(rows, ids, embeddings.device)
     gradients = hbm.Steps(embeddings, draw).gradients
     batches = [draw.batch() for _ in range(WARMUP + STEPS)]
-    embeddings.in_flight(LOOKAHEAD + 1)
+    embeddings.in_flight(LOOKAHEAD_HBM + 1)
     torch.cuda.synchronize()
 
     def compute(lookup: Lookup) -> None:
@@ -66,7 +66,7 @@ def cached(name: str) -> Iterator[Result]:
 def timed(embeddings: EmbeddingCollection, batches: Sequence[KeyedBatch], compute: Callable[[Lookup], None]) -> float:
     """Seconds of a step, after the warm-up."""
     start = 0.0
-    done = pipeline.run(Drawn(batches), embeddings, compute, ahead=pipeline.Ahead(LOOKAHEAD))
+    done = pipeline.run(Drawn(batches), embeddings, compute, ahead=pipeline.Ahead(LOOKAHEAD_HBM))
     for number, _ in enumerate(done):
         if number == WARMUP - 1:
             torch.cuda.synchronize()

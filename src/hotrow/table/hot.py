@@ -66,6 +66,7 @@ class HotRows:
         self.staging = False  # whether rows may come up ahead, on another thread and stream
         self.patience = 0  # batches not to stage: the last one had unseen keys, for which all must wait
         self.generation = 0
+        self.coming: list[HotPlan] = []  # batches whose rows have slots and are not there yet, in order
         self.pending: HotPlan | None = None  # a batch of which it is not known yet whether rows are missing
         self.stores = [rows.store for rows in tables]  # not the tables, which know their cache
         kinds: dict[tuple[int, int, tuple[int, ...]], list[HostStore]] = {}
@@ -75,7 +76,7 @@ class HotRows:
         layouts = [RowLayout(dim, state, "fp32") for dim, _, state in kinds]
         sets = self._share(layouts, [len(members) for members in kinds.values()], memory)
         self.groups = [
-            Group(members, HbmTier(layout, [sets] * len(members), device), code)
+            Group(members, HbmTier(layout, [sets] * len(members), device), code, self._spoiled)
             for layout, ((_, code, _), members) in zip(layouts, kinds.items(), strict=True)
         ]
 
@@ -102,18 +103,29 @@ class HotRows:
             )
         return sets
 
+    def _spoiled(self) -> None:
+        self.generation += 1
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Inside it, nobody else works here, and this stream comes after all that was done here and before the rest."""
         with self.lock:
             if self.staging:
+                for plan in list(self.coming):
+                    plan._raise()
                 for stream in (self.ahead, *(group.up for group in self.groups)):
                     wait_for(stream)
+                self.clean_up()
             try:
                 yield
             finally:
                 if self.staging:
                     follow(self.ahead)
+
+    def clean_up(self) -> None:
+        """Empty slots whose rows never came. Requires: the lock."""
+        for group in self.groups:
+            group.clean_up()
 
     def in_flight(self, batches: int) -> None:
         """So many batches may have been begun and not have landed."""
@@ -184,7 +196,9 @@ Piece = tuple[int, int, Tensor, Any]  # rows from one number to another, and whe
 class Group:
     """Tables that share a cache, with the way to the rows below."""
 
-    def __init__(self, stores: Sequence[HostStore], tier: HbmTier, code: int) -> None:
+    def __init__(
+        self, stores: Sequence[HostStore], tier: HbmTier, code: int, spoiled: Callable[[], None] = lambda: None
+    ) -> None:
         self.stores = list(stores)
         self.tier = tier
         self.code = code
@@ -202,7 +216,8 @@ class Group:
         self._look = shares.FIRST  # batches after which to look again how the cache is divided
         self.aside = 0  # batches in flight whose own rows must go down before anybody looks for them below
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="hotrow-down")
-        self._landing: Future[None] | None = None
+        self.landing: Future[None] | None = None  # the last rows that were sent down
+        self._spoiled, self._tell_spoiled = list[Tensor](), spoiled  # slots whose rows never came
         self._lost: BaseException | None = None
         self._reached = [0] * len(self.stores)  # bytes of each table's rows that the GPU can address
         self._ranges: list[int] = []
@@ -300,7 +315,7 @@ class Group:
         Call what this returns to have them put into `places`, as those are then, behind the caller's back: later,
         because the cores are wanted for something else first.
         """
-        self.landed()
+        self._check_lost()
         count, clean = slots.numel(), self.tier.clean
         leaving = torch.empty(count, self.width, dtype=torch.float32, device=self.tier.device)
         move.collect(source, slots, self.width, leaving)
@@ -311,7 +326,7 @@ class Group:
         pieces = self._behind.submit(self._send, leaving, collected)
 
         def behind() -> None:
-            self._landing = self._behind.submit(lambda: self._put(places, pieces.result(), clean, unhold))
+            self.landing = self._behind.submit(self._put_behind, places, pieces, clean, unhold)
 
         return behind
 
@@ -339,16 +354,42 @@ class Group:
         if unhold:
             places.unhold()
 
-    def landed(self) -> None:
-        """Wait until everything that went down is there. What could not be put there is lost: an error until a load."""
-        if self._landing is not None:
-            landing, self._landing = self._landing, None
-            self._lost = landing.exception()
+    def _put_behind(self, places: Places, pieces: Future[list[Piece]], clean: int, unhold: bool) -> None:
+        try:
+            self._put(places, pieces.result(), clean, unhold)
+        except BaseException as error:
+            self._lost = self._lost or error
+
+    def landed(self, last: Future[None] | None = None) -> None:
+        """Wait until everything that went down (up to `last`) is there.
+
+        What could not be put there is lost: an error until a load.
+        """
+        landing = last or self.landing
+        if landing is not None:
+            landing.result()
+        self._check_lost()
+
+    def _check_lost(self) -> None:
         if self._lost is not None:
             raise StorageError(
                 f"rows that left HBM could not be put away: {self._lost}. They are lost; put that right and load the "
                 "last checkpoint"
             ) from self._lost
+
+    # --- slots whose rows never came ---
+
+    def spoil(self, slots: Tensor) -> None:
+        """The index names rows in these slots (on the CPU) that are not there. Any thread."""
+        self._spoiled.append(slots)
+        self._tell_spoiled()  # last: who sees the new generation finds the slots
+
+    def clean_up(self) -> None:
+        """Empty those slots."""
+        while self._spoiled:
+            slots = to_device(self._spoiled.pop().clone(), self.tier.device)
+            erase(self.tier.index, slots)
+            self.tier.hosts[slots[slots >= 0].long()] = -1
 
     def flush(self) -> None:
         """Bring down what is newer here."""
@@ -374,9 +415,9 @@ class Group:
 
     def drop(self) -> None:
         """Forget every row here."""
-        if self._landing is not None:
-            self._landing.exception()
-        self._landing = self._lost = None
+        if self.landing is not None:
+            self.landing.result()
+        self.landing = self._lost = None
         slots = self.tier.resident()
         if slots.numel():
             self.describe(slots).unhold()

@@ -48,7 +48,8 @@ from hotrow.train.traffic import Traffic
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Counted = tuple[tuple[Tensor, Tensor, int], KeyedBatch, Cursor]  # logits, loss, examples of a batch, and its end
-LOOKAHEAD, MOST_AHEAD = 2, 12  # batches; the core tells 15 in flight apart
+# Batches. With HBM, one is looked up and another's rows move while a third is computed. The core tells 15 apart.
+LOOKAHEAD, LOOKAHEAD_HBM, MOST_AHEAD = 2, 3, 12
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -90,7 +91,7 @@ class Trainer:
         checkpoints: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
         keep: int | None = 3,
-        lookahead: int = LOOKAHEAD,
+        lookahead: int | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
         if precision not in PRECISIONS:
@@ -104,6 +105,8 @@ class Trainer:
             )
         if keep is not None and keep < 1:
             raise OptionError(f"keep={keep}: give how many checkpoints stay, 1 or more, or None for all")
+        if lookahead is None:
+            lookahead = LOOKAHEAD if model.embeddings.hot is None else LOOKAHEAD_HBM
         if not isinstance(lookahead, int) or isinstance(lookahead, bool) or not 0 <= lookahead <= MOST_AHEAD:
             raise OptionError(f"lookahead={lookahead!r}: give a number of batches from 0 to {MOST_AHEAD}")
         self.model = model

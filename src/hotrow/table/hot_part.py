@@ -1,0 +1,356 @@
+"""One batch in one group of tables: its slots in HBM, and what must move for it.
+
+At the batch's turn (`bring`) everything that is missing comes up in one go. Ahead of it, the same is done in two parts
+by two threads, so that one batch's slots are looked for while the rows of the one before move: `look` finds who is
+missing, gives them slots, writes their keys into the index and sends away whose slots they are; `raise_rows` has the
+rows themselves come. In between the index names rows that are not there yet: HotRows.alone() has them brought first.
+Only rows that exist and find room come ahead. A slot that was given to a key without a row (or whose row could not
+come) is spoiled, and emptied before anybody looks again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotrow.kernels.admit import FIELDS, SLOTS, TABLES, Brief, admit, answer, brief, note
+from hotrow.kernels.dedup import Unique, compact_keys, dedup
+from hotrow.kernels.find import Warmth, find
+from hotrow.kernels.gather import gather
+from hotrow.kernels.insert import Chosen, choose_in_order, erase, place
+from hotrow.kernels.runs import Runs
+from hotrow.kernels.runs import group as group_runs
+from hotrow.kernels.touch import first_score
+from hotrow.kernels.update import Coefficients, Meta, update
+from hotrow.table.batch_layout import Feature, lay_out
+from hotrow.table.hot import Coming, Group, Into, to_device, to_host, used_on, wait_for
+from hotrow.tiers.host import HostLift, Places, Update
+
+
+class Wanted(NamedTuple):
+    """Of missing keys: how often each was seen, and which slot it was given (-1: none)."""
+
+    seen: Tensor
+    slots: Tensor
+
+
+class Asked(NamedTuple):
+    """Missing ids: their positions, unique keys, what the host was told of them, who leaves, and where they come."""
+
+    positions: Tensor
+    unique: Unique
+    report: Brief
+    keys: Tensor
+    wanted: Wanted
+    leaving: Places
+    into: Into
+
+
+class Part:
+    """One batch in one group."""
+
+    def __init__(self, group: Group, features: Sequence[Sequence[Feature]], numbers: Sequence[int]) -> None:
+        self.group = group
+        self.numbers = numbers  # of its features, among all
+        self.keys, self.begins, self.items = lay_out(features, group.tier.device)
+        self.batch = 0
+        self.seen: Tensor | None = None  # by position, where duplicates were taken out before
+        self.extra: Tensor | None = None
+        self.extra_rows: Places | None = None  # of those that go down after the update
+        self._lift: HostLift | None = None
+        self._runs: Runs | None = None
+        self.aside = False
+        self.brought = self.homeless = self.unseen = 0  # of rows that came ahead, or could not
+        self._counted = False
+        self._asked: Asked | None = None  # rows that have slots and are not there yet
+        self._after: Future[None] | None = None  # what must be below before they are looked for there
+
+    def find(self, batch: int) -> None:
+        """Slots of the ids; -1 where there is no row here."""
+        self.batch = batch
+        self._runs = None
+        missing = self.group.missing
+        missing.catch_up()
+        tier = self.group.tier
+        self.slots = find(
+            tier.index, self.keys, self.begins, batch, missing.number, Warmth(tier.policy, tier.half_life)
+        )
+        missing.send()
+
+    def _count(self, missing: int) -> None:
+        if not self._counted:
+            self.group.tier.hits += self.keys.numel() - missing
+            self.group.tier.misses += missing
+        self._counted = True
+
+    # --- ahead of the batch's turn ---
+
+    def look(self, count: int) -> bool:
+        """Slots for the rows of `count` ids that were not found, and their keys into the index; whose slots they were
+        goes down. Whether all rows that are to come have room."""
+        self._count(count)
+        tier, group = self.group.tier, self.group
+        self.brought = self.homeless = self.unseen = 0
+        if count == 0 or group.aside:
+            return count == 0
+        asked = self._ask(count, tier.settled_before(self.batch))
+        self._asked, self._after = asked, group.landing
+        put = self._send_away(asked)
+        if put is not None:
+            put()
+        slots, number = asked.into.slots, asked.keys.numel()
+        place(tier.index, asked.report.keys[:number], slots, None, self.batch, self._score())
+        answer(asked.positions, asked.unique.inverse, asked.report.ranks, slots, self.slots)
+        self.homeless = int(np.count_nonzero(asked.wanted.slots.numpy() < 0))
+        return self.homeless == 0
+
+    def raise_rows(self) -> bool:
+        """The rows that `look` found slots for come up, on the stream `up`. Whether all of them exist."""
+        if self._asked is None:
+            return True
+        tier, group, asked = self.group.tier, self.group, self._asked
+        group.landed(self._after)
+        lift = HostLift(pinned=tier.device.type == "cuda")
+        coming = group.fetch_rows(lift, asked.leaving.bounds, asked.keys, asked.wanted.seen, None, asked.into)
+        group.raise_rows(asked.into, coming)
+        assert coming.places.block is not None
+        used_on(group.up, asked.report.told)
+        note((tier.hosts, tier.steps, tier.counts), asked.into.slots, to_device(coming.places.block, tier.device))
+        wanted = asked.wanted.slots.numpy()
+        lost = (wanted >= 0) & (coming.places.slots.numpy() < 0)
+        self.unseen = int(lost.sum())
+        self.brought = asked.keys.numel() - self.unseen - self.homeless
+        self._asked = self._after = None
+        if self.unseen:
+            group.spoil(torch.from_numpy(wanted[lost]))
+        return self.unseen == 0
+
+    def give_up(self) -> bool:
+        """Rows that were looked for will not come. Whether there are any."""
+        if self._asked is None:
+            return False
+        self.group.spoil(self._asked.wanted.slots)
+        self._asked = self._after = None
+        return True
+
+    # --- at its turn ---
+
+    def bring(self, count: int, step: int) -> None:
+        """Rows of `count` ids that were not found come up; rows whose slots they take go down."""
+        self._count(count)
+        tier, group = self.group.tier, self.group
+        if count == 0:
+            return
+        asked = self._ask(count, tier.settled)
+        group.landed()
+        put = self._send_away(asked)
+        try:
+            coming, slots = self._fetch(step, asked)
+        except BaseException:
+            self._undo(asked.into.slots, put)
+            raise
+        group.raise_rows(Into(tier.source(self.extra), slots, asked.into.tables), coming)
+        assert coming.places.block is not None
+        places = to_device(coming.places.block, tier.device)
+        if put is not None:
+            put()
+        admit(
+            tier.index, (tier.hosts, tier.steps, tier.counts), asked.report.keys, slots, places, self.batch,
+            self._score(),
+        )  # fmt: skip
+        answer(asked.positions, asked.unique.inverse, asked.report.ranks, slots, self.slots)
+        self._runs = None
+
+    def _ask(self, count: int, settled: int) -> Asked:
+        """Who is missing, which slots they get, and whose those are. Waits for the device."""
+        tier = self.group.tier
+        tier.wait(settled)
+        positions, unique = self._absent(count)
+        chosen = choose_in_order(tier.index, unique.keys, unique.tables, unique.number, settled, tier.policy)
+        report, keys, wanted, leaving = self._brief(unique, chosen)
+        for table, (begin, end) in enumerate(itertools.pairwise(leaving.bounds)):
+            tier.missed[table] += end - begin
+        into = Into(tier.source(), report.field(SLOTS)[: keys.numel()], report.field(TABLES))
+        return Asked(positions, unique, report, keys, wanted, leaving, into)
+
+    def _send_away(self, asked: Asked) -> Callable[[], None] | None:
+        """Rows whose slots are taken start on their way down; call what this returns to have them put away."""
+        going = int(np.count_nonzero(asked.leaving.slots.numpy() >= 0))
+        if going == 0:
+            return None
+        put = self.group.lower(self.group.tier.source(), asked.report.going[: asked.keys.numel()], asked.leaving)
+        self.group.tier.evictions += going
+        return put
+
+    def _score(self) -> float:
+        return first_score(self.batch, self.group.tier.policy, self.group.tier.half_life)
+
+    def _fetch(self, step: int, asked: Asked) -> tuple[Coming, Tensor]:
+        """Rows on their way up, and the slots they get."""
+        group, wanted = self.group, asked.wanted
+        self._lift = HostLift(pinned=group.tier.device.type == "cuda")
+        room = int(wanted.slots.numpy().min()) >= 0
+        coming = group.fetch_rows(
+            self._lift, asked.leaving.bounds, asked.keys, wanted.seen, step, asked.into if room else None
+        )
+        return coming, self._settle_places(asked.into.slots, wanted.slots, asked.leaving, coming.places)
+
+    def _undo(self, slots: Tensor, put: Callable[[], None] | None) -> None:
+        """Rows that were to come could not. Some may lie in their slots already: those are emptied, and whose they were
+        goes down, as it was collected."""
+        tier = self.group.tier
+        wait_for(self.group.up)
+        erase(tier.index, slots)
+        tier.hosts[slots[slots >= 0].long()] = -1
+        if put is not None:
+            put()
+
+    def take_over(self) -> None:
+        """What was laid out and found on another stream is used on this one from now on."""
+        if self.slots.device.type == "cuda":
+            used_on(torch.cuda.current_stream(), self.keys, self.begins, self.slots, *vars(self.items).values())
+
+    def _absent(self, count: int) -> tuple[Tensor, Unique]:
+        """Positions of the ids without a slot, and their unique keys."""
+        positions, keys, tables = compact_keys(self.slots, count, self.keys, self.begins)
+        unique = dedup(keys, tables, rising=True)
+        if self.seen is None:
+            return positions, unique
+        times = torch.zeros_like(unique.counts)
+        times.scatter_add_(0, unique.inverse.long(), self.seen[positions.long()])
+        return positions, unique._replace(counts=times)
+
+    def _brief(self, unique: Unique, chosen: Chosen) -> tuple[Brief, Tensor, Wanted, Places]:
+        """On the host: the missing keys, what they want, and who leaves for them. Waits for the device.
+
+        The host's part is numpy: torch would wake threads for it that then stand in the way of the core's.
+        """
+        tier = self.group.tier
+        report = brief(unique, chosen, tier.hosts, tier.steps, tier.counts, tier.clean)
+        told, n = to_host(report.told), chosen.slots.numel()
+        tables, seen, slots, *leaving, numbers = told[2 * n :].view(FIELDS - 2, n).unbind()
+        number = int(numbers[0])
+        bounds = self.group.bounds(tables[:number])
+        rows = Places(self.group.stores, bounds, *(field[:number] for field in leaving))
+        keys = told[: 2 * n].view(torch.int64)[:number]
+        return report, keys, Wanted(seen[:number], slots[:number]), rows
+
+    def _settle_places(self, chosen: Tensor, wanted: Tensor, leaving: Places, arriving: Places) -> Tensor:
+        """The slots of the arriving rows. Those that found no way, or are not admitted, get rows of the batch's own,
+        and whose place they would have had does not leave."""
+        tier, steps, slots = self.group.tier, arriving.steps.numpy(), wanted.numpy()
+        if slots.size == 0 or (slots.min() >= 0 and steps.min() >= 0):
+            return chosen
+        refused = steps < 0
+        aside = refused | (slots < 0)
+        extra = int(aside.sum())
+        leaving.slots.numpy()[aside] = -1
+        slots = np.where(aside, tier.capacity + np.cumsum(aside, dtype=np.int32) - 1, slots).astype(np.int32)
+        self.extra = torch.empty(extra, tier.layout.stride, dtype=torch.float32, device=tier.device)
+        beside = np.stack([steps[aside], arriving.counts.numpy()[aside]], axis=1)
+        self.extra_steps, self.extra_counts = to_device(torch.from_numpy(beside), tier.device).unbind(1)
+        kept = torch.from_numpy(np.where(refused, -1, arriving.slots.numpy())[aside].astype(np.int32))
+        bounds = _bounds_of(aside, arriving.bounds)
+        self.extra_rows = Places(self.group.stores, bounds, kept, arriving.steps, arriving.counts)
+        overflows = int((kept >= 0).sum())
+        tier.overflows += overflows
+        self._aside(overflows > 0)
+        return to_device(torch.from_numpy(slots), tier.device)
+
+    def borrow(self, count: int) -> None:
+        """Missing rows are copied for this batch; nothing below or here changes."""
+        tier, group = self.group.tier, self.group
+        if count == 0:
+            return
+        positions, unique = self._absent(count)
+        real = torch.arange(unique.keys.numel(), device=tier.device) < unique.number
+        order = torch.where(real, unique.tables, len(group.stores)).sort(stable=True)[1]
+        report, keys, _, rows = self._brief(unique, Chosen(torch.full_like(unique.counts, -1), order))
+        group.landed()
+        values = torch.zeros(keys.numel(), tier.layout.stride, dtype=torch.float32)
+        for store, begin, end in rows.of_tables():
+            values[begin:end, : tier.layout.dim] = store.read(keys[begin:end])[0]
+        self.extra = to_device(values, tier.device)
+        self.slots[positions.long()] = tier.capacity + report.ranks[unique.inverse.long()]
+        self._runs = None
+
+    def gather(self, outputs: Sequence[Tensor]) -> None:
+        """Pool rows into the features' outputs."""
+        gather(self.group.tier.source(self.extra), self.group.tier.layout, self.slots, self.items, outputs)
+
+    def runs(self) -> Runs:
+        """The batch's positions, those of one row together."""
+        if self._runs is None:
+            self._runs = group_runs(self.slots)
+        return self._runs
+
+    def update(
+        self, gradients: Sequence[Tensor | None], updates: Sequence[Update], step: int, scale: float, flag: Tensor
+    ) -> None:
+        """Sum each row's gradients and apply the rule, unless the flag is up."""
+        tier = self.group.tier
+        runs = self._runs or self.group.grouper(self.slots)
+        meta = Meta(tier.steps, tier.counts, *((self.extra_steps, self.extra_counts) if self._kept else (None, None)))
+        update(
+            tier.source(self.extra), tier.layout, self.group.code, runs, self.items, gradients, self.keys,
+            _coefficients(updates), self.group.streams, None, step, scale, meta, flag, seen=self._times(runs),
+        )  # fmt: skip
+
+    def _times(self, runs: Runs) -> Tensor | None:
+        """How often each run's row was seen, where that is not the run's length."""
+        if self.seen is None:
+            return None
+        times = torch.zeros_like(runs.run_of)
+        return times.scatter_add_(0, runs.run_of.long(), self.seen[runs.order])
+
+    def _aside(self, rows: bool) -> None:
+        """Whether rows of this batch's own must go down after its update."""
+        self.group.aside += int(rows) - int(self.aside)
+        self.aside = rows
+
+    @property
+    def _kept(self) -> bool:
+        return self.extra is not None and self._lift is not None
+
+    def commit(self) -> None:
+        """The update has landed: bring the batch's own rows down, let go."""
+        tier = self.group.tier
+        if self.extra_rows is not None and self.aside:
+            steps, counts = to_host(torch.stack([self.extra_steps, self.extra_counts]))
+            rows = self.extra_rows
+            down = Places(rows.stores, rows.bounds, rows.slots, steps, counts)
+            places = torch.arange(tier.capacity, tier.capacity + rows.slots.numel(), dtype=torch.int32)
+            self.group.lower(tier.source(self.extra), to_device(places, tier.device), down)()
+            self.extra_rows = None
+            self._aside(False)
+        if self._lift is not None:
+            self._lift.commit()
+            self._lift = None
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the rows."""
+        if self._lift is not None:
+            if self.extra_rows is not None:
+                self.extra_rows.unhold()
+            self._lift.release()
+        self._lift, self.extra_rows, self.extra = None, None, None
+        self._aside(False)
+
+
+def _coefficients(updates: Sequence[Update]) -> list[Coefficients]:
+    """What each table's rule reads; one for all where they are the same."""
+    found = [Coefficients(u.coefficients, u.clip_value, u.clip_norm) for u in updates]
+    return found[:1] if all(c == found[0] for c in found) else found
+
+
+def _bounds_of(mask: np.ndarray, bounds: Sequence[int]) -> list[int]:  # type: ignore[type-arg]
+    """Bounds of the rows that a mask leaves."""
+    before = np.concatenate(([0], np.cumsum(mask)))
+    return [int(at) for at in before[np.asarray(bounds)]]
