@@ -131,6 +131,7 @@ void bind_durable(nb::module_& m) {
             options.buffer_bytes = buffer_bytes;
             options.segment_bytes = segment_bytes;
             options.depth = depth;
+            options.row_type = static_cast<uint32_t>(t.options().type);
             t.attach(std::make_unique<Log>(options), evicts);
           },
           nb::arg("folder"), nb::arg("evicts"), nb::arg("buffer_bytes") = size_t{1} << 20,
@@ -247,6 +248,7 @@ void bind_durable(nb::module_& m) {
       .def(nb::init<const std::string&>(), nb::arg("folder"))
       .def_prop_ro("table", &SnapshotReader::table)
       .def_prop_ro("row_bytes", &SnapshotReader::row_bytes)
+      .def_prop_ro("row_type", &SnapshotReader::row_type)
       .def_prop_ro("rows", &SnapshotReader::rows)
       .def(
           "next",
@@ -269,6 +271,7 @@ void bind_durable(nb::module_& m) {
       .def_prop_ro("segment", [](const SegmentScan& scan) { return scan.id().number; })
       .def_prop_ro("origin", [](const SegmentScan& scan) { return scan.id().origin; })
       .def_prop_ro("row_bytes", [](const SegmentScan& scan) { return scan.geometry().row_bytes; })
+      .def_prop_ro("row_type", [](const SegmentScan& scan) { return scan.geometry().row_type; })
       .def_prop_ro("block_bytes", [](const SegmentScan& scan) { return scan.geometry().block_bytes; })
       .def_prop_ro("records_per_block", [](const SegmentScan& scan) { return scan.geometry().records_per_block; })
       .def_prop_ro("bytes", &SegmentScan::bytes)

@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
 
 #include "bindings/bindings.h"
@@ -24,6 +25,7 @@ using Address = uintptr_t;
 using FeatureTuple =
     std::tuple<Address, size_t, Address, size_t, Address, int>;   // keys, count, offsets, bags, weights, pooling
 using MatrixTuple = std::tuple<Address, size_t, size_t, size_t>;  // data, rows, columns, stride
+using KeysTuple = std::tuple<std::shared_ptr<Table>, Address, size_t>;
 
 void require(bool condition, const std::string& what) {
   if (!condition) throw std::invalid_argument(what);
@@ -54,7 +56,7 @@ void assign(Table& table, Vector<const int64_t> keys, Rows<const float> rows,
   const size_t count = keys.size();
   const auto floats = static_cast<int>(rows.shape(1));
   require(rows.shape(0) == count, "assign: give one row per key");
-  require(floats == table.dim() || floats == table.width(), "assign: rows must have dim or full width columns");
+  require(floats == table.dim() || floats == table.floats(), "assign: rows must have dim or full width columns");
   require(!counts || counts->size() == count, "assign: give one count per key");
   require(!last_steps || last_steps->size() == count, "assign: give one last step per key");
   std::vector<uint64_t> seen;
@@ -93,19 +95,50 @@ void bind_store(nb::module_& m) {
       .def(
           "__init__",
           [](Table* self, std::string name, int dim, int rule, const std::vector<std::tuple<int, float>>& state,
-             std::tuple<int, float, float> initial, uint64_t seed, std::shared_ptr<Budget> budget) {
+             std::tuple<int, float, float> initial, uint64_t seed, std::shared_ptr<Budget> budget, bool frozen,
+             uint32_t type) {
             require(dim > 0 && rule >= 0 && rule < static_cast<int>(RuleKind::kCount),
                     "Table: dim or rule out of range");
-            TableOptions options{std::move(name), dim, static_cast<RuleKind>(rule), {}, {}, seed};
+            require(type < kRowTypes, "Table: row type out of range");
+            TableOptions options{std::move(name),           dim, static_cast<RuleKind>(rule), {}, {}, seed, frozen,
+                                 static_cast<RowType>(type)};
             for (const auto& [width, value] : state) options.state.push_back({width, value});
             options.initial = {static_cast<InitialKind>(std::get<0>(initial)), std::get<1>(initial),
                                std::get<2>(initial)};
             new (self) Table(std::move(options), std::move(budget));
           },
           nb::arg("name"), nb::arg("dim"), nb::arg("rule"), nb::arg("state"), nb::arg("initial"), nb::arg("seed"),
-          nb::arg("budget"))
+          nb::arg("budget"), nb::arg("frozen") = false, nb::arg("type") = 0)
       .def_prop_ro("dim", &Table::dim)
-      .def_prop_ro("width", &Table::width)
+      .def_prop_ro("width", &Table::floats)
+      .def_prop_ro("row_bytes", [](const Table& table) { return table.width() * sizeof(float); })
+      .def(
+          "set_default_row", [](Table& table, std::vector<float> row) { table.set_default_row(std::move(row)); },
+          nb::arg("row"))
+      .def_prop_ro("default_row", &Table::default_row)
+      .def(
+          "cold",
+          [](const Table& table, Vector<const int64_t> keys, Vector<bool> out) {
+            require(out.size() == keys.size(), "cold: arrays differ in length");
+            nb::gil_scoped_release release;
+            return table.cold(keys.data(), keys.size(), out.data());
+          },
+          nb::arg("keys").noconvert(), nb::arg("out").noconvert(),
+          "Which keys have rows on SSD alone; returns how many.")
+      .def(
+          "read_warm",
+          [](const Table& table, Vector<const int64_t> keys, int policy, Rows<float> out, Vector<uint8_t> late) {
+            require(out.shape(0) == keys.size() && static_cast<int>(out.shape(1)) == table.dim() &&
+                        late.size() == keys.size(),
+                    "read_warm: out must be [keys, dim] and late [keys]");
+            require(policy == 1 || policy == 2, "read_warm: the policy is 1 (initial) or 2 (default)");
+            nb::gil_scoped_release release;
+            std::fill_n(late.data(), late.size(), uint8_t{0});
+            return table.read_warm(keys.data(), nullptr, keys.size(), static_cast<Cold>(policy), out.data(),
+                                   late.data());
+          },
+          nb::arg("keys").noconvert(), nb::arg("policy"), nb::arg("out").noconvert(), nb::arg("late").noconvert(),
+          "Values of the keys without the disk; `late` says whose row is there alone. Returns how many.")
       .def_prop_ro("slots", &Table::slots)
       .def("__len__", &Table::size)
       .def(
@@ -161,7 +194,7 @@ void bind_store(nb::module_& m) {
           [](const Table& table, uint64_t start, Rows<float> rows, Vector<int64_t> keys, Vector<int64_t> counts,
              Vector<int64_t> last_steps) {
             const size_t most = keys.size();
-            require(rows.shape(0) == most && static_cast<int>(rows.shape(1)) == table.width() &&
+            require(rows.shape(0) == most && static_cast<int>(rows.shape(1)) == table.floats() &&
                         counts.size() == most && last_steps.size() == most,
                     "scan: rows must be [n, width], the others [n]");
             nb::gil_scoped_release release;
@@ -195,6 +228,28 @@ void bind_store(nb::module_& m) {
       });
 
   bind_durable(m);
+  m.def(
+      "count_cold",
+      [](const std::vector<KeysTuple>& parts) {
+        nb::gil_scoped_release release;
+        size_t total = 0;
+        for (const auto& [of, keys, count] : parts)
+          total += of->cold(reinterpret_cast<const int64_t*>(keys), count, nullptr);
+        return total;
+      },
+      nb::arg("parts"), "How many keys of several tables have rows on SSD alone. Does not touch the disk.");
+  m.def(
+      "prefetch_all",
+      [](const std::vector<KeysTuple>& parts) {
+        nb::gil_scoped_release release;
+        std::atomic<size_t> came{0};
+        Pool::waiting().run(static_cast<int>(parts.size()), [&](int p) {
+          const auto& [of, keys, count] = parts[p];
+          came += of->prefetch(reinterpret_cast<const int64_t*>(keys), count);
+        });
+        return came.load();
+      },
+      nb::arg("parts"), "Brings rows of several tables up from SSD at once; returns how many came.");
 
   nb::class_<Plan> plan(m, "Plan");
   plan.def(nb::init<>())
@@ -211,7 +266,21 @@ void bind_store(nb::module_& m) {
           },
           "Brings rows up from SSD and keeps them for fetch; returns (rows, bytes, whether room was short).")
       .def("release", &Plan::release, nb::call_guard<nb::gil_scoped_release>())
-      .def("read", &Plan::read, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "read",
+          [](Plan& plan, int policy) {
+            require(policy >= 0 && policy <= 2, "read: the policy is 0 (wait), 1 (initial) or 2 (default)");
+            nb::gil_scoped_release release;
+            return plan.read(static_cast<Cold>(policy));
+          },
+          nb::arg("policy") = 0, "Copies the rows; returns how many ids a policy answered.")
+      .def(
+          "count_late",
+          [](const Plan& plan, Vector<int32_t> counts) {
+            nb::gil_scoped_release release;
+            plan.count_late(reinterpret_cast<uint32_t*>(counts.data()), counts.size());
+          },
+          nb::arg("counts").noconvert(), "How many ids of each example a policy answered.")
       .def(
           "gather",
           [](Plan& plan, const std::vector<MatrixTuple>& outputs) {

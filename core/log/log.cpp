@@ -76,7 +76,7 @@ Log::Log(LogOptions options) : options_(std::move(options)) {
   if (options_.table.size() > kMostNameBytes)
     throw std::invalid_argument("a table's name of " + std::to_string(options_.table.size()) + " bytes; use at most " +
                                 std::to_string(kMostNameBytes));
-  const Geometry geometry = geometry_of(options_.row_bytes);
+  const Geometry geometry = geometry_of(options_.row_bytes, options_.row_type);
   record_bytes_ = geometry.record_bytes;
   block_bytes_ = geometry.block_bytes;
   records_per_block_ = geometry.records_per_block;

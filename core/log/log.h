@@ -57,7 +57,8 @@ struct LogOptions {
   uint32_t row_bytes;  // of the values behind a record's head
   uint64_t segment_bytes = uint64_t{64} << 20;
   size_t buffer_bytes = size_t{1} << 20;
-  int depth = 128;  // reads in flight
+  int depth = 128;        // reads in flight
+  uint32_t row_type = 0;  // what the values are (rows/row_type.h); the log only keeps it
 };
 
 struct LogReport {
@@ -149,6 +150,7 @@ class SnapshotReader {
 
   const std::string& table() const;
   uint32_t row_bytes() const;
+  uint32_t row_type() const;
   uint64_t rows() const;
   // The next live records, at most `most`, in the order of their places: heads, values [n, row_bytes], places. Returns
   // how many; 0 at the end. Every block is verified.

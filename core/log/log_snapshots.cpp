@@ -44,7 +44,7 @@ void Log::end_snapshot() {
 uint64_t Log::publish(const LiveSet& set, const std::string& folder, const std::string& previous) {
   State& state = *state_;
   state.throw_if_failed();
-  Manifest manifest{options_.table, options_.row_bytes, {}, {}};
+  Manifest manifest{options_.table, options_.row_bytes, {}, {}, options_.row_type};
   {
     std::lock_guard lock(state.mutex);
     for (const auto& [number, part] : set.segments) {
@@ -91,6 +91,10 @@ void Log::adopt(const std::string& folder) {
     throw std::invalid_argument("table '" + options_.table + "' has rows of " + std::to_string(options_.row_bytes) +
                                 " bytes but the snapshot in '" + folder + "' has rows of " +
                                 std::to_string(manifest.row_bytes) + "; use the dim and optimizer it was saved with");
+  if (manifest.row_type != options_.row_type)
+    throw std::invalid_argument("table '" + options_.table + "' has rows of type " + std::to_string(options_.row_type) +
+                                " but the snapshot in '" + folder + "' has type " + std::to_string(manifest.row_type) +
+                                "; use the values= it was saved with");
   if (manifest.table != options_.table)
     throw std::invalid_argument("the snapshot in '" + folder + "' is of table '" + manifest.table + "', not of '" +
                                 options_.table + "'; pass that table's folder, or load its rows one by one");

@@ -67,9 +67,10 @@ std::string adopted_path(const std::string& folder) { return folder + "/ADOPTED"
 std::vector<char> encode(const Manifest& manifest) {
   ManifestHead head{};
   std::memcpy(head.magic, kMagic, 8);
-  head.version = kManifestVersion;
+  head.version = manifest.row_type ? kTypedManifestVersion : kManifestVersion;
   head.row_bytes = manifest.row_bytes;
-  head.name_bytes = static_cast<uint32_t>(manifest.table.size());
+  head.name_bytes = static_cast<uint16_t>(manifest.table.size());
+  head.row_type = static_cast<uint16_t>(manifest.row_type);
   head.segments = static_cast<uint32_t>(manifest.set.segments.size());
   head.live = manifest.set.live();
   std::vector<char> bytes;
@@ -90,15 +91,17 @@ Manifest decode(const std::vector<char>& bytes, const std::string& path) {
   Parts parts(bytes, path);
   const auto head = parts.take<ManifestHead>();
   if (std::memcmp(head.magic, kMagic, 8) != 0) damaged(path, "does not begin like a MANIFEST");
-  if (head.version != kManifestVersion)
-    throw CorruptFile("'" + path + "' has version " + std::to_string(head.version) + " but this HotRow reads version " +
-                      std::to_string(kManifestVersion) + "; use a newer HotRow");
+  if (head.version != kManifestVersion && head.version != kTypedManifestVersion)
+    throw CorruptFile("'" + path + "' has version " + std::to_string(head.version) + " but this HotRow reads up to " +
+                      std::to_string(kTypedManifestVersion) + "; use a newer HotRow");
   if (head.checksum != checksum_of(bytes)) damaged(path, "is damaged (its checksum does not fit)");
-  if (head.name_bytes > kMostNameBytes || head.row_bytes == 0 || head.row_bytes > kMostRowBytes)
+  if (head.name_bytes > kMostNameBytes || head.row_bytes == 0 || head.row_bytes > kMostRowBytes ||
+      (head.version == kTypedManifestVersion) != (head.row_type != 0))
     damaged(path, "has sizes that cannot be");
 
   Manifest manifest;
   manifest.row_bytes = head.row_bytes;
+  manifest.row_type = head.row_type;
   manifest.table.assign(parts.take(padded(head.name_bytes)), head.name_bytes);
   uint64_t after = 0;  // segments come in order, each once
   for (uint32_t i = 0; i < head.segments; ++i) {

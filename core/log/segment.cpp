@@ -16,7 +16,7 @@ static_assert(std::endian::native == std::endian::little, "the format is little-
 static_assert(kSegmentHeadBytes % kIoAlign == 0 && sizeof(SegmentHeader) <= kSegmentHeadBytes);
 static_assert(offsetof(SegmentHeader, version) == 16 && offsetof(SegmentHeader, name_bytes) == 36);
 static_assert(offsetof(SegmentHeader, segment) == 40 && offsetof(SegmentHeader, origin) == 48);
-static_assert(offsetof(SegmentHeader, name) == 64);
+static_assert(offsetof(SegmentHeader, row_type) == 56 && offsetof(SegmentHeader, name) == 64);
 static_assert(offsetof(BlockHead, block) == 8 && offsetof(BlockHead, records) == 12);
 
 constexpr char kMagic[9] = "HOTROWSG";
@@ -38,6 +38,9 @@ void check_header(const char* block, const Geometry& geometry, const SegmentId& 
   if (found.geometry.row_bytes != geometry.row_bytes)
     damaged(path, "has rows of " + std::to_string(found.geometry.row_bytes) + " bytes but its snapshot has rows of " +
                       std::to_string(geometry.row_bytes));
+  if (found.geometry.row_type != geometry.row_type)
+    damaged(path, "has rows of type " + std::to_string(found.geometry.row_type) + " but its snapshot has type " +
+                      std::to_string(geometry.row_type));
   if (found.id != id)
     damaged(path, "is number " + std::to_string(found.id.number) + " of table '" + found.id.table +
                       "', not the file that its snapshot was made with");
@@ -45,13 +48,13 @@ void check_header(const char* block, const Geometry& geometry, const SegmentId& 
 
 }  // namespace
 
-Geometry geometry_of(uint32_t row_bytes) {
+Geometry geometry_of(uint32_t row_bytes, uint32_t row_type) {
   if (row_bytes == 0 || row_bytes > kMostRowBytes)
     throw std::invalid_argument("rows of " + std::to_string(row_bytes) + " bytes; a log has rows of 1 to " +
                                 std::to_string(kMostRowBytes));
   const uint32_t record = static_cast<uint32_t>(sizeof(RecordHead)) + row_bytes;
   const auto with_block = [&](uint32_t block) {
-    return Geometry{row_bytes, record, block, (block - static_cast<uint32_t>(sizeof(BlockHead))) / record};
+    return Geometry{row_bytes, record, block, (block - static_cast<uint32_t>(sizeof(BlockHead))) / record, row_type};
   };
   for (uint32_t block = kIoAlign; block <= kMostBlockBytes; block += kIoAlign) {
     const Geometry geometry = with_block(block);
@@ -79,7 +82,7 @@ std::optional<uint64_t> segment_number(const std::string& name) {
 void write_header(const Geometry& geometry, const SegmentId& id, char* into) {
   SegmentHeader header{};
   std::memcpy(header.magic, kMagic, 8);
-  header.version = kSegmentVersion;
+  header.version = geometry.row_type ? kTypedSegmentVersion : kSegmentVersion;
   header.row_bytes = geometry.row_bytes;
   header.record_bytes = geometry.record_bytes;
   header.block_bytes = geometry.block_bytes;
@@ -87,6 +90,7 @@ void write_header(const Geometry& geometry, const SegmentId& id, char* into) {
   header.name_bytes = static_cast<uint32_t>(id.table.size());
   header.segment = id.number;
   header.origin = id.origin;
+  header.row_type = geometry.row_type;
   std::memcpy(header.name, id.table.data(), id.table.size());
   std::memset(into, 0, kSegmentHeadBytes);
   std::memcpy(into, &header, sizeof(header));
@@ -98,15 +102,17 @@ SegmentHead read_header(const char* block, const std::string& path) {
   SegmentHeader header;
   std::memcpy(&header, block, sizeof(header));
   if (std::memcmp(header.magic, kMagic, 8) != 0) damaged(path, "does not begin like a segment");
-  if (header.version != kSegmentVersion)
+  if (header.version != kSegmentVersion && header.version != kTypedSegmentVersion)
     throw CorruptFile("segment '" + path + "' has version " + std::to_string(header.version) +
-                      " but this HotRow reads version " + std::to_string(kSegmentVersion) + "; use a newer HotRow");
+                      " but this HotRow reads up to " + std::to_string(kTypedSegmentVersion) + "; use a newer HotRow");
   if (header.checksum != header_checksum(block)) damaged(path, "has a damaged header");
   const bool possible = header.row_bytes > 0 && header.row_bytes <= kMostRowBytes;
-  const Geometry geometry = possible ? geometry_of(header.row_bytes) : Geometry{};
+  const Geometry geometry = possible ? geometry_of(header.row_bytes, header.row_type) : Geometry{};
   if (header.record_bytes != geometry.record_bytes || header.block_bytes != geometry.block_bytes ||
       header.records_per_block != geometry.records_per_block || header.name_bytes > kMostNameBytes || !possible)
     damaged(path, "has a header with sizes that do not fit together");
+  if ((header.version == kTypedSegmentVersion) != (header.row_type != 0))
+    damaged(path, "has a row type that does not go with its version");
   return {geometry, {std::string(header.name, header.name_bytes), header.segment, header.origin}};
 }
 

@@ -20,7 +20,7 @@
 
 namespace hotrow {
 
-inline constexpr uint32_t kSegmentVersion = 1;
+inline constexpr uint32_t kSegmentVersion = 1, kTypedSegmentVersion = 2;  // the latter where row_type is not 0
 inline constexpr size_t kSegmentHeadBytes = 4096;
 inline constexpr uint32_t kMostRecords = uint32_t{1} << kRecordBits;  // in a segment
 inline constexpr uint64_t kMostSegments = kMostPlaces >> kRecordBits;
@@ -38,7 +38,8 @@ struct SegmentHeader {  // at the start of the file; zeros up to kSegmentHeadByt
   uint32_t name_bytes;
   uint64_t segment;
   uint64_t origin;
-  uint64_t zero;
+  uint32_t row_type;  // LogOptions::row_type
+  uint32_t zero;
   char name[kMostNameBytes];  // the table's, zeros behind it
 };
 static_assert(sizeof(SegmentHeader) == 320);
@@ -50,9 +51,10 @@ struct BlockHead {
 };
 static_assert(sizeof(BlockHead) == 16);
 
-// What follows from the size of a row.
+// What follows from the size of a row, and what its bytes mean.
 struct Geometry {
   uint32_t row_bytes, record_bytes, block_bytes, records_per_block;
+  uint32_t row_type = 0;
 
   uint64_t block_offset(uint64_t block) const { return kSegmentHeadBytes + block * block_bytes; }
   uint64_t blocks(uint64_t records) const { return (records + records_per_block - 1) / records_per_block; }
@@ -63,7 +65,7 @@ struct Geometry {
   }
 };
 // Throws std::invalid_argument for a row of no bytes or of more than kMostRowBytes.
-Geometry geometry_of(uint32_t row_bytes);
+Geometry geometry_of(uint32_t row_bytes, uint32_t row_type = 0);
 
 // Whose segment it is, and which.
 struct SegmentId {

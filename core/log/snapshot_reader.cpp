@@ -22,7 +22,7 @@ struct SnapshotReader::State {
   explicit State(const std::string& folder_)
       : folder(folder_),
         manifest(read_manifest(folder)),
-        geometry(geometry_of(manifest.row_bytes)),
+        geometry(geometry_of(manifest.row_bytes, manifest.row_type)),
         reader(geometry, kDepth),
         position{manifest.set.segments.begin()} {
     for (const auto& [number, part] : manifest.set.segments) open(number);
@@ -76,6 +76,7 @@ SnapshotReader::~SnapshotReader() = default;
 
 const std::string& SnapshotReader::table() const { return state_->manifest.table; }
 uint32_t SnapshotReader::row_bytes() const { return state_->manifest.row_bytes; }
+uint32_t SnapshotReader::row_type() const { return state_->manifest.row_type; }
 uint64_t SnapshotReader::rows() const { return state_->manifest.set.live(); }
 
 size_t SnapshotReader::next(size_t most, std::vector<RecordHead>& heads, std::vector<char>& values,

@@ -95,28 +95,34 @@ void ColdTier::find_records(const Grouping& grouping, const uint32_t* slots, Arr
 }
 
 // A row may be on its way from one tier to the other, so both are looked at in one version of the shard.
-void ColdTier::read(const int64_t* keys, const std::vector<uint32_t>& absent, float* out, bool* found) const {
+bool ColdTier::look(int64_t key, uint64_t hash, float* out, ColdIndex::Candidates& candidates) const {
+  const ShardIndex& shard = table_.shards_[shard_of(hash)];
+  while (true) {
+    const uint32_t version = __atomic_load_n(&shard.version, __ATOMIC_ACQUIRE);
+    if (version & 1) continue;
+    uint32_t slot;
+    kernels().read({{table_.view_, &key, &hash, 1, &slot}, table_.dim(), out, table_.options_.type});
+    if (slot != kNoSlot) return true;
+    candidates = cold_.find(hash);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    if (__atomic_load_n(&shard.version, __ATOMIC_RELAXED) == version) break;
+  }
+  write_initial(table_.options_.initial, table_.initial_stream_, key, out, table_.dim());
+  return false;
+}
+
+void ColdTier::read(const int64_t* keys, const uint64_t* hashes, const std::vector<uint32_t>& absent, float* out,
+                    bool* found) const {
   const int dim = table_.dim();
   const uint32_t record_bytes = log_->record_bytes();
   std::vector<uint32_t> left = absent;
+  ColdIndex::Candidates candidates;
   while (!left.empty()) {
     std::vector<Place> places;
     std::vector<uint32_t> asked, of;  // keys that may be on SSD; whose place it is
     for (uint32_t i : left) {
-      const uint64_t hash = hash_key(keys[i]);
-      const ShardIndex& shard = table_.shards_[shard_of(hash)];
-      ColdIndex::Candidates candidates;
-      uint32_t slot;
-      while (true) {
-        const uint32_t version = __atomic_load_n(&shard.version, __ATOMIC_ACQUIRE);
-        if (version & 1) continue;
-        kernels().read({{table_.view_, keys + i, &hash, 1, &slot}, dim, out + size_t{i} * dim});
-        if (slot != kNoSlot) break;
-        candidates = cold_.find(hash);
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        if (__atomic_load_n(&shard.version, __ATOMIC_RELAXED) == version) break;
-      }
-      if (slot != kNoSlot) {
+      const bool here = look(keys[i], hashes[i], out + size_t{i} * dim, candidates);
+      if (here) {
         if (found) found[i] = true;
       } else if (candidates.count) {
         asked.push_back(i);
@@ -134,14 +140,29 @@ void ColdTier::read(const int64_t* keys, const std::vector<uint32_t>& absent, fl
     for (size_t p = 0; p < places.size(); ++p) {
       RecordHead head;
       const char* record = records.data() + p * record_bytes;
-      const auto* values = reinterpret_cast<const float*>(record + sizeof(head));
       std::memcpy(&head, record, sizeof(head));
-      if (head.key != keys[of[p]] || table_.expired(hash_key(head.key), head, values)) continue;
-      std::memcpy(out + size_t{of[p]} * dim, values, dim * sizeof(float));
+      const char* values = record + sizeof(head);
+      if (head.key != keys[of[p]]) continue;
+      if (table_.expired(hashes[of[p]], head, reinterpret_cast<const float*>(values))) continue;
+      kernels().decode(table_.options_.type, values, dim, out + size_t{of[p]} * dim);
       if (found) found[of[p]] = true;
     }
     return;
   }
+}
+
+size_t ColdTier::answer(const int64_t* keys, const uint64_t* hashes, const std::vector<uint32_t>& absent, Cold policy,
+                        float* out, uint8_t* late) const {
+  const int dim = table_.dim();
+  size_t answered = 0;
+  ColdIndex::Candidates candidates;
+  for (uint32_t i : absent) {
+    if (look(keys[i], hashes[i], out + size_t{i} * dim, candidates) || !candidates.count) continue;
+    late[i] = 1;
+    ++answered;
+    if (policy == Cold::kDefault) std::copy_n(table_.default_row().data(), dim, out + size_t{i} * dim);
+  }
+  return answered;
 }
 
 // --- making room

@@ -22,7 +22,7 @@
 //
 // The budget holds while rows are moved, because a fiftieth of it is kept free for the growth of the indexes.
 //
-// Threads: every call requires the table's writer lock, except read(), which takes none.
+// Threads: every call requires the table's writer lock, except read(), answer() and holds_any(), which take none.
 #pragma once
 
 #include <array>
@@ -38,6 +38,7 @@
 namespace hotrow {
 
 class Table;
+enum class Cold : int;
 
 // Rows read from SSD for a batch: which of its unique keys, from which place, and their records.
 struct Arrivals {
@@ -72,7 +73,13 @@ class ColdTier {
   // The same without the lock and without a change, for prefetch. Expired ones are the caller's to drop.
   void look_up(const Grouping& grouping, const uint32_t* slots, Arrivals& arrivals) const;
   // The rows of keys[i] for i in `absent`, for readers: values to out + i * dim; found[i] (may be null).
-  void read(const int64_t* keys, const std::vector<uint32_t>& absent, float* out, bool* found) const;
+  void read(const int64_t* keys, const uint64_t* hashes, const std::vector<uint32_t>& absent, float* out,
+            bool* found) const;
+  // The same without the disk: what is there alone is answered by the policy, and late[i] set. Returns how many.
+  size_t answer(const int64_t* keys, const uint64_t* hashes, const std::vector<uint32_t>& absent, Cold policy,
+                float* out, uint8_t* late) const;
+  // Whether a key of this hash may have its row here.
+  bool holds_any(uint64_t hash) const { return candidates(hash).count != 0; }
 
   // Slots for a batch of this many keys beside those that others hold, as far as the budget and other tables can spare
   // them. Before the batch's own rows are pinned: then every slab of a busy table has a pinned row and none can go.
@@ -135,6 +142,9 @@ class ColdTier {
 
   void find_records(const Grouping& grouping, const uint32_t* slots, Arrivals& arrivals, bool locked);
   ColdIndex::Candidates candidates(uint64_t hash) const;  // of one moment, whatever a writer does
+  // A row in both indexes at one moment. Where it is in DRAM it is copied to `out` and true returned; otherwise `out`
+  // has its initial values.
+  bool look(int64_t key, uint64_t hash, float* out, ColdIndex::Candidates& candidates) const;
   bool grow_slab();
   void drop_cold(uint64_t hash, Place place);
   void evict_slots(const uint32_t* slots, size_t count);

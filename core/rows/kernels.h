@@ -10,6 +10,7 @@
 #include "index/shard_index.h"
 #include "optim/rules_kind.h"
 #include "rows/header.h"
+#include "rows/row_type.h"
 
 namespace hotrow {
 
@@ -32,7 +33,8 @@ struct FindArgs {
 struct ReadArgs {
   FindArgs find;
   int dim;
-  float* out;  // [count, dim]; rows that were not found are left alone
+  float* out;  // [count, dim]; what is there for rows that were not found means nothing afterwards
+  RowType type = RowType::kFloat;
 };
 
 enum class Pooling : int { kNone = 0, kSum = 1, kMean = 2 };
@@ -93,8 +95,9 @@ struct SumArgs {
 
 struct Kernels {
   const char* name;
-  size_t (*find)(const FindArgs&);  // returns how many were not found
-  void (*read)(const ReadArgs&);    // lock-free; safe while another thread writes
+  size_t (*find)(const FindArgs&);                                     // returns how many were not found
+  void (*read)(const ReadArgs&);                                       // lock-free; safe while another thread writes
+  void (*decode)(RowType type, const char* row, int dim, float* out);  // one row that nobody changes
   void (*pool)(const PoolArgs&);
   bool (*all_finite)(const float* values, size_t count);
   void (*update[static_cast<int>(RuleKind::kCount)])(const UpdateArgs&);

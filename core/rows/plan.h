@@ -7,9 +7,10 @@
 //   update   sum each row's gradients in batch order and apply the optimizer's rule in place; count the sightings
 //
 // or, for evaluation and serving, route, read (copies of the rows, taken without a lock; nothing is created or
-// counted), gather. A plan keeps its memory, so use one again and again. It copies what it needs of the batch, never
-// the keys' owner: after route the caller's arrays may go. One thread at a time per plan; the work inside is spread
-// over the pool, first over tables, then over the partitions of a large one.
+// counted; rows on SSD may be answered by a policy instead of waited for), gather. A plan keeps its memory, so use one
+// again and again. It copies what it needs of the batch, never the keys' owner: after route the caller's arrays may go.
+// One thread at a time per plan; the work inside is spread over the pool, first over tables, then over the partitions
+// of a large one.
 //
 // Batches may be fetched ahead: route and prefetch of a later one run on another thread while an earlier one is
 // gathered and updated. Nothing of that can be observed, because prefetch moves rows from SSD to DRAM as they are and
@@ -92,7 +93,11 @@ class Plan {
   // Rows that prefetch was to have brought and fetch had to read after all.
   size_t late() const;
   void release();
-  void read();
+  // Copies of the rows as they are. Those on SSD alone are waited for, or answered by a policy without touching the
+  // disk (Table::read_warm); returns how many ids were so answered.
+  size_t read(Cold policy = Cold::kWait);
+  // After read: how many such ids each example (bag) has, over all features. All features have so many bags.
+  void count_late(uint32_t* counts, size_t examples) const;
   // One matrix per feature, in the order given to route; one without data is passed over. For Pooling::kNone, one row
   // per id.
   void gather(const std::vector<Matrix>& outputs);
@@ -152,7 +157,9 @@ class Plan {
     size_t feature_count = 0;
     Grouping grouping;
     Buffer<uint32_t> slots;
-    Buffer<float> copies;  // [unique, dim], by read()
+    Buffer<float> copies;       // [unique, dim], by read()
+    Buffer<uint8_t> late_keys;  // by unique key, whether a policy answered; by read()
+    bool any_late = false;
     uint64_t epoch = 0, generation = 0;
     Arrivals arrivals;
     std::vector<Admission::Verdict> verdicts;  // empty: all admitted

@@ -185,23 +185,104 @@ HOTROW_INLINE void copy_racing(float* to, const char* from, int dim) {
 #endif
 }
 
+// Parts of a row that a writer may be changing; the sanitizer is to see atomic loads.
+HOTROW_INLINE uint32_t word_at(const char* row, int word) {
+#if defined(__SANITIZE_THREAD__)
+  return __atomic_load_n(reinterpret_cast<const uint32_t*>(row) + word, __ATOMIC_RELAXED);
+#else
+  uint32_t bits;
+  std::memcpy(&bits, row + word * sizeof(bits), sizeof(bits));
+  return bits;
+#endif
+}
+
+HOTROW_INLINE float float_at(const char* row, int word) {
+  const uint32_t bits = word_at(row, word);
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+HOTROW_INLINE uint32_t half_at(const char* row, int i) {
+#if defined(__SANITIZE_THREAD__)
+  return word_at(row, i / 2) >> (i % 2 * 16) & 0xffff;
+#else
+  uint16_t half;
+  std::memcpy(&half, row + i * sizeof(half), sizeof(half));
+  return half;
+#endif
+}
+
+HOTROW_INLINE uint32_t byte_at(const char* row, int i) {
+#if defined(__SANITIZE_THREAD__)
+  return word_at(row, i / 4) >> (i % 4 * 8) & 0xff;
+#else
+  return static_cast<unsigned char>(row[i]);
+#endif
+}
+
+// Without a branch, so that it becomes vectors, and without subnormal floats, so that no mode of the FPU changes it: a
+// half below 2^-14 gets the exponent of 2^-14 and then 2^-14 taken off.
+HOTROW_INLINE float float_of_half(uint32_t half) {
+  const uint32_t size = half & 0x7fff, exponent = size & 0x7c00;
+  const uint32_t low = exponent == 0 ? ~0u : 0, high = exponent == 0x7c00 ? ~0u : 0;
+  const uint32_t bits = (size << 13) + (112u << 23) + (high & (112u << 23)) + (low & (1u << 23));
+  const uint32_t taken_bits = low & 0x38800000u;
+  float value, taken;
+  std::memcpy(&value, &bits, sizeof(value));
+  std::memcpy(&taken, &taken_bits, sizeof(taken));
+  value -= taken;
+  uint32_t result;
+  std::memcpy(&result, &value, sizeof(result));
+  result |= (half & 0x8000) << 16;
+  std::memcpy(&value, &result, sizeof(value));
+  return value;
+}
+
+HOTROW_INLINE void read_values(RowType type, float* __restrict to, const char* from, int dim) {
+  if (type == RowType::kHalf) {
+    for (int i = 0; i < dim; ++i) to[i] = float_of_half(half_at(from, i));
+  } else if (type == RowType::kByte) {
+    const float scale = float_at(from, (dim + 3) / 4), bias = float_at(from, (dim + 3) / 4 + 1);
+    for (int i = 0; i < dim; ++i) to[i] = static_cast<float>(static_cast<int32_t>(byte_at(from, i))) * scale + bias;
+  } else {
+    copy_racing(to, from, dim);
+  }
+}
+
+void decode(RowType type, const char* row, int dim, float* out) { read_values(type, out, row, dim); }
+
 // Seqlock: what was found and copied counts if the shard's version is still the one that the place was taken at.
+template <RowType kType>
 HOTROW_INLINE uint32_t read_row(const RowView& view, Place place, uint64_t hash, int64_t key, int dim, float* out) {
   const ShardIndex& index = view.shards[shard_of(hash)];
   while (true) {
     uint32_t slot = find_slot(place, view.headers, key);
-    if (slot != kNoSlot) copy_racing(out, view.rows + size_t{slot} * view.row_bytes, dim);
+    if (slot != kNoSlot) read_values(kType, out, view.rows + size_t{slot} * view.row_bytes, dim);
     if (unchanged(index, place.version)) return slot;
     place = place_of(index, hash);
   }
 }
 
-void read(const ReadArgs& args) {
+template <RowType kType>
+void read_as(const ReadArgs& args) {
   const FindArgs& find = args.find;
-  search(find, static_cast<size_t>(args.dim) * sizeof(float),
+  search(find, static_cast<size_t>(words_of(kType, args.dim)) * sizeof(float),
          [&](size_t i, const Place& place) __attribute__((always_inline)) {
-           find.slots[i] = read_row(find.view, place, find.hashes[i], find.keys[i], args.dim, args.out + i * args.dim);
+           find.slots[i] =
+               read_row<kType>(find.view, place, find.hashes[i], find.keys[i], args.dim, args.out + i * args.dim);
          });
+}
+
+void read(const ReadArgs& args) {
+  switch (args.type) {
+    case RowType::kHalf:
+      return read_as<RowType::kHalf>(args);
+    case RowType::kByte:
+      return read_as<RowType::kByte>(args);
+    default:
+      return read_as<RowType::kFloat>(args);
+  }
 }
 
 // Calls fn with the dim as a constant where it is a common one, so that its loops unroll.
@@ -504,6 +585,7 @@ const Kernels HOTROW_NAME(kKernels_, HOTROW_SIMD_LEVEL) = {
     HOTROW_STRING(HOTROW_SIMD_LEVEL),
     find,
     read,
+    decode,
     pool,
     all_finite,
     {update<Sgd>, update<Adagrad>, update<RowWiseAdagrad>, update<Adam>, update<AdamW>, update<Ftrl>},

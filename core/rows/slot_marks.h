@@ -39,16 +39,24 @@ class SlotMarks {
   Place place(uint32_t slot) const { return reinterpret_cast<const Place*>(places_.data())[slot] - 1; }
   void set_place(uint32_t slot, Place place) { reinterpret_cast<Place*>(places_.data())[slot] = place + 1; }
   uint8_t& pins(uint32_t slot) { return reinterpret_cast<uint8_t*>(pins_.data())[slot]; }
-  uint8_t epoch(uint32_t slot) { return flags(slot) >> 2 & 3; }
-  void set_epoch(uint32_t slot, uint8_t epoch) { flags(slot) = (flags(slot) & ~(3 << 2)) | epoch << 2; }
+  uint8_t epoch(uint32_t slot) const { return flags(slot) >> 2 & 3; }
+  void set_epoch(uint32_t slot, uint8_t epoch) { set_flags(slot, (flags(slot) & ~(3 << 2)) | epoch << 2); }
   // Which batch in flight waits for the row, 0 for none; see ColdTier::keep.
-  uint8_t wait(uint32_t slot) { return flags(slot) >> 4; }
-  void set_wait(uint32_t slot, uint8_t tag) { flags(slot) = (flags(slot) & 15) | tag << 4; }
-  uint8_t heat(uint32_t slot) { return flags(slot) & 3; }
-  void warm(uint32_t slot) { flags(slot) += heat(slot) < 3; }
-  void cool(uint32_t slot) { flags(slot) -= heat(slot) > 0; }
+  uint8_t wait(uint32_t slot) const { return flags(slot) >> 4; }
+  void set_wait(uint32_t slot, uint8_t tag) { set_flags(slot, (flags(slot) & 15) | tag << 4); }
+  uint8_t heat(uint32_t slot) const { return flags(slot) & 3; }
+  void warm(uint32_t slot) { set_flags(slot, flags(slot) + (heat(slot) < 3)); }
+  void cool(uint32_t slot) { set_flags(slot, flags(slot) - (heat(slot) > 0)); }
+  // The same for a reader, who has no lock. A writer's change that comes between is never undone; the warmth may be
+  // lost, or go to the slot's next row.
+  void warm_beside(uint32_t slot) const {
+    auto* at = reinterpret_cast<uint8_t*>(flags_.data()) + slot;
+    uint8_t now = __atomic_load_n(at, __ATOMIC_RELAXED);
+    if ((now & 3) < 3)
+      __atomic_compare_exchange_n(at, &now, static_cast<uint8_t>(now + 1), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  }
   void reset(uint32_t slot, uint8_t epoch, Place where) {
-    flags(slot) = epoch << 2;
+    set_flags(slot, epoch << 2);
     set_place(slot, where);
   }
 
@@ -61,7 +69,12 @@ class SlotMarks {
   static constexpr size_t kBytes = sizeof(Place) + 2;
 
  private:
-  uint8_t& flags(uint32_t slot) { return reinterpret_cast<uint8_t*>(flags_.data())[slot]; }
+  uint8_t flags(uint32_t slot) const {
+    return __atomic_load_n(reinterpret_cast<const uint8_t*>(flags_.data()) + slot, __ATOMIC_RELAXED);
+  }
+  void set_flags(uint32_t slot, int flags) {
+    __atomic_store_n(reinterpret_cast<uint8_t*>(flags_.data()) + slot, static_cast<uint8_t>(flags), __ATOMIC_RELAXED);
+  }
 
   Region places_, flags_, pins_;
 };

@@ -17,7 +17,10 @@ constexpr size_t kHeaderBytes = sizeof(HeaderGroup) / 4;
 constexpr size_t kIndexBytes = 5, kIndexGrowth = 8;  // bytes a row, and how much more address space its growth spends
 
 int row_width(const TableOptions& options) {
-  int width = options.dim;
+  if (options.type != RowType::kFloat && !options.frozen)
+    throw std::invalid_argument("rows of type " + std::string(name_of(options.type)) + " can only be read");
+  if (options.frozen && !options.state.empty()) throw std::invalid_argument("rows that are only read have no state");
+  int width = words_of(options.type, options.dim);
   for (const StatePart& part : options.state) width += part.width;
   return width;
 }
@@ -108,7 +111,8 @@ Table::Table(TableOptions options, std::shared_ptr<Budget> budget)
       shards_(kShards),
       view_{shards_.data(), reinterpret_cast<HeaderGroup*>(headers_.data()), rows_.data(),
             static_cast<size_t>(width_) * sizeof(float)},
-      blocks_(kShards) {}
+      blocks_(kShards),
+      default_row_(options_.dim) {}
 
 Table::~Table() {
   Housekeeper::shared().leave(tier_.get());
@@ -120,6 +124,8 @@ void Table::attach(std::unique_ptr<Log> log, bool evicts) {
   std::unique_lock lock(writer_);
   if (tier_) throw std::logic_error("table '" + options_.name + "' has a log already");
   if (log->options().row_bytes != view_.row_bytes) throw std::logic_error("the log is for rows of another width");
+  if (log->options().row_type != static_cast<uint32_t>(options_.type))
+    throw std::logic_error("the log is for rows of another type");
   if (evicts && slots_ != 0) throw std::logic_error("an SSD tier is given to a table before its first row");
   auto tier = std::make_unique<ColdTier>(*this, std::move(log), evicts);
   if (!evicts && slots_ != 0) {
@@ -158,34 +164,17 @@ void Table::find(const int64_t* keys, size_t count, uint32_t* slots) const {
   });
 }
 
-void Table::read(const int64_t* keys, const uint64_t* hashes, size_t count, float* out, bool* found) const {
-  const int dim = options_.dim;
-  for_chunks(count, [&](size_t begin, size_t end) {
-    std::array<uint64_t, kChunk> own;
-    std::array<uint32_t, kChunk> slots;
-    if (!hashes)
-      for (size_t i = begin; i < end; ++i) own[i - begin] = hash_key(keys[i]);
-    const uint64_t* chunk_hashes = hashes ? hashes + begin : own.data();
-    kernels().read({{view_, keys + begin, chunk_hashes, end - begin, slots.data()}, dim, out + begin * dim});
-    std::vector<uint32_t> absent;
-    for (size_t i = begin; i < end; ++i) {
-      const bool here = slots[i - begin] != kNoSlot;
-      if (found) found[i] = here;
-      if (here) continue;
-      write_initial(options_.initial, initial_stream_, keys[i], out + i * dim, dim);
-      absent.push_back(static_cast<uint32_t>(i));
-    }
-    if (tier_ && tier_->evicts() && !absent.empty()) tier_->read(keys, absent, out, found);
-  });
-}
-
 void Table::read_slots(const uint32_t* slots, size_t count, float* rows, int64_t* keys, uint64_t* counts,
                        uint32_t* last_steps) const {
   for_chunks(count, [&](size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) {
       const HeaderGroup& group = view_.headers[slots[i] / 4];
       const uint32_t lane = slots[i] % 4;
-      std::memcpy(rows + i * width_, view_.rows + size_t{slots[i]} * view_.row_bytes, view_.row_bytes);
+      const char* row = view_.rows + size_t{slots[i]} * view_.row_bytes;
+      if (options_.frozen)
+        kernels().decode(options_.type, row, options_.dim, rows + i * options_.dim);
+      else
+        std::memcpy(rows + i * width_, row, view_.row_bytes);
       keys[i] = group.key[lane];
       counts[i] = decode_count(group.count[lane]);
       last_steps[i] = step_of(group.stamp[lane]);
@@ -201,6 +190,11 @@ void Table::write_initial_row(int64_t key, float* row) const {
 
 // Straight into the slot, except that the thread sanitizer is to see atomic stores.
 void Table::store_initial(int64_t key, char* row) const {
+  if (options_.type != RowType::kFloat) {
+    std::vector<float> values(options_.dim);
+    write_initial_row(key, values.data());
+    return store_row(row, values.data(), options_.dim);
+  }
 #if defined(__SANITIZE_THREAD__)
   std::vector<float> values(width_);
   write_initial_row(key, values.data());
@@ -208,6 +202,23 @@ void Table::store_initial(int64_t key, char* row) const {
 #else
   write_initial_row(key, reinterpret_cast<float*>(row));
 #endif
+}
+
+// The first `floats` of a row, in its type.
+void Table::store_row(char* row, const float* values, int floats) const {
+  if (options_.type == RowType::kFloat) return store_values(row, values, floats);
+  static thread_local std::vector<uint32_t> words;
+  words.resize(width_);
+  encode_row(options_.type, values, options_.dim, words.data());
+  store_values(row, reinterpret_cast<const float*>(words.data()), width_);
+}
+
+void Table::refuse_if_frozen(const char* what) const {
+  if (options_.frozen)
+    throw std::invalid_argument("table '" + options_.name + "' is only read (values=\"" + name_of(options_.type) +
+                                "\"): " + what +
+                                ". Read it in eval() mode or under torch.no_grad(); to train, make the table without "
+                                "values= and load a checkpoint");
 }
 
 void Table::refuse(uint64_t rows, size_t bytes) const {
@@ -434,12 +445,17 @@ size_t Table::bulk_part() const {
 }
 
 void Table::find_or_create(const int64_t* keys, size_t count, uint32_t* slots) {
-  const size_t part = tier_ && tier_->evicts() ? bulk_part() : std::max<size_t>(count, 1);
-  for (size_t at = 0; at < count; at += part)
-    find_or_create_some(keys + at, std::min(part, count - at), slots ? slots + at : nullptr);
+  refuse_if_frozen("a row cannot be created by asking for it");
+  create_in_parts(keys, count, slots);
 }
 
-void Table::find_or_create_some(const int64_t* keys, size_t count, uint32_t* slots) {
+void Table::create_in_parts(const int64_t* keys, size_t count, uint32_t* slots) {
+  const size_t part = tier_ && tier_->evicts() ? bulk_part() : std::max<size_t>(count, 1);
+  for (size_t at = 0; at < count; at += part)
+    create_some(keys + at, std::min(part, count - at), slots ? slots + at : nullptr);
+}
+
+void Table::create_some(const int64_t* keys, size_t count, uint32_t* slots) {
   auto& [grouping, unique] = Scratch::of_keys(keys, count);
   std::lock_guard lock(writer_);
   create(grouping, unique.data());
@@ -482,7 +498,7 @@ void Table::assign(const int64_t* keys, size_t count, const float* rows, int row
     for (size_t u = cuts[range]; u < cuts[range + 1]; ++u) {
       const uint32_t from = grouping.run()[grouping.run_begin()[u]], slot = slots[u], lane = slot % 4;
       ShardGuard guard(shards_[shard_of(grouping.hashes()[u])]);
-      store_values(view_.rows + size_t{slot} * view_.row_bytes, rows + size_t{from} * row_floats, row_floats);
+      store_row(view_.rows + size_t{slot} * view_.row_bytes, rows + size_t{from} * row_floats, row_floats);
       HeaderGroup& group = view_.headers[slot / 4];
       if (counts) {
         group.count[lane] =

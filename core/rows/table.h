@@ -42,6 +42,17 @@ struct TableOptions {
   std::vector<StatePart> state;
   Initial initial;
   uint64_t seed;
+  // Rows are values alone, of a type (row_type.h): they are read, assigned and erased, never created by being asked for
+  // or updated. Requires: no state, and a frozen table where the type is not kFloat.
+  bool frozen = false;
+  RowType type = RowType::kFloat;
+};
+
+// What a reader gets of a row that is on SSD alone.
+enum class Cold : int {
+  kWait = 0,     // the row, read from SSD
+  kInitial = 1,  // what an unseen key reads
+  kDefault = 2,  // the table's default row
 };
 
 struct MemoryReport {
@@ -60,7 +71,10 @@ class Table : public BudgetMember {
 
   const TableOptions& options() const { return options_; }
   int dim() const { return options_.dim; }
-  int width() const { return width_; }  // floats in a row, state included
+  int width() const { return width_; }  // words of 4 bytes in a row, state included
+  // Floats of a whole row that is read or assigned: values and state, or the values alone of a frozen table.
+  int floats() const { return options_.frozen ? options_.dim : width_; }
+  bool frozen() const { return options_.frozen; }
   uint64_t size() const { return __atomic_load_n(&live_, __ATOMIC_RELAXED); }
   uint64_t slots() const { return __atomic_load_n(&slots_, __ATOMIC_RELAXED); }
   // Rises whenever a slot may have changed its owner; slots found before are then to be found again.
@@ -77,8 +91,18 @@ class Table : public BudgetMember {
 
   // Any keys, duplicates too. slots[i] is kNoSlot for a key that has no row.
   void find(const int64_t* keys, size_t count, uint32_t* slots) const;
+  // Which keys have their rows on SSD alone, without touching the disk; returns how many. A key without a row may be
+  // taken for one of them (cold_index.h: one in thousands). cold may be null.
+  size_t cold(const int64_t* keys, size_t count, bool* cold) const;
+  // What Cold::kDefault reads: dim floats, zeros unless set. Requires: no reader.
+  const std::vector<float>& default_row() const { return default_row_; }
+  void set_default_row(std::vector<float> row);
   // Values (dim floats) of each key; a key without a row reads its initial values. found may be null.
   void read(const int64_t* keys, const uint64_t* hashes, size_t count, float* out, bool* found) const;
+  // The same without waiting for the disk: a key whose row is on SSD alone (or may be, as for `cold`) is answered by
+  // the policy, which is not kWait, and has late[i] set, which was 0. Returns how many.
+  size_t read_warm(const int64_t* keys, const uint64_t* hashes, size_t count, Cold policy, float* out,
+                   uint8_t* late) const;
   // Whole rows with their metadata, by slot; for export. Requires: slots are live and no writer runs.
   void read_slots(const uint32_t* slots, size_t count, float* rows, int64_t* keys, uint64_t* counts,
                   uint32_t* last_steps) const;
@@ -110,7 +134,9 @@ class Table : public BudgetMember {
 
   // Any keys, duplicates too; unseen ones get their initial row. slots may be null. Takes the writer lock.
   void find_or_create(const int64_t* keys, size_t count, uint32_t* slots);
-  // Sets rows, creating those that are missing. rows is [count, row_floats] with row_floats either dim() or width().
+  // Throws for a frozen table. `what` is what was to be done to it.
+  void refuse_if_frozen(const char* what) const;
+  // Sets rows, creating those that are missing. rows is [count, row_floats] with row_floats either dim() or floats().
   // counts and last_steps may be null. Takes the writer lock. Requires: keys unique.
   void assign(const int64_t* keys, size_t count, const float* rows, int row_floats, const uint64_t* counts,
               const uint32_t* last_steps);
@@ -122,6 +148,7 @@ class Table : public BudgetMember {
   Admission* admission() const { return admission_.get(); }
   // Whether the last sweep would have removed this row. A row of which this is true reads as new wherever it is.
   bool expired(uint64_t hash, const RecordHead& head, const float* values) const {
+    if (options_.type != RowType::kFloat) return false;  // no rule was ever applied to such rows
     return expiry_.removes(shard_of(hash), step_of(head.stamp), decode_count(head.count), values, options_.dim);
   }
   // Removes what the rules say, now and, on SSD, when it is met. Returns how many rows left at once.
@@ -192,7 +219,11 @@ class Table : public BudgetMember {
   size_t holds() const;
   size_t bulk_part() const;
   void clear_index();
-  void find_or_create_some(const int64_t* keys, size_t count, uint32_t* slots);
+  void create_in_parts(const int64_t* keys, size_t count, uint32_t* slots);
+  void create_some(const int64_t* keys, size_t count, uint32_t* slots);
+  size_t read_chunk(const int64_t* keys, const uint64_t* hashes, size_t count, Cold policy, float* out, bool* found,
+                    uint8_t* late) const;
+  void store_row(char* row, const float* values, int floats) const;
   void erase_slot(uint64_t hash, uint32_t slot);
   using StepsByShard = std::vector<std::vector<uint32_t>>;
   StepsByShard steps_staying() const;
@@ -226,6 +257,7 @@ class Table : public BudgetMember {
   Expiry expiry_;
   std::vector<char> snapshot_state_;
   std::string notes_;
+  std::vector<float> default_row_;
 };
 
 }  // namespace hotrow

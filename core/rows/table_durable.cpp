@@ -39,6 +39,7 @@ T get(const char*& at, const char* end, const std::string& path) {
 }  // namespace
 
 void Table::set_admission(const AdmissionOptions& options) {
+  refuse_if_frozen("admission is for rows that are trained");
   std::lock_guard lock(writer_);
   auto admission = std::make_unique<Admission>(
       options,
@@ -50,6 +51,7 @@ void Table::set_admission(const AdmissionOptions& options) {
 }
 
 uint64_t Table::sweep(const SweepRules& rules, uint64_t elsewhere) {
+  refuse_if_frozen("expiry is for rows that are trained");
   std::lock_guard lock(writer_);
   expiry_.harden(rules);
   if (rules.max_rows && live_ + elsewhere > rules.max_rows) cap_rows(rules.max_rows, elsewhere);
@@ -138,7 +140,11 @@ void Table::scan_cold(uint32_t shard, std::vector<RecordHead>& heads, std::vecto
     const auto* values = reinterpret_cast<const float*>(record + sizeof(head));
     if (expired(hash_key(head.key), head, values)) continue;
     heads.push_back(head);
-    rows.insert(rows.end(), values, values + width_);
+    rows.resize(rows.size() + floats());
+    if (options_.frozen)
+      kernels().decode(options_.type, record + sizeof(head), options_.dim, rows.data() + rows.size() - floats());
+    else
+      std::copy_n(values, width_, rows.data() + rows.size() - floats());
   }
 }
 
@@ -185,7 +191,7 @@ Table::Brought Table::bring(const Grouping& grouping, uint8_t tag) {
     coming.push_back(u);
   }
   if (coming.empty()) return {};
-  tier_->modest = true;
+  tier_->modest = !options_.frozen;  // where rows are only read, this is how a table comes to have any
   try {
     Fresh fresh = prepare(grouping.hashes(), wanted.data(), grouping.cuts(), &arrivals);
     commit(fresh);
@@ -315,6 +321,11 @@ void Table::load_snapshot(const std::string& folder) {
     throw std::invalid_argument("table '" + options_.name + "' has rows of " + std::to_string(view_.row_bytes) +
                                 " bytes but " + folder + " has " + std::to_string(reader.row_bytes()) +
                                 "; use the dim and the optimizer that it was saved with");
+  if (reader.row_type() != static_cast<uint32_t>(options_.type))
+    throw std::invalid_argument(
+        "table '" + options_.name + "' has rows of type " + name_of(options_.type) + " but " + folder + " has " +
+        (reader.row_type() < kRowTypes ? name_of(static_cast<RowType>(reader.row_type())) : "an unknown type") +
+        "; use the values= that it was saved with");
   std::vector<RecordHead> heads;
   std::vector<char> values;
   std::vector<Place> places;
@@ -341,7 +352,7 @@ void Table::load_snapshot(const std::string& folder) {
       std::vector<int64_t> keys(heads.size());
       for (size_t i = 0; i < heads.size(); ++i) keys[i] = heads[i].key;
       std::vector<uint32_t> slots(heads.size());
-      find_or_create(keys.data(), keys.size(), slots.data());
+      create_in_parts(keys.data(), keys.size(), slots.data());
       std::lock_guard lock(writer_);
       for (size_t i = 0; i < heads.size(); ++i) {
         const uint32_t slot = slots[i];

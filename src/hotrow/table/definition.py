@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from hotrow.optim import from_dict as optimizer_from_dict
 from hotrow.table.policies import Admission, Expiry
 
 POOLINGS = ("sum", "mean", "none")
+VALUES = ("fp32", "fp16", "int8")  # of rows that are only read
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class Table:
     feature of its own name. `optimizer` overrides the collection's. `admission` and `expiry` say which keys get a row
     and how long it stays. With several ranks, `replicate` keeps all rows on every rank: for a small table whose rows
     are in most batches, that spares sending them.
+
+    `values` makes it a table that is only read, as a server has it: rows are values alone, of "fp32", "fp16" or "int8",
+    in every tier, and read as float32. `default` is the row (dim numbers, zeros if not given) that a reader may take for
+    one that is still on SSD.
 
     >>> Table("item", dim=32, features={"item_id": "sum", "history": "none"}).poolings["history"]
     'none'
@@ -37,6 +43,8 @@ class Table:
     admission: Admission | None = None
     expiry: Expiry | None = None
     replicate: bool = False
+    values: str | None = None
+    default: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "/" in self.name or self.name.startswith("."):
@@ -52,6 +60,23 @@ class Table:
         for feature, pooling in self.poolings.items():
             if pooling not in POOLINGS:
                 raise OptionError(f"feature {feature!r} has pooling {pooling!r}; {choices(pooling, POOLINGS)}")
+        self._check_values()
+
+    def _check_values(self) -> None:
+        if self.values is not None and self.values not in VALUES:
+            raise OptionError(f"table {self.name!r} has values={self.values!r}; {choices(str(self.values), VALUES)}")
+        if self.values is not None and (self.admission is not None or self.expiry is not None):
+            raise OptionError(
+                f"table {self.name!r} has values={self.values!r}, so it is only read: leave admission= and expiry= out"
+            )
+        if self.default is None:
+            return
+        if len(self.default) != self.dim or not all(math.isfinite(value) for value in self.default):
+            raise OptionError(
+                f"table {self.name!r} has dim={self.dim} and a default= of {len(self.default)} numbers; give {self.dim} "
+                "finite ones"
+            )
+        object.__setattr__(self, "default", tuple(float(value) for value in self.default))
 
     @property
     def poolings(self) -> dict[str, str]:
@@ -74,6 +99,10 @@ class Table:
             values["expiry"] = self.expiry.to_dict()
         if self.replicate:
             values["replicate"] = True
+        if self.values is not None:
+            values["values"] = self.values
+        if self.default is not None:
+            values["default"] = list(self.default)
         return values
 
     @staticmethod

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from hotrow.batch import Jagged, KeyedBatch
-from hotrow.errors import BatchError, choices
+from hotrow.errors import BatchError, OptionError, choices
 from hotrow.table.rows import TableRows
-from hotrow.tiers.host import HostPlan, HostStore, Moved, Update
+from hotrow.tiers.host import LATE, HostPlan, HostStore, Moved, Update
 
 
 class Plan(Protocol):
@@ -47,7 +47,8 @@ class Plan(Protocol):
     def prefetch(self) -> Moved: ...
     def stage(self) -> Moved: ...
     def fetch(self, step: int = 0) -> None: ...
-    def read(self) -> None: ...
+    def read(self, late: str = "wait") -> int: ...
+    def late_by_example(self, examples: int) -> Tensor: ...
     def gather(self, outputs: Sequence[Tensor]) -> None: ...
     def update(
         self,
@@ -139,6 +140,7 @@ class Lookup:
         self.plan = plan or layout.new_plan()
         self.share, self.over, self.examples = 1.0, False, batch.size  # as the plan's
         self.gradients: Gradients | None = None  # by feature, in the layout's order
+        self.late_ids = 0  # of a read, answered by a policy
         self.done = False
 
     def route(self) -> Lookup:
@@ -162,10 +164,22 @@ class Lookup:
         self.plan.fetch(self.step)
         return self
 
-    def read(self) -> Lookup:
-        """Copy the rows as they are; unseen keys read their initial values and stay unseen."""
-        self.plan.read()
+    def read(self, late: str = "wait") -> Lookup:
+        """Copy the rows as they are; unseen keys read their initial values and stay unseen.
+
+        Rows that are on SSD alone are waited for, or with `late` "initial" or "default" answered without touching the
+        disk: as an unseen key, or by the table's default row. Then `late_ids` is how many ids were so answered.
+        """
+        if late not in LATE:
+            raise OptionError(f"late={late!r}: {choices(late, LATE)}")
+        self.late_ids = self.plan.read(late)
         return self
+
+    def late_by_example(self) -> Tensor:
+        """How many of its ids a policy answered, for each example, int32; zeros cost nothing."""
+        if self.late_ids == 0:
+            return torch.zeros(self.batch.size, dtype=torch.int32)
+        return self.plan.late_by_example(self.batch.size)
 
     def gather(self) -> tuple[Tensor, list[Tensor]]:
         """The pooled matrix [batch, width], and each feature's output: a slice of it, or [ids, dim] for a sequence."""

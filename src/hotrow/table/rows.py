@@ -51,7 +51,9 @@ class TableRows:
     def __init__(self, table: Table, optimizer: Optimizer, seed: int, budget: Budget) -> None:
         self.table = table
         self.optimizer = table.optimizer or optimizer
-        self.store = HostStore(table.name, table.dim, self.optimizer, table.initial, seed, budget)
+        self.store = HostStore(table.name, table.dim, self.optimizer, table.initial, seed, budget, table.values)
+        if table.default is not None:
+            self.store.default_row = torch.tensor(table.default)
         self.clock = Clock(self._span())
         self.hot: Hot | None = None  # a cache above, set by the collection
         # With ranks, set by the collection: the sum over all ranks of a number that each of them has.
@@ -165,6 +167,8 @@ class TableRows:
 
     def state(self, rows: Rows) -> dict[str, Tensor]:
         """The optimizer state inside scanned rows, by name."""
+        if self.table.values is not None:
+            return {}
         parts = {part.name: part.width for part in self.optimizer.state(self.table.dim)}
         pieces = rows.values[:, self.table.dim :].split(list(parts.values()), dim=1) if parts else ()
         return dict(zip(parts, pieces, strict=True))

@@ -31,7 +31,7 @@ class SsdFolder:
 
     def __init__(self, memory: Memory, tables: Sequence[TableRows]) -> None:
         self.path = os.path.abspath(os.fspath(memory.ssd or "."))
-        least = LEAST_FIXED + sum(LEAST_BUFFER + LEAST_SLOTS * (rows.store.width * 4 + SLOT_BYTES) for rows in tables)
+        least = LEAST_FIXED + sum(LEAST_BUFFER + LEAST_SLOTS * (rows.store.row_bytes + SLOT_BYTES) for rows in tables)
         least += sum(rows.memory()["sketch_bytes"] for rows in tables)
         if memory.dram_bytes < least:
             raise MemoryBudgetError(
@@ -53,7 +53,9 @@ class SsdFolder:
 def describe(rows: TableRows) -> bytes:
     """What table.json says of a table."""
     words: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": rows.table.name, "dim": rows.table.dim}
-    words |= {"optimizer": rows.optimizer.to_dict(), "row_bytes": rows.store.width * 4}
+    words |= {"optimizer": rows.optimizer.to_dict(), "row_bytes": rows.store.row_bytes}
+    if rows.table.values is not None:
+        words["values"] = rows.table.values
     return json.dumps({**words, "checksum": _checksum(words)}, indent=1).encode()
 
 

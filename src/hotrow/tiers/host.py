@@ -8,6 +8,7 @@ up as HotRow's. Calls release the interpreter lock and use the core's thread poo
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ from hotrow.optim import Optimizer
 
 SHARDS = 1024
 POOLINGS = {"none": 0, "sum": 1, "mean": 2}
+VALUES = {"fp32": 0, "fp16": 1, "int8": 2}  # types of rows that are only read (core/rows/row_type.h)
+LATE = {"wait": 0, "initial": 1, "default": 2}  # what a reader gets of a row that is on SSD alone
+MOST_FP16 = 65504.0
 
 
 class Budget:
@@ -55,15 +59,40 @@ class Rows:
 
 
 class HostStore:
-    """One table's rows in DRAM: key → values, optimizer state, count and last step."""
+    """One table's rows in DRAM: key → values, optimizer state, count and last step.
 
-    def __init__(self, name: str, dim: int, optimizer: Optimizer, initial: Initial, seed: int, budget: Budget) -> None:
-        state = [(part.width, part.initial) for part in optimizer.state(dim)]
+    With `values` ("fp32", "fp16" or "int8") rows are values of that type alone: they are read (as float32), assigned
+    and erased, and what would create or train one is refused. Any number of threads may read, prefetch and ask what is
+    cold at once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        optimizer: Optimizer,
+        initial: Initial,
+        seed: int,
+        budget: Budget,
+        values: str | None = None,
+    ) -> None:
+        state = [] if values else [(part.width, part.initial) for part in optimizer.state(dim)]
         self.core = _core.Table(
-            name, dim, optimizer.code, state, initial.to_core(), seed & 0xFFFFFFFFFFFFFFFF, budget.core
+            name,
+            dim,
+            optimizer.code,
+            state,
+            initial.to_core(),
+            seed & 0xFFFFFFFFFFFFFFFF,
+            budget.core,
+            frozen=values is not None,
+            type=0 if values is None else VALUES[values],
         )
+        self.name = name
         self.dim = dim
-        self.width = int(self.core.width)
+        self.values = values
+        self.width = int(self.core.width)  # floats of a whole row, as it is read and assigned
+        self.row_bytes = int(self.core.row_bytes)  # as it is kept
 
     def __len__(self) -> int:
         return len(self.core)
@@ -97,10 +126,40 @@ class HostStore:
             self.core.read(keys, values, found)
         return values, found
 
+    def read_late(self, keys: Tensor, late: str) -> tuple[Tensor, Tensor]:
+        """As `read`, without the disk: values, and which keys (bool) were answered by the policy `late`, "initial" or
+        "default", because their rows are on SSD alone."""
+        keys = _keys(keys)
+        values = torch.empty(keys.numel(), self.dim, dtype=torch.float32, device="cpu")
+        answered = torch.empty(keys.numel(), dtype=torch.uint8, device="cpu")
+        self.core.read_warm(keys, LATE[late], values, answered)
+        return values, answered.view(torch.bool)
+
+    def cold(self, keys: Tensor) -> Tensor:
+        """Which keys have rows on SSD alone. Quick: the disk is not asked, so that one unseen key in thousands is taken
+        for one of them."""
+        keys = _keys(keys)
+        out = torch.empty(keys.numel(), dtype=torch.bool, device="cpu")
+        self.core.cold(keys, out)
+        return out
+
+    @property
+    def default_row(self) -> Tensor:
+        """What the policy "default" reads."""
+        return torch.tensor(self.core.default_row, dtype=torch.float32)
+
+    @default_row.setter
+    def default_row(self, row: Tensor) -> None:
+        with core_errors():
+            self.core.set_default_row(row.tolist())
+
     def assign(
         self, keys: Tensor, values: Tensor, counts: Tensor | None = None, last_steps: Tensor | None = None
     ) -> None:
-        """Set rows, creating those that are missing. `values` is [n, dim], or [n, width] with optimizer state."""
+        """Set rows, creating those that are missing. `values` is [n, dim], or [n, width] with optimizer state.
+
+        A store of values alone converts them to its type.
+        """
         keys = _keys(keys)
         if values.dim() != 2 or values.shape[0] != keys.numel() or values.shape[1] not in (self.dim, self.width):
             raise BatchError(
@@ -110,12 +169,24 @@ class HostStore:
         values = values.detach().to(torch.float32).contiguous()
         if not bool(torch.isfinite(values).all()):
             raise BatchError("values have NaN or infinite elements; no row was changed. Clean them with nan_to_num()")
+        self._check_fits(values)
         if counts is not None and bool((counts < 0).any()):
             raise BatchError("a count is negative; no row was changed. Give counts of 0 or above")
         if last_steps is not None and bool(((last_steps < 0) | (last_steps >= 0xFFFFFFFF)).any()):
             raise BatchError("a last step is out of range; no row was changed. Give steps from 0 to 4294967294")
         with core_errors():
             self.core.assign(keys, values, _int64(counts), _int64(last_steps))
+
+    def _check_fits(self, values: Tensor) -> None:
+        """Whether the store's type has these numbers."""
+        if self.values not in ("fp16", "int8") or not values.numel():
+            return
+        largest = float((values.amax(1) - values.amin(1)).max() if self.values == "int8" else values.abs().max())
+        if largest >= MOST_FP16 + 16 if self.values == "fp16" else math.isinf(largest):
+            raise BatchError(
+                f"table {self.name!r} keeps {self.values} values, which do not reach {largest:g}; no row was changed. "
+                'Use values="fp32", or clamp them'
+            )
 
     def erase(self, keys: Tensor) -> int:
         """Remove rows; returns how many there were."""
@@ -241,7 +312,27 @@ class HostStore:
         """What a snapshot's folder says about itself: table, row_bytes, rows."""
         with core_errors():
             reader = _core.SnapshotReader(folder)
-        return {"table": reader.table, "row_bytes": reader.row_bytes, "rows": reader.rows}
+        types = dict(enumerate(VALUES))
+        return {
+            "table": reader.table,
+            "row_bytes": reader.row_bytes,
+            "rows": reader.rows,
+            "values": types.get(reader.row_type, f"type {reader.row_type}"),
+        }
+
+
+def count_cold(parts: Sequence[tuple[HostStore, Tensor]]) -> int:
+    """How many of some tables' keys (int64, contiguous) have rows on SSD alone, duplicates counted. See `cold`."""
+    return int(_core.count_cold([(store.core, *_address(keys)) for store, keys in parts]))
+
+
+def prefetch_all(parts: Sequence[tuple[HostStore, Tensor]]) -> int:
+    """Bring rows of several tables up from SSD at once; returns how many came. Any thread, beside readers.
+
+    It creates no row and touches no count, and keeps the budget: rows that nobody asked for lately leave.
+    """
+    with core_errors():
+        return int(_core.prefetch_all([(store.core, *_address(keys)) for store, keys in parts]))
 
 
 class Ticket:
@@ -354,10 +445,18 @@ class HostPlan:
         """Let go of the slots: rows of this batch may leave DRAM again."""
         self.core.release()
 
-    def read(self) -> None:
-        """Copy the rows without creating or counting anything."""
+    def read(self, late: str = "wait") -> int:
+        """Copy the rows without creating or counting anything. What is on SSD alone is waited for, or answered by the
+        policy `late` ("initial" or "default") without touching the disk; returns how many ids were so answered."""
         with core_errors():
-            self.core.read()
+            return int(self.core.read(LATE[late]))
+
+    def late_by_example(self, examples: int) -> Tensor:
+        """After `read`: how many ids of each example a policy answered, int32, all features together."""
+        counts = torch.empty(examples, dtype=torch.int32)
+        with core_errors():
+            self.core.count_late(counts)
+        return counts
 
     def gather(self, outputs: Sequence[Tensor]) -> None:
         """Pool into one [bags, dim] matrix per feature (for pooling "none", one row per id)."""
@@ -592,6 +691,12 @@ def _keys(keys: Any) -> Tensor:
         raise BatchError(f"keys are {keys.dtype} of shape {list(keys.shape)}; pass a 1-d tensor of torch.int64")
     contiguous: Tensor = keys.cpu().contiguous()
     return contiguous
+
+
+def _address(keys: Tensor) -> tuple[int, int]:
+    if keys.dtype != torch.int64 or keys.dim() != 1 or not keys.is_contiguous() or keys.device.type != "cpu":
+        raise BatchError(f"keys are {keys.dtype} of shape {list(keys.shape)}; pass contiguous 1-d int64 on the CPU")
+    return keys.data_ptr(), keys.numel()
 
 
 def _int64(tensor: Tensor | None) -> Tensor | None:
