@@ -12,6 +12,7 @@ namespace {
 
 constexpr size_t kRowsPerTask = 256;
 constexpr size_t kAhead = 8;
+constexpr size_t kFewRows = 512;
 
 inline __attribute__((always_inline)) void prefetch_row(const char* row, size_t bytes) {
   for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
@@ -102,6 +103,36 @@ void lower_rows(const std::vector<TablePart>& parts, const uint32_t* slots, cons
     }
     finish_stream_copies();
   });
+}
+
+size_t read_missing(const MissingLists& lists, Cold policy, size_t width, float* out, int64_t* places, uint32_t* late) {
+  const size_t features = lists.tables.size();
+  std::vector<size_t> begins(features + 1, 0);
+  for (size_t f = 0; f < features; ++f) begins[f + 1] = begins[f] + static_cast<size_t>(lists.counts[f]);
+  struct Piece {
+    size_t feature, from, to;  // of the feature's list
+  };
+  std::vector<Piece> pieces;
+  for (size_t f = 0; f < features; ++f)
+    for (size_t at = 0, count = begins[f + 1] - begins[f]; at < count; at += kRowsPerTask)
+      pieces.push_back({f, at, std::min(count, at + kRowsPerTask)});
+  auto work = [&](int p) {
+    const auto [f, from, to] = pieces[p];
+    const Table& table = *lists.tables[f];
+    const int32_t* examples = lists.examples + f * lists.room;
+    std::array<uint8_t, kRowsPerTask> waits{};
+    const size_t some = table.read_warm(lists.keys + f * lists.room + from, nullptr, to - from, policy,
+                                        out + (begins[f] + from) * static_cast<size_t>(table.dim()), waits.data());
+    for (size_t i = from; i < to; ++i) {
+      places[begins[f] + i] = static_cast<int64_t>(examples[i] * width + static_cast<size_t>(lists.columns[f]));
+      if (some && waits[i - from]) std::atomic_ref(late[examples[i]]).fetch_add(1, std::memory_order_relaxed);
+    }
+  };
+  if (begins[features] <= kFewRows)  // waking the others takes longer
+    for (size_t p = 0; p < pieces.size(); ++p) work(static_cast<int>(p));
+  else
+    Pool::shared().run(static_cast<int>(pieces.size()), work);
+  return begins[features];
 }
 
 void Table::unhold(const uint32_t* slots, size_t count) {

@@ -33,4 +33,18 @@ void copy_rows(const std::vector<TablePart>& parts, const uint32_t* slots, size_
 void lower_rows(const std::vector<TablePart>& parts, const uint32_t* slots, const uint32_t* steps,
                 const uint32_t* counts, uint32_t clean, size_t begin, size_t end, const float* rows, size_t stride);
 
+// Keys that a device's cache lacks, one list a feature: `counts[f]` keys of tables[f] at keys[f * room], and the
+// examples they are of. Their values come out as floats, `dim` of each, one behind another in the order of the lists,
+// those on SSD alone by the policy (`late` counts them for each example); places[i] is where row i begins in a matrix
+// whose rows are `width` long and whose column columns[f] is feature f's first. Returns how many there are.
+struct MissingLists {
+  std::vector<const Table*> tables;
+  const int32_t* columns;
+  const int32_t* counts;
+  const int64_t* keys;
+  const int32_t* examples;
+  size_t room;
+};
+size_t read_missing(const MissingLists& lists, Cold policy, size_t width, float* out, int64_t* places, uint32_t* late);
+
 }  // namespace hotrow

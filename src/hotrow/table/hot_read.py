@@ -1,0 +1,345 @@
+"""A server's way to rows in HBM: lanes read, one filler writes, and a gate orders the two on the device.
+
+    a lane   keys → one captured launch: rows that are here into the pooled matrix, a list of the others (kernels/read)
+             → the core reads those below, by the request's policy → one more launch puts them into their places
+    filler   keys that lanes missed, in rounds: their rows come up and take the slots of the coldest
+
+A miss never waits for the cache: it is answered from below, and the row comes up later, behind everybody's back, so a
+lane's time has no queue in it but the device's. A round of the filler changes slots between two launches of the
+lanes: it holds the gate for as long as it takes to ask for that (the device waits, not the host). So a lane sees rows
+whole, and the same values as below whatever is here.
+
+This is for tables that are only read, with pooled features of one id each (`takes`): nearly all requests of ranking
+models. Other batches go by HotPlan.read, which copies what is missing and leaves the cache as it is. The two must not
+run beside each other; `LaneReader.alone` is the gate for those too.
+
+A LaneReader belongs to its lane's thread. Any thread may offer keys to the filler; it takes what it has room for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotrow import _core
+from hotrow.batch import KeyedBatch
+from hotrow.kernels import move
+from hotrow.kernels.find import find
+from hotrow.kernels.insert import choose_in_order, place
+from hotrow.kernels.read import Lists, put, read
+from hotrow.kernels.touch import first_score
+from hotrow.table.hot import Group, HotRows, on, to_device, to_host
+from hotrow.table.lookup import Layout
+from hotrow.tiers.host import LATE, HostLift
+
+HALF_LIFE = 4096.0  # rounds of the filler
+ROUND_KEYS, BACKLOG = 1 << 15, 1 << 18  # keys the filler takes at a time, and has waiting at most
+PAUSE = 0.002  # seconds between two rounds
+
+
+class Gate:
+    """Lanes ask the device for reads together; the filler asks for its writes alone, after all reads before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.Lock()
+        self._reads: dict[int, Any] = {}  # the last read of each lane
+        self._written: Any = None
+
+    @contextmanager
+    def reading(self, lane: int) -> Iterator[None]:
+        """Inside it, what is asked of this stream reads the cache."""
+        with self.lock:
+            if self._written is not None:
+                self._written.wait()
+            yield
+            if self.device.type == "cuda":
+                self._reads[lane] = torch.cuda.current_stream(self.device).record_event()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside it, what is asked of this stream changes the cache."""
+        with self.lock:
+            for event in self._reads.values():
+                event.wait()
+            yield
+            if self.device.type == "cuda":
+                self._written = torch.cuda.current_stream(self.device).record_event()
+
+
+class HotReader:
+    """The cache of a collection that is served: what its lanes share."""
+
+    def __init__(self, layout: Layout, hot: HotRows) -> None:
+        self.layout, self.hot, self.device = layout, hot, hot.device
+        self.gate = Gate(hot.device)
+        self.clock = torch.tensor([1, 0], dtype=torch.int32, device=hot.device)
+        self.single = [place for place in layout.places if place.pooled]
+        self.groups = [GroupFeatures(group, layout, hot.device) for group in hot.groups]
+        for group in hot.groups:
+            group.tier.half_life = HALF_LIFE
+        self.filler = Filler(self)
+        self.lanes = 0
+
+    def takes(self, batch: KeyedBatch) -> bool:
+        """Whether a batch has one id for each example of every feature, and no sequences."""
+        return len(self.single) == len(self.layout.places) and all(
+            place.feature in batch.ids
+            and batch.ids[place.feature].offsets is None
+            and batch.ids[place.feature].weights is None
+            for place in self.single
+        )
+
+    def lane(self, room: int) -> LaneReader:
+        """A lane's reader, for up to so many examples."""
+        self.lanes += 1
+        return LaneReader(self, room, self.lanes)
+
+    def close(self) -> None:
+        """End the filler."""
+        self.filler.close()
+
+
+class GroupFeatures:
+    """The features of one group of tables: which table of the group, and which column, each has."""
+
+    def __init__(self, group: Group, layout: Layout, device: torch.device) -> None:
+        self.group = group
+        stores = [id(store) for store in group.stores]
+        places = [place for place in layout.places if id(place.table.store) in stores and place.pooled]
+        self.names = [place.feature for place in places]
+        self.tables = [stores.index(id(place.table.store)) for place in places]
+        self.cores = [place.table.store.core for place in places]
+        self.columns = torch.tensor([place.begin for place in places], dtype=torch.int32)
+        self.on_device = (
+            torch.tensor(self.tables, dtype=torch.int32, device=device),
+            self.columns.to(device),
+        )
+
+
+class LaneReader:
+    """Static buffers of one lane and one room: keys in, the pooled matrix out."""
+
+    def __init__(self, reader: HotReader, room: int, lane: int) -> None:
+        self.reader, self.room, self.number = reader, room, lane
+        device = reader.device
+        pinned = device.type == "cuda"
+        features = sum(len(part.names) for part in reader.groups)
+        self.keys = torch.zeros(features, room, dtype=torch.int64, pin_memory=pinned)
+        self.examples = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
+        self._keys = torch.zeros_like(self.keys, device=device)
+        self._examples = torch.zeros_like(self.examples, device=device)
+        self.out = torch.zeros(room, reader.layout.width, dtype=torch.float32, device=device)
+        self.lists = [Lists(len(part.names), room, pinned) for part in reader.groups]
+        self.late = np.zeros(room, dtype=np.uint32)
+        self._rows = self._empty(1024)
+        self._graph: Any = None
+        self._done = torch.cuda.Event() if pinned else None
+
+    def find(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, int]:
+        """The pooled matrix [examples, width], on the current stream, and how many ids were answered by the policy
+        (`late` has them by example). It is this reader's: valid until the next call. Requires: `reader.takes(batch)`.
+        """
+        count = batch.size
+        names = [name for part in self.reader.groups for name in part.names]
+        torch.stack([batch.ids[name].values for name in names], out=self.keys[:, :count])
+        self.examples[0] = count
+        for lists in self.lists:
+            lists.numbers.zero_()
+        with self.reader.gate.reading(self.number):
+            self._ask()
+        if self._done is not None:
+            self._done.record()
+            self._done.synchronize()
+        self.late[:count] = 0
+        missing = sum([self._fill_in(part, lists, policy) for part, lists in zip(self.reader.groups, self.lists)])
+        self.misses, self.ids = missing, count * len(names)
+        return self.out[:count], int(self.late[:count].sum()) if policy != "wait" else 0
+
+    def capture(self) -> None:
+        """Have the device remember what a lookup asks of it, so that one call asks for all. On the lane's stream."""
+        if self._done is None or self._graph is not None:
+            return
+        self.examples[0] = 0
+        with self.reader.gate.reading(self.number):
+            self._launch()
+            torch.cuda.current_stream().synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                self._launch()
+            self._graph = graph
+
+    def _ask(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._launch()
+
+    def _launch(self) -> None:
+        self._keys.copy_(self.keys, non_blocking=True)
+        self._examples.copy_(self.examples, non_blocking=True)
+        at = 0
+        for part, lists in zip(self.reader.groups, self.lists, strict=True):
+            tier = part.group.tier
+            keys = self._keys[at : at + len(part.names)]
+            at += len(part.names)
+            read(
+                tier.index, tier.rows, tier.layout, keys, part.on_device, self._examples, self.reader.clock, lists,
+                self.out, tier.policy,
+            )  # fmt: skip
+
+    def _fill_in(self, part: GroupFeatures, lists: Lists, policy: str) -> int:
+        """Rows that were not in HBM, read below and put into their places."""
+        numbers = lists.numbers.numpy()
+        total = int(numbers.sum())
+        if total == 0:
+            return 0
+        layout = part.group.tier.layout
+        if self._rows[1].numel() < total or self._rows[0].numel() < total * layout.dim:
+            self._rows = self._empty(2 * total, layout.dim)
+        rows, places = self._rows
+        _core.read_missing(
+            part.cores, part.columns.data_ptr(), lists.numbers.data_ptr(), lists.keys.data_ptr(),
+            lists.examples.data_ptr(), self.room, LATE[policy], self.out.stride(0), rows.data_ptr(), places.data_ptr(),
+            self.late.ctypes.data,
+        )  # fmt: skip
+        put(self.out, rows, places, total, layout)
+        self.reader.filler.offer(part, numbers, lists.keys.numpy(), total)
+        return total
+
+    def _empty(self, count: int, dim: int = 1) -> tuple[Tensor, Tensor]:
+        pinned = self.reader.device.type == "cuda"
+        rows = torch.empty(count * dim, dtype=torch.float32, pin_memory=pinned)
+        return rows, torch.empty(count, dtype=torch.int64, pin_memory=pinned)
+
+
+class Filler:
+    """Brings rows up that lanes missed, in rounds, on a thread of its own."""
+
+    def __init__(self, reader: HotReader) -> None:
+        self.reader = reader
+        self.tick = 1
+        self.brought = self.rounds = 0
+        self._waiting: dict[int, list[tuple[int, Any]]] = {}
+        self._keys = 0
+        self._lock = threading.Lock()
+        self._wake, self._stop = threading.Event(), False
+        self.stream = torch.cuda.Stream(reader.device) if reader.device.type == "cuda" else None
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="hotrow fill", daemon=True)
+        if self.stream is not None:  # the interpreter, which stands in for a GPU, has one thread: call `round`
+            self._thread.start()
+
+    def offer(self, part: GroupFeatures, numbers: Any, keys: Any, total: int) -> None:
+        """Keys that were missed, `numbers[f]` of feature f at keys[f]. Copied, or passed over when there are too many."""
+        if self._keys + total > BACKLOG:
+            return
+        found = [(part.tables[f], keys[f, :n].copy()) for f, n in enumerate(numbers.tolist()) if n]
+        with self._lock:
+            self._waiting.setdefault(self.reader.groups.index(part), []).extend(found)
+            self._keys += total
+        self._wake.set()
+
+    def round(self) -> int:
+        """Bring up what waits; returns how many rows came."""
+        with self._lock:
+            waiting, self._waiting, self._keys = self._waiting, {}, 0
+        came = sum([self._bring(self.reader.groups[g].group, lists) for g, lists in waiting.items()])
+        self.brought += came
+        self.rounds += 1
+        return came
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        with on(self.stream):
+            while not self._stop:
+                self._wake.wait()
+                self._wake.clear()
+                try:
+                    if not self._stop:
+                        self.round()
+                except BaseException as error:  # the cache stays as it is; lanes read below
+                    self.error = error
+                    return
+                time.sleep(PAUSE)
+
+    def _bring(self, group: Group, lists: Sequence[tuple[int, Any]]) -> int:
+        tables, keys = _unique(lists, len(group.stores))
+        keys, tables = keys[:ROUND_KEYS], tables[:ROUND_KEYS]
+        device, tier = group.tier.device, group.tier
+        bounds = np.searchsorted(tables, np.arange(len(group.stores) + 1)).astype(np.int32)
+        slots = find(tier.index, _up(keys, device), _up(bounds, device))
+        absent = to_host(slots).numpy() < 0
+        keys, tables, rows = self._rows(group, keys[absent], tables[absent])
+        if keys.size == 0:
+            return 0
+        on_keys, on_tables, incoming = _up(keys, device), _up(tables, device), to_device(rows, device)
+        self.tick += 1
+        score = first_score(self.tick, tier.policy, tier.half_life)
+        clock = _up(np.array([self.tick, np.float32(score).view(np.int32)], dtype=np.int32), device)
+        with self.reader.gate.writing():
+            chosen = choose_in_order(tier.index, on_keys, on_tables, None, self.tick, tier.policy).slots
+            place(tier.index, on_keys, chosen, None, self.tick, score)
+            move.deliver(tier.source(), chosen, group.width, incoming)
+            self.reader.clock.copy_(clock)
+        return int(keys.size)
+
+    def _rows(self, group: Group, keys: Any, tables: Any) -> tuple[Any, Any, Tensor]:
+        """The rows of those keys that have one in DRAM, as they lie there. One on SSD alone stays there."""
+        bounds = [int(at) for at in np.searchsorted(tables, np.arange(len(group.stores) + 1))]
+        pinned = group.tier.device.type == "cuda"
+        rows = torch.empty(keys.size, group.width, dtype=torch.float32, pin_memory=pinned)
+        if not group.stays:
+            return self._rows_beside_ssd(group, keys, tables, rows, bounds)
+        places = HostLift(pinned).nowhere(group.stores, bounds, int(keys.size))
+        places.seek(torch.from_numpy(keys), 0, int(keys.size), rows)
+        there = places.slots.numpy() >= 0
+        if there.all():
+            return keys, tables, rows
+        return keys[there], tables[there], rows[torch.from_numpy(there)]
+
+    @staticmethod
+    def _rows_beside_ssd(
+        group: Group, keys: Any, tables: Any, rows: Tensor, bounds: Sequence[int]
+    ) -> tuple[Any, Any, Tensor]:
+        """The same where rows move between DRAM and SSD meanwhile: values are read, so int8 rows do not come at all."""
+        layout = group.tier.layout
+        there = np.full(keys.size, layout.dtype != "int8")
+        for store, begin, end in zip(group.stores, bounds, bounds[1:], strict=False):
+            if begin < end and layout.dtype != "int8":
+                values, late = store.read_late(torch.from_numpy(keys[begin:end]), "initial")
+                layout.values(rows[begin:end])[:] = values
+                there[begin:end] = ~late.numpy()
+        return keys[there], tables[there], rows[torch.from_numpy(there)]
+
+
+def _unique(lists: Sequence[tuple[int, Any]], tables: int) -> tuple[Any, Any]:
+    """Each table's keys without duplicates, in table order: tables int32, keys int64."""
+    found_tables, found_keys = [], []
+    for table in range(tables):
+        parts = [keys for number, keys in lists if number == table]
+        if parts:
+            keys = np.unique(np.concatenate(parts))
+            found_keys.append(keys)
+            found_tables.append(np.full(keys.size, table, dtype=np.int32))
+    if not found_keys:
+        return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
+    return np.concatenate(found_tables), np.concatenate(found_keys)
+
+
+def _up(array: Any, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return to_device(tensor.pin_memory() if device.type == "cuda" else tensor, device)
