@@ -59,7 +59,8 @@ void bind_device(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>& pla
   m.def(
       "read_missing",
       [](const std::vector<std::shared_ptr<Table>>& tables, Address columns, Address counts, Address keys,
-         Address examples, size_t room, int policy, size_t width, Address out, Address places, Address late) {
+         Address examples, size_t room, int policy, size_t width, Address out, Address places, Address flat,
+         Address late) {
         MissingLists lists{{},
                            at<const int32_t>(columns),
                            at<const int32_t>(counts),
@@ -69,7 +70,7 @@ void bind_device(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>& pla
         for (const auto& table : tables) lists.tables.push_back(table.get());
         nb::gil_scoped_release release;
         return read_missing(lists, static_cast<Cold>(policy), width, at<float>(out), at<int64_t>(places),
-                            at<uint32_t>(late));
+                            at<int64_t>(flat), at<uint32_t>(late));
       },
       "Values of keys that a device's cache lacks, and where they belong; returns how many.");
 

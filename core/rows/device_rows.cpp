@@ -105,7 +105,8 @@ void lower_rows(const std::vector<TablePart>& parts, const uint32_t* slots, cons
   });
 }
 
-size_t read_missing(const MissingLists& lists, Cold policy, size_t width, float* out, int64_t* places, uint32_t* late) {
+size_t read_missing(const MissingLists& lists, Cold policy, size_t width, float* out, int64_t* places, int64_t* keys,
+                    uint32_t* late) {
   const size_t features = lists.tables.size();
   std::vector<size_t> begins(features + 1, 0);
   for (size_t f = 0; f < features; ++f) begins[f + 1] = begins[f] + static_cast<size_t>(lists.counts[f]);
@@ -124,6 +125,7 @@ size_t read_missing(const MissingLists& lists, Cold policy, size_t width, float*
     const size_t some = table.read_warm(lists.keys + f * lists.room + from, nullptr, to - from, policy,
                                         out + (begins[f] + from) * static_cast<size_t>(table.dim()), waits.data());
     for (size_t i = from; i < to; ++i) {
+      keys[begins[f] + i] = lists.keys[f * lists.room + i];
       places[begins[f] + i] = static_cast<int64_t>(examples[i] * width + static_cast<size_t>(lists.columns[f]));
       if (some && waits[i - from]) std::atomic_ref(late[examples[i]]).fetch_add(1, std::memory_order_relaxed);
     }

@@ -45,6 +45,7 @@ struct MissingLists {
   const int32_t* examples;
   size_t room;
 };
-size_t read_missing(const MissingLists& lists, Cold policy, size_t width, float* out, int64_t* places, uint32_t* late);
+size_t read_missing(const MissingLists& lists, Cold policy, size_t width, float* out, int64_t* places, int64_t* keys,
+                    uint32_t* late);
 
 }  // namespace hotrow

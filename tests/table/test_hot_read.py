@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +50,13 @@ def batch(generator: np.random.Generator, examples: int) -> KeyedBatch:
 def expected(embeddings: EmbeddingCollection, batch: KeyedBatch) -> torch.Tensor:
     parts = [rows.store.read(batch.ids[f].values)[0] for rows in embeddings.tables for f in rows.table.poolings]
     return torch.cat(parts, dim=1)
+
+
+@pytest.fixture(autouse=True)
+def lane_stream(device: str) -> Iterator[None]:
+    """Lanes have streams of their own; the default one cannot be captured."""
+    with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():
+        yield
 
 
 @pytest.mark.parametrize("below", ["dram", "ssd"])

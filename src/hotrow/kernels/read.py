@@ -24,6 +24,7 @@ from hotrow.kernels.find import way_of
 from hotrow.kernels.launch import cdiv, fast, power_of_2
 from hotrow.kernels.layout import RowLayout, read_values
 from hotrow.kernels.mixing import half_of, hash_key, set_of
+from hotrow.kernels.move import tell
 from hotrow.kernels.sets import SetIndex, check
 from hotrow.kernels.touch import warmed
 
@@ -31,7 +32,7 @@ ELEMENTS, WARPS = 4096, 4
 
 
 @fast
-@triton.jit(do_not_specialize=["room", "numbers", "list_keys", "list_examples"])
+@triton.jit(do_not_specialize=["room", "list_keys", "list_examples"])
 def _read_kernel(
     index_keys, held, first, count, rows, keys, tables, columns, examples, clock, out, room, numbers, list_keys,
     list_examples, DIM: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, STATE: tl.constexpr,
@@ -65,9 +66,7 @@ def _read_kernel(
     absent = real & (slot < 0)
     if tl.max(absent.to(tl.int32), axis=0) > 0:
         rank = tl.cumsum(absent.to(tl.int32), axis=0)
-        number = numbers.to(tl.pointer_type(tl.int32)) + feature
-        at = tl.atomic_add(number, tl.max(rank, axis=0), sem="relaxed", scope="sys") + rank - 1
-        at = feature * room + at
+        at = feature * room + tl.atomic_add(numbers + feature, tl.max(rank, axis=0), sem="relaxed") + rank - 1
         tl.store(list_keys.to(tl.pointer_type(tl.int64)) + at, key, mask=absent)
         tl.store(list_examples.to(tl.pointer_type(tl.int32)) + at, example, mask=absent)
 
@@ -87,9 +86,14 @@ def _put_kernel(
 
 
 class Lists:
-    """What a lookup did not find, feature by feature, in memory that the host and the device read."""
+    """What a lookup did not find, feature by feature, in memory that the host and the device read.
 
-    def __init__(self, features: int, room: int, pinned: bool) -> None:
+    It is counted on the device (an atomic addition in host memory takes a microsecond, one after another), and told.
+    """
+
+    def __init__(self, features: int, room: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.counted = torch.zeros(features, dtype=torch.int32, device=device)
         self.numbers = torch.zeros(features, dtype=torch.int32, pin_memory=pinned)
         self.keys = torch.empty(features, room, dtype=torch.int64, pin_memory=pinned)
         self.examples = torch.empty(features, room, dtype=torch.int32, pin_memory=pinned)
@@ -109,7 +113,7 @@ def read(
 ) -> None:
     """Rows of keys [features, room] into out [room, width], float32; zeros where absent, which go to the lists.
 
-    `features` are int32: each one's table, and its first column in `out`. Requires: the lists' numbers are 0 before.
+    `features` are int32: each one's table, and its first column in `out`.
     """
     count, room = keys.shape
     check("keys", keys.view(-1), torch.int64, count * room, index.device)
@@ -117,12 +121,14 @@ def read(
         check(name, tensor, torch.int32, count, index.device)
     check("clock", clock, torch.int32, 2, index.device)
     block = max(1, min(64, ELEMENTS // layout.block))
+    lists.counted.zero_()
     _read_kernel[(count * cdiv(room, block),)](
         index.keys, index.held, index.first, index.count, rows, keys, *features, examples, clock, out, room,
-        lists.numbers.data_ptr(), lists.keys.data_ptr(), lists.examples.data_ptr(),
+        lists.counted, lists.keys.data_ptr(), lists.examples.data_ptr(),
         DIM=layout.dim, BLOCK=layout.block, STRIDE=layout.stride, STATE=layout.state_offset, TYPE=layout.type,
         OUT_STRIDE=out.stride(0), LFU=policy == "lfu", R=power_of_2(block), num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
+    tell(lists.counted, lists.numbers)
 
 
 def put(out: Tensor, rows: Tensor, places: Tensor, count: int, layout: RowLayout) -> None:

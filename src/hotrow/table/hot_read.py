@@ -40,8 +40,8 @@ from hotrow.table.lookup import Layout
 from hotrow.tiers.host import LATE, HostLift
 
 HALF_LIFE = 4096.0  # rounds of the filler
-ROUND_KEYS, BACKLOG = 1 << 15, 1 << 18  # keys the filler takes at a time, and has waiting at most
-PAUSE = 0.002  # seconds between two rounds
+FIRST_KEYS, ROUND_KEYS = 1 << 15, 1 << 11  # keys of a round while there are empty slots, and afterwards
+PAUSE, DUTY = 0.005, 4  # seconds between two rounds, at least, and so many times as long as the last one took
 
 
 class Gate:
@@ -137,8 +137,11 @@ class LaneReader:
         self._keys = torch.zeros_like(self.keys, device=device)
         self._examples = torch.zeros_like(self.examples, device=device)
         self.out = torch.zeros(room, reader.layout.width, dtype=torch.float32, device=device)
-        self.lists = [Lists(len(part.names), room, pinned) for part in reader.groups]
+        self.lists = [Lists(len(part.names), room, device) for part in reader.groups]
         self.late = np.zeros(room, dtype=np.uint32)
+        self._names = [name for part in reader.groups for name in part.names]
+        self._examples_in = self.examples.numpy()
+        self._numbers = [lists.numbers.numpy() for lists in self.lists]
         self._rows = self._empty(1024)
         self._graph: Any = None
         self._done = torch.cuda.Event() if pinned else None
@@ -148,20 +151,18 @@ class LaneReader:
         (`late` has them by example). It is this reader's: valid until the next call. Requires: `reader.takes(batch)`.
         """
         count = batch.size
-        names = [name for part in self.reader.groups for name in part.names]
-        torch.stack([batch.ids[name].values for name in names], out=self.keys[:, :count])
-        self.examples[0] = count
-        for lists in self.lists:
-            lists.numbers.zero_()
+        torch.stack([batch.ids[name].values for name in self._names], out=self.keys[:, :count])
+        self._examples_in[0] = count
         with self.reader.gate.reading(self.number):
             self._ask()
         if self._done is not None:
             self._done.record()
             self._done.synchronize()
         self.late[:count] = 0
-        missing = sum([self._fill_in(part, lists, policy) for part, lists in zip(self.reader.groups, self.lists)])
-        self.misses, self.ids = missing, count * len(names)
-        return self.out[:count], int(self.late[:count].sum()) if policy != "wait" else 0
+        parts = zip(self.reader.groups, self.lists, self._numbers, strict=True)
+        self.misses = sum([self._fill_in(*part, policy) for part in parts])
+        self.ids = count * len(self._names)
+        return self.out[:count], int(self.late[:count].sum()) if policy != "wait" and self.misses else 0
 
     def capture(self) -> None:
         """Have the device remember what a lookup asks of it, so that one call asks for all. On the lane's stream."""
@@ -195,29 +196,28 @@ class LaneReader:
                 self.out, tier.policy,
             )  # fmt: skip
 
-    def _fill_in(self, part: GroupFeatures, lists: Lists, policy: str) -> int:
+    def _fill_in(self, part: GroupFeatures, lists: Lists, numbers: Any, policy: str) -> int:
         """Rows that were not in HBM, read below and put into their places."""
-        numbers = lists.numbers.numpy()
         total = int(numbers.sum())
         if total == 0:
             return 0
         layout = part.group.tier.layout
         if self._rows[1].numel() < total or self._rows[0].numel() < total * layout.dim:
             self._rows = self._empty(2 * total, layout.dim)
-        rows, places = self._rows
+        rows, places, keys = self._rows
         _core.read_missing(
             part.cores, part.columns.data_ptr(), lists.numbers.data_ptr(), lists.keys.data_ptr(),
             lists.examples.data_ptr(), self.room, LATE[policy], self.out.stride(0), rows.data_ptr(), places.data_ptr(),
-            self.late.ctypes.data,
+            keys.ctypes.data, self.late.ctypes.data,
         )  # fmt: skip
         put(self.out, rows, places, total, layout)
-        self.reader.filler.offer(part, numbers, lists.keys.numpy(), total)
+        self.reader.filler.offer(part, numbers, keys[:total])
         return total
 
-    def _empty(self, count: int, dim: int = 1) -> tuple[Tensor, Tensor]:
+    def _empty(self, count: int, dim: int = 1) -> tuple[Tensor, Tensor, Any]:
         pinned = self.reader.device.type == "cuda"
         rows = torch.empty(count * dim, dtype=torch.float32, pin_memory=pinned)
-        return rows, torch.empty(count, dtype=torch.int64, pin_memory=pinned)
+        return rows, torch.empty(count, dtype=torch.int64, pin_memory=pinned), np.empty(count, dtype=np.int64)
 
 
 class Filler:
@@ -227,7 +227,7 @@ class Filler:
         self.reader = reader
         self.tick = 1
         self.brought = self.rounds = 0
-        self._waiting: dict[int, list[tuple[int, Any]]] = {}
+        self._waiting: dict[int, list[tuple[Any, Any]]] = {}
         self._keys = 0
         self._lock = threading.Lock()
         self._wake, self._stop = threading.Event(), False
@@ -237,14 +237,22 @@ class Filler:
         if self.stream is not None:  # the interpreter, which stands in for a GPU, has one thread: call `round`
             self._thread.start()
 
-    def offer(self, part: GroupFeatures, numbers: Any, keys: Any, total: int) -> None:
-        """Keys that were missed, `numbers[f]` of feature f at keys[f]. Copied, or passed over when there are too many."""
-        if self._keys + total > BACKLOG:
+    @property
+    def most(self) -> int:
+        """Keys of a round. With all slots taken, a sample of what is missed will do: what is hot is missed again."""
+        empty = self.brought < sum(part.group.tier.capacity for part in self.reader.groups)
+        return FIRST_KEYS if empty else ROUND_KEYS
+
+    def offer(self, part: GroupFeatures, numbers: Any, keys: Any) -> None:
+        """Keys that were missed, `numbers[f]` of feature f, one behind another. Those there is room for are copied."""
+        room = self.most - self._keys
+        if room <= 0:
             return
-        found = [(part.tables[f], keys[f, :n].copy()) for f, n in enumerate(numbers.tolist()) if n]
+        every = -(-keys.size // room)
+        tables = np.repeat(part.tables, numbers)[::every]
         with self._lock:
-            self._waiting.setdefault(self.reader.groups.index(part), []).extend(found)
-            self._keys += total
+            self._waiting.setdefault(self.reader.groups.index(part), []).append((tables, keys[::every].copy()))
+            self._keys += tables.size
         self._wake.set()
 
     def round(self) -> int:
@@ -268,17 +276,17 @@ class Filler:
             while not self._stop:
                 self._wake.wait()
                 self._wake.clear()
+                begin = time.monotonic()
                 try:
                     if not self._stop:
                         self.round()
                 except BaseException as error:  # the cache stays as it is; lanes read below
                     self.error = error
                     return
-                time.sleep(PAUSE)
+                time.sleep(max(PAUSE, DUTY * (time.monotonic() - begin)))
 
-    def _bring(self, group: Group, lists: Sequence[tuple[int, Any]]) -> int:
-        tables, keys = _unique(lists, len(group.stores))
-        keys, tables = keys[:ROUND_KEYS], tables[:ROUND_KEYS]
+    def _bring(self, group: Group, lists: Sequence[tuple[Any, Any]]) -> int:
+        tables, keys = _unique(lists)
         device, tier = group.tier.device, group.tier
         bounds = np.searchsorted(tables, np.arange(len(group.stores) + 1)).astype(np.int32)
         slots = find(tier.index, _up(keys, device), _up(bounds, device))
@@ -326,18 +334,14 @@ class Filler:
         return keys[there], tables[there], rows[torch.from_numpy(there)]
 
 
-def _unique(lists: Sequence[tuple[int, Any]], tables: int) -> tuple[Any, Any]:
-    """Each table's keys without duplicates, in table order: tables int32, keys int64."""
-    found_tables, found_keys = [], []
-    for table in range(tables):
-        parts = [keys for number, keys in lists if number == table]
-        if parts:
-            keys = np.unique(np.concatenate(parts))
-            found_keys.append(keys)
-            found_tables.append(np.full(keys.size, table, dtype=np.int32))
-    if not found_keys:
-        return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
-    return np.concatenate(found_tables), np.concatenate(found_keys)
+def _unique(lists: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Keys of tables without duplicates, in table order: tables int32, keys int64."""
+    tables, keys = (np.concatenate(parts) for parts in zip(*lists, strict=True))
+    order = np.lexsort((keys, tables))
+    tables, keys = tables[order].astype(np.int32), keys[order]
+    first = np.ones(keys.size, dtype=bool)
+    first[1:] = (keys[1:] != keys[:-1]) | (tables[1:] != tables[:-1])
+    return tables[first], keys[first]
 
 
 def _up(array: Any, device: torch.device) -> Tensor:
