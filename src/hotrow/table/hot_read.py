@@ -41,7 +41,8 @@ from hotrow.tiers.host import LATE, HostLift
 
 HALF_LIFE = 4096.0  # rounds of the filler
 FIRST_KEYS, ROUND_KEYS = 1 << 15, 1 << 11  # keys of a round while there are empty slots, and afterwards
-PAUSE, DUTY = 0.005, 4  # seconds between two rounds, at least, and so many times as long as the last one took
+PAUSE, DUTY, LONGEST = 0.005, 4, 0.1  # seconds between two rounds: at least, times the last one's own, at most
+PIECE_KEYS = 1 << 14  # missing rows that are put into their places while the next are read
 
 
 class Gate:
@@ -205,12 +206,16 @@ class LaneReader:
         if self._rows[1].numel() < total or self._rows[0].numel() < total * layout.dim:
             self._rows = self._empty(2 * total, layout.dim)
         rows, places, keys = self._rows
-        _core.read_missing(
-            part.cores, part.columns.data_ptr(), lists.numbers.data_ptr(), lists.keys.data_ptr(),
-            lists.examples.data_ptr(), self.room, LATE[policy], self.out.stride(0), rows.data_ptr(), places.data_ptr(),
-            keys.ctypes.data, self.late.ctypes.data,
-        )  # fmt: skip
-        put(self.out, rows, places, total, layout)
+        done = 0
+        for begin, end, count in _pieces(numbers, total):  # one is put into its places while the next is read
+            _core.read_missing(
+                part.cores[begin:end], part.columns.data_ptr() + 4 * begin, lists.numbers.data_ptr() + 4 * begin,
+                lists.keys.data_ptr() + 8 * begin * self.room, lists.examples.data_ptr() + 4 * begin * self.room,
+                self.room, LATE[policy], self.out.stride(0), rows.data_ptr() + 4 * done * layout.dim,
+                places.data_ptr() + 8 * done, keys.ctypes.data + 8 * done, self.late.ctypes.data,
+            )  # fmt: skip
+            put(self.out, rows[done * layout.dim :], places[done:], count, layout)
+            done += count
         self.reader.filler.offer(part, numbers, keys[:total])
         return total
 
@@ -283,7 +288,7 @@ class Filler:
                 except BaseException as error:  # the cache stays as it is; lanes read below
                     self.error = error
                     return
-                time.sleep(max(PAUSE, DUTY * (time.monotonic() - begin)))
+                time.sleep(min(LONGEST, max(PAUSE, DUTY * (time.monotonic() - begin))))
 
     def _bring(self, group: Group, lists: Sequence[tuple[Any, Any]]) -> int:
         tables, keys = _unique(lists)
@@ -332,6 +337,20 @@ class Filler:
                 layout.values(rows[begin:end])[:] = values
                 there[begin:end] = ~late.numpy()
         return keys[there], tables[there], rows[torch.from_numpy(there)]
+
+
+def _pieces(numbers: Any, total: int) -> list[tuple[int, int, int]]:
+    """Features from one to another, and how many keys they miss: all at once where they are few.
+
+    >>> _pieces(np.array([3, 4]), 7)
+    [(0, 2, 7)]
+    """
+    if total <= PIECE_KEYS:
+        return [(0, len(numbers), total)]
+    sums = np.concatenate(([0], np.cumsum(numbers)))
+    cuts = np.unique(np.searchsorted(sums, np.arange(0, total, PIECE_KEYS)).clip(0, len(numbers) - 1))
+    edges = [*cuts.tolist(), len(numbers)]
+    return [(a, b, int(sums[b] - sums[a])) for a, b in zip(edges, edges[1:], strict=False)]
 
 
 def _unique(lists: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
