@@ -117,6 +117,18 @@ void bind_store(nb::module_& m) {
           nb::arg("row"))
       .def_prop_ro("default_row", &Table::default_row)
       .def(
+          "read_raw",
+          [](const Table& table, Vector<const int64_t> keys, Rows<float> out, Vector<bool> found) {
+            require(out.shape(0) == keys.size() && static_cast<int>(out.shape(1)) == table.width() &&
+                        found.size() == keys.size(),
+                    "read_raw: out must be [keys, words of a row] and found [keys]");
+            nb::gil_scoped_release release;
+            table.read_raw(keys.data(), keys.size(), reinterpret_cast<uint32_t*>(out.data()), found.data());
+          },
+          nb::arg("keys").noconvert(), nb::arg("out").noconvert(), nb::arg("found").noconvert(),
+          "Rows of keys in DRAM as they are kept, for a GPU above.")
+      .def("check_trainable", [](const Table& table) { table.refuse_if_frozen("its rows cannot be trained"); })
+      .def(
           "cold",
           [](const Table& table, Vector<const int64_t> keys, Vector<bool> out) {
             require(out.size() == keys.size(), "cold: arrays differ in length");

@@ -103,6 +103,9 @@ class Table : public BudgetMember {
   // the policy, which is not kWait, and has late[i] set, which was 0. Returns how many.
   size_t read_warm(const int64_t* keys, const uint64_t* hashes, size_t count, Cold policy, float* out,
                    uint8_t* late) const;
+  // Rows as they are, width() words each, of keys that are in DRAM (found[i]); for a GPU above a frozen table. Beside
+  // any writer. Requires: a frozen table.
+  void read_raw(const int64_t* keys, size_t count, uint32_t* out, bool* found) const;
   // Whole rows with their metadata, by slot; for export. Requires: slots are live and no writer runs.
   void read_slots(const uint32_t* slots, size_t count, float* rows, int64_t* keys, uint64_t* counts,
                   uint32_t* last_steps) const;

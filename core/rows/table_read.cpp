@@ -72,6 +72,19 @@ size_t Table::read_chunk(const int64_t* keys, const uint64_t* hashes, size_t cou
   return 0;
 }
 
+void Table::read_raw(const int64_t* keys, size_t count, uint32_t* out, bool* found) const {
+  if (!options_.frozen) throw std::logic_error("read_raw: rows that are trained have their own way to a GPU");
+  for_chunks(keys, nullptr, count, [&](size_t begin, size_t end, const uint64_t* hashes) {
+    std::array<uint32_t, kChunk> slots;
+    auto* words = reinterpret_cast<float*>(out + begin * width_);  // copied as words, whatever they are
+    kernels().read({{view_, keys + begin, hashes, end - begin, slots.data()}, width_, words, RowType::kFloat});
+    for (size_t i = begin; i < end; ++i) {
+      found[i] = slots[i - begin] != kNoSlot;
+      if (found[i] && tier_ && tier_->evicts()) tier_->marks().warm_beside(slots[i - begin]);
+    }
+  });
+}
+
 size_t Table::cold(const int64_t* keys, size_t count, bool* cold) const {
   if (!tier_ || !tier_->evicts()) {
     if (cold) std::fill_n(cold, count, false);

@@ -31,8 +31,7 @@ from hotrow.kernels.layout import (
     matrices,
     matrix_rows,
     nothing,
-    read_values,
-    row_at,
+    read_slots,
     steps,
 )
 
@@ -45,8 +44,9 @@ LARGE = 16 << 20  # bytes of output that would push rows out of L2
 def _gather_kernel(
     rows, extra, slots, begins, offsets, scales, outputs, items, capacity,
     DIM: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, STATE: tl.constexpr, TYPE: tl.constexpr,
-    OUT: tl.constexpr, ALIGNED: tl.constexpr, HAS_EXTRA: tl.constexpr, POOLED: tl.constexpr, SCALED: tl.constexpr,
-    FEATURES: tl.constexpr, FEATURES_PADDED: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr, STORE: tl.constexpr,
+    OUT: tl.constexpr, ALIGNED: tl.constexpr, HAS_EXTRA: tl.constexpr, EXTRA_STRIDE: tl.constexpr,
+    POOLED: tl.constexpr, SCALED: tl.constexpr, FEATURES: tl.constexpr, FEATURES_PADDED: tl.constexpr,
+    R: tl.constexpr, AHEAD: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * R
     item = start + tl.arange(0, R)
@@ -58,12 +58,11 @@ def _gather_kernel(
         count = tl.load(offsets + item + 1, mask=real, other=0) - begin
         value = _pool(
             rows, extra, slots, scales, capacity, begin, count, column, wanted,
-            STRIDE, STATE, TYPE, HAS_EXTRA, SCALED, R, BLOCK, AHEAD,
+            STRIDE, STATE, TYPE, HAS_EXTRA, EXTRA_STRIDE, SCALED, R, BLOCK, AHEAD,
         )  # fmt: skip
     else:
         slot = tl.load(slots + item, mask=real, other=-1)
-        place = row_at(rows, extra, slot, capacity, STRIDE, HAS_EXTRA)
-        value = read_values(place, column, (slot >= 0)[:, None] & wanted[None, :], TYPE, STATE)
+        value = read_slots(rows, extra, slot, capacity, column, wanted, STRIDE, STATE, TYPE, HAS_EXTRA, EXTRA_STRIDE)
         if SCALED:
             value = value * tl.load(scales + item, mask=real, other=0.0)[:, None]
     value = value.to(OUT)
@@ -91,8 +90,8 @@ def _slots_ahead(slots, at, left, AHEAD: tl.constexpr):
 @triton.jit
 def _pool(
     rows, extra, slots, scales, capacity, begin, count, column, wanted,
-    STRIDE: tl.constexpr, STATE: tl.constexpr, TYPE: tl.constexpr, HAS_EXTRA: tl.constexpr, SCALED: tl.constexpr,
-    R: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    STRIDE: tl.constexpr, STATE: tl.constexpr, TYPE: tl.constexpr, HAS_EXTRA: tl.constexpr,
+    EXTRA_STRIDE: tl.constexpr, SCALED: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Sums of `count` positions from `begin` on, [R, BLOCK]."""
     none = nothing(R, BLOCK)
@@ -101,8 +100,9 @@ def _pool(
     for done in steps(0, tl.max(count, axis=0), AHEAD):
         values = ()
         for i in tl.static_range(AHEAD):
-            place = row_at(rows, extra, ahead[i], capacity, STRIDE, HAS_EXTRA)
-            value = read_values(place, column, (ahead[i] >= 0)[:, None] & wanted[None, :], TYPE, STATE)
+            value = read_slots(
+                rows, extra, ahead[i], capacity, column, wanted, STRIDE, STATE, TYPE, HAS_EXTRA, EXTRA_STRIDE
+            )
             if SCALED:
                 value = value * tl.load(scales + begin + done + i, mask=done + i < count, other=0.0)[:, None]
             values = values + (tl.where((done + i < count)[:, None], value, none),)  # noqa: RUF005
@@ -145,6 +145,7 @@ def gather(
         slots if items.offsets is None else items.offsets, slots if items.scales is None else items.scales, out.table,
         count, source.capacity, DIM=layout.dim, BLOCK=layout.block, STRIDE=layout.stride, STATE=layout.state_offset,
         TYPE=layout.type, OUT=TRITON[out.dtype], ALIGNED=out.aligned, HAS_EXTRA=source.extra is not None,
+        EXTRA_STRIDE=0 if source.extra_layout is None else source.extra_layout.stride,
         POOLED=items.offsets is not None, SCALED=items.scales is not None, FEATURES=features,
         FEATURES_PADDED=power_of_2(features), R=r, AHEAD=AHEAD,
         STORE=".cs" if past_cache else "", num_warps=warps, enable_fp_fusion=False,

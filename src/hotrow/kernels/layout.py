@@ -93,10 +93,15 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class Source:
-    """Rows [capacity, stride] of the cache, and the rows that found no room in it for this batch."""
+    """Rows [capacity, stride] of the cache, and the rows that found no room in it for this batch.
+
+    `extra_layout` is theirs where it is another: rows of a cache of fp16 or int8 may have fp32 ones beside them. Only
+    `gather` takes such a source.
+    """
 
     rows: Tensor
     extra: Tensor | None = None
+    extra_layout: RowLayout | None = None
 
     @property
     def capacity(self) -> int:
@@ -104,11 +109,12 @@ class Source:
 
     def check(self, layout: RowLayout) -> None:
         """Requires: float32 rows of the layout's stride, contiguous, on one device."""
-        for name, rows in (("rows", self.rows), ("extra", self.extra)):
+        beside = self.extra_layout or layout
+        for name, rows, stride in (("rows", self.rows, layout.stride), ("extra", self.extra, beside.stride)):
             if rows is None:
                 continue
-            if rows.dtype != torch.float32 or rows.dim() != 2 or rows.shape[1] != layout.stride:
-                raise BatchError(f"{name} is {rows.dtype} {list(rows.shape)}, it must be float32 [n, {layout.stride}]")
+            if rows.dtype != torch.float32 or rows.dim() != 2 or rows.shape[1] != stride:
+                raise BatchError(f"{name} is {rows.dtype} {list(rows.shape)}, it must be float32 [n, {stride}]")
             if not rows.is_contiguous() or rows.device != self.rows.device:
                 raise BatchError(f"{name} must be contiguous and on {self.rows.device}, it is on {rows.device}")
 
@@ -238,6 +244,22 @@ def read_values(place, column, mask, TYPE: tl.constexpr, STATE: tl.constexpr):
         bias = tl.load(place + STATE + 1, mask=some, other=0.0)
         value = value * scale[:, None] + bias[:, None]
     return value
+
+
+@triton.jit
+def read_slots(
+    rows, extra, slot, capacity, column, wanted, STRIDE: tl.constexpr, STATE: tl.constexpr, TYPE: tl.constexpr,
+    HAS_EXTRA: tl.constexpr, EXTRA_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Values of slots [R] as fp32 [R, D]; 0 where a slot is below 0. With EXTRA_STRIDE > 0, extra rows are fp32."""
+    here = (slot >= 0)[:, None] & wanted[None, :]
+    if EXTRA_STRIDE == 0:
+        return read_values(row_at(rows, extra, slot, capacity, STRIDE, HAS_EXTRA), column, here, TYPE, STATE)
+    aside = slot.to(tl.int64) - capacity
+    own = (aside >= 0)[:, None]
+    kept = read_values(rows + slot.to(tl.int64) * STRIDE, column, here & ~own, TYPE, STATE)
+    other = read_values(extra + aside * EXTRA_STRIDE, column, here & own, tl.float32, 0)
+    return tl.where(own, other, kept)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hotrow.batch import Jagged
-from hotrow.errors import GradientError
+from hotrow.errors import GradientError, OptionError
 from hotrow.kernels.dedup import BLOCK, WARPS, dedup, hash_kernel
 from hotrow.kernels.gather import gather
 from hotrow.kernels.launch import cdiv
@@ -77,8 +77,16 @@ class DeviceRankPlan(RankPlan):
         """Find the rows that others ask for; unseen keys get theirs."""
         self.owning.fetch(step)
 
-    def read(self) -> None:
+    late_ids = 0
+
+    def late_by_example(self, examples: int) -> Tensor:
+        """None: ranks wait for their rows."""
+        return torch.zeros(examples, dtype=torch.int32)
+
+    def read(self, late: str = "wait") -> None:
         """Find the rows that others ask for, without creating or counting anything."""
+        if late != "wait":
+            raise OptionError(f"late={late!r} over ranks: rows of other ranks are waited for; pass late='wait'")
         self.owning.read()
 
     def gather(self, outputs: Sequence[Tensor]) -> None:

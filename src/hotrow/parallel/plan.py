@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hotrow.batch import Jagged
-from hotrow.errors import GradientError
+from hotrow.errors import GradientError, OptionError
 from hotrow.parallel.exchange import Channel
 from hotrow.parallel.ranks import Ranks
 from hotrow.tiers.host import Block, HostPlan, HostStore, Moved, Summed, Update
@@ -100,8 +100,16 @@ class RankPlan:
         for part in self.parts:
             part.owning.fetch(step)
 
-    def read(self) -> None:
+    late_ids = 0
+
+    def late_by_example(self, examples: int) -> Tensor:
+        """None: ranks wait for their rows."""
+        return torch.zeros(examples, dtype=torch.int32)
+
+    def read(self, late: str = "wait") -> None:
         """Copy the rows that others ask for, without creating or counting anything."""
+        if late != "wait":
+            raise OptionError(f"late={late!r} over ranks: rows of other ranks are waited for; pass late='wait'")
         for part in self.parts:
             part.owning.read()
 

@@ -28,8 +28,8 @@ class Table:
     are in most batches, that spares sending them.
 
     `values` makes it a table that is only read, as a server has it: rows are values alone, of "fp32", "fp16" or "int8",
-    in every tier, and read as float32. `default` is the row (dim numbers, zeros if not given) that a reader may take for
-    one that is still on SSD.
+    in every tier, and read as float32. `default` is the row (dim numbers, zeros if not given) that a reader may take
+    for one that is still on SSD.
 
     >>> Table("item", dim=32, features={"item_id": "sum", "history": "none"}).poolings["history"]
     'none'
@@ -73,8 +73,8 @@ class Table:
             return
         if len(self.default) != self.dim or not all(math.isfinite(value) for value in self.default):
             raise OptionError(
-                f"table {self.name!r} has dim={self.dim} and a default= of {len(self.default)} numbers; give {self.dim} "
-                "finite ones"
+                f"table {self.name!r} has dim={self.dim} and a default= of {len(self.default)} numbers; "
+                f"give {self.dim} finite ones"
             )
         object.__setattr__(self, "default", tuple(float(value) for value in self.default))
 

@@ -69,20 +69,22 @@ class HotRows:
         self.coming: list[HotPlan] = []  # batches whose rows have slots and are not there yet, in order
         self.pending: HotPlan | None = None  # a batch of which it is not known yet whether rows are missing
         self.stores = [rows.store for rows in tables]  # not the tables, which know their cache
-        kinds: dict[tuple[int, int, tuple[int, ...]], list[HostStore]] = {}
+        self.turn: Any = None  # when the last batch that was only read has been
+        kinds: dict[tuple[RowLayout, int, bool], list[HostStore]] = {}
         for rows in tables:
-            state = tuple(part.width for part in rows.optimizer.state(rows.table.dim))
-            kinds.setdefault((rows.table.dim, rows.optimizer.code, state), []).append(rows.store)
-        layouts = [RowLayout(dim, state, "fp32") for dim, _, state in kinds]
-        sets = self._share(layouts, [len(members) for members in kinds.values()], memory)
+            kinds.setdefault((layout_of(rows), rows.optimizer.code, rows.table.values is not None), []).append(
+                rows.store
+            )
+        sets = self._share(list(kinds), [len(members) for members in kinds.values()], memory)
         self.groups = [
-            Group(members, HbmTier(layout, [sets] * len(members), device), code, self._spoiled)
-            for layout, ((_, code, _), members) in zip(layouts, kinds.items(), strict=True)
+            Group(members, HbmTier(layout, [sets] * len(members), device, frozen=frozen), code, self._spoiled)
+            for (layout, code, frozen), members in kinds.items()
         ]
 
     @staticmethod
-    def _share(layouts: Sequence[RowLayout], members: Sequence[int], memory: Memory) -> int:
+    def _share(kinds: Sequence[tuple[RowLayout, int, bool]], members: Sequence[int], memory: Memory) -> int:
         """Sets of each table: every table gets the same number of rows."""
+        layouts = [layout for layout, _, _ in kinds]
         of_one = sum(WAYS * slot_bytes(layout) * count for layout, count in zip(layouts, members, strict=True))
         if memory.hbm_bytes < LEAST_SETS * of_one:
             raise MemoryBudgetError(
@@ -93,7 +95,9 @@ class HotRows:
         rounding = min(memory.hbm_bytes // 64, len(layouts) * (6 << 20))
         sets = max(LEAST_SETS, (memory.hbm_bytes - rounding) // of_one)
         held = sum(
-            WAYS * sets * count * (layout.width * 4 + 24) for layout, count in zip(layouts, members, strict=True)
+            WAYS * sets * count * (layout.width * 4 + 24)
+            for (layout, _, frozen), count in zip(kinds, members, strict=True)
+            if not frozen
         )
         if memory.ssd is not None and memory.dram_bytes < held * 5 // 4:
             raise MemoryBudgetError(
@@ -169,6 +173,13 @@ class HotRows:
         tiers = [group.tier for group in self.groups]
         figures = {name: sum(getattr(tier, name) for tier in tiers) for name in FIGURES}
         return {"slots": sum(tier.capacity for tier in tiers), "bytes": sum(tier.bytes() for tier in tiers), **figures}
+
+
+def layout_of(rows: TableRows) -> RowLayout:
+    """How a table's rows lie in HBM: as they lie below, so that they are copied as they are."""
+    if rows.table.values is not None:
+        return RowLayout(rows.table.dim, (2,) if rows.table.values == "int8" else (), rows.table.values)
+    return RowLayout(rows.table.dim, tuple(part.width for part in rows.optimizer.state(rows.table.dim)))
 
 
 FIGURES = ("hits", "misses", "evictions", "overflows")
@@ -419,7 +430,7 @@ class Group:
             self.landing.result()
         self.landing = self._lost = None
         slots = self.tier.resident()
-        if slots.numel():
+        if slots.numel() and not self.tier.frozen:
             self.describe(slots).unhold()
         self.tier.clear()
 
@@ -427,7 +438,7 @@ class Group:
         """Forget the rows that are gone below."""
         self.landed()
         slots = self.tier.resident()
-        if not slots.numel():
+        if not slots.numel() or self.tier.frozen:
             return
         rows = self.describe(slots)
         gone = torch.cat([~store.alive(rows.slots[begin:end]) for store, begin, end in rows.of_tables()])

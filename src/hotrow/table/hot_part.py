@@ -19,11 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotrow.kernels import move
 from hotrow.kernels.admit import FIELDS, SLOTS, TABLES, Brief, admit, answer, brief, note
 from hotrow.kernels.dedup import Unique, compact_keys, dedup
 from hotrow.kernels.find import Warmth, find
 from hotrow.kernels.gather import gather
 from hotrow.kernels.insert import Chosen, choose_in_order, erase, place
+from hotrow.kernels.layout import Source
 from hotrow.kernels.runs import Runs
 from hotrow.kernels.runs import group as group_runs
 from hotrow.kernels.touch import first_score
@@ -59,6 +61,8 @@ class Part:
         self.group = group
         self.numbers = numbers  # of its features, among all
         self.keys, self.begins, self.items = lay_out(features, group.tier.device)
+        self.ids = [jagged for of_table in features for jagged, _ in of_table]
+        self.late = torch.zeros(0, dtype=torch.int64)  # positions that a policy answered
         self.batch = 0
         self.seen: Tensor | None = None  # by position, where duplicates were taken out before
         self.extra: Tensor | None = None
@@ -263,7 +267,73 @@ class Part:
         self._aside(overflows > 0)
         return to_device(torch.from_numpy(slots), tier.device)
 
-    def borrow(self, count: int) -> None:
+    def keep(self, count: int, late: str) -> None:
+        """Of tables that are only read: missing rows that are in DRAM come up, as far as there is room; the others are
+        copied for this batch."""
+        tier, group = self.group.tier, self.group
+        tier.hits += self.keys.numel() - count
+        tier.misses += count
+        if count == 0:
+            return
+        settled = tier.settled
+        tier.wait(settled)
+        positions, unique = self._absent(count)
+        chosen = choose_in_order(tier.index, unique.keys, unique.tables, unique.number, settled, tier.policy)
+        report, keys, wanted, leaving = self._brief(unique, chosen)
+        rows = torch.empty(keys.numel(), group.width, pin_memory=tier.device.type == "cuda")
+        here = torch.cat([store.read_raw(keys[b:e], rows[b:e]) for store, b, e in leaving.of_tables()])
+        kept = here.numpy() & (wanted.slots.numpy() >= 0)
+        tier.evictions += int(np.count_nonzero(kept & (leaving.slots.numpy() >= 0)))
+        tier.overflows += int(np.count_nonzero(here.numpy() & ~kept))
+        slots = np.where(kept, wanted.slots.numpy(), tier.capacity + np.cumsum(~kept) - 1).astype(np.int32)
+        places = to_device(torch.from_numpy(slots), tier.device)
+        move.deliver(Source(tier.rows), torch.where(places < tier.capacity, places, -1), group.width,
+                     to_device(rows, tier.device))  # fmt: skip
+        beside = (tier.hosts, tier.steps, tier.counts)
+        nothing = torch.zeros(3, keys.numel(), dtype=torch.int32, device=tier.device)
+        score = first_score(self.batch, tier.policy, tier.half_life)
+        admit(tier.index, beside, report.keys, places, nothing, self.batch, score)
+        answer(positions, unique.inverse, report.ranks, places, self.slots)
+        aside = np.flatnonzero(~kept)
+        if aside.size:
+            values, flags = self._below(keys[aside], Places(group.stores, _bounds_of(~kept, leaving.bounds),
+                                        leaving.slots, leaving.steps, leaving.counts), late)  # fmt: skip
+            self.extra = to_device(values, tier.device)
+            if flags is not None:
+                late_keys = torch.zeros(keys.numel(), dtype=torch.bool)
+                late_keys[aside] = flags
+                self._note_late(late_keys, positions, report.ranks[unique.inverse.long()])
+        self._runs = None
+
+    def _below(self, keys: Tensor, rows: Places, late: str) -> tuple[Tensor, Tensor | None]:
+        """Values of keys (table by table) as the store reads them, as rows of the batch's own; and which of them the
+        policy answered, if any."""
+        layout = self.group.tier.beside
+        values = torch.zeros(keys.numel(), layout.stride, dtype=torch.float32)
+        flags = torch.zeros(keys.numel(), dtype=torch.bool)
+        for store, begin, end in rows.of_tables():
+            if late == "wait":
+                values[begin:end, : layout.dim] = store.read(keys[begin:end])[0]
+            else:
+                found, flags[begin:end] = store.read_late(keys[begin:end], late)
+                values[begin:end, : layout.dim] = found
+        return values, flags if bool(flags.any()) else None
+
+    def _note_late(self, flags: Tensor, positions: Tensor, ranks: Tensor) -> None:
+        self.late = to_host(positions[to_device(flags, ranks.device)[ranks.long()]]).long()
+
+    def count_late(self, counts: Tensor) -> None:
+        """Add each example's ids that a policy answered."""
+        begin = 0
+        for jagged in self.ids:
+            end = begin + jagged.values.numel()
+            at = self.late[(self.late >= begin) & (self.late < end)] - begin
+            if jagged.offsets is not None:
+                at = torch.searchsorted(jagged.offsets.cpu(), at, right=True) - 1
+            counts.index_add_(0, at, torch.ones_like(at, dtype=counts.dtype))
+            begin = end
+
+    def borrow(self, count: int, late: str) -> None:
         """Missing rows are copied for this batch; nothing below or here changes."""
         tier, group = self.group.tier, self.group
         if count == 0:
@@ -273,10 +343,10 @@ class Part:
         order = torch.where(real, unique.tables, len(group.stores)).sort(stable=True)[1]
         report, keys, _, rows = self._brief(unique, Chosen(torch.full_like(unique.counts, -1), order))
         group.landed()
-        values = torch.zeros(keys.numel(), tier.layout.stride, dtype=torch.float32)
-        for store, begin, end in rows.of_tables():
-            values[begin:end, : tier.layout.dim] = store.read(keys[begin:end])[0]
+        values, flags = self._below(keys, rows, late)
         self.extra = to_device(values, tier.device)
+        if flags is not None:
+            self._note_late(flags, positions, report.ranks[unique.inverse.long()])
         self.slots[positions.long()] = tier.capacity + report.ranks[unique.inverse.long()]
         self._runs = None
 

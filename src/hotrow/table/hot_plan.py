@@ -41,7 +41,7 @@ class HotPlan:
         self._numbers: list[int] = []  # of this batch, in each group
         self._given: Any = None  # when keys that came on the device are there
         self._seen: list[Tensor] | None = None  # how often each feature's ids were seen
-        self._reads = False
+        self._reads, self._late, self.late_ids = False, "wait", 0
         self._below: HostPlan | None = None  # keeps rows in DRAM that came from SSD
         self._staged = -1  # the generation in which all rows were brought up ahead
         self._ready: list[Any] = []  # when they are there
@@ -87,8 +87,8 @@ class HotPlan:
     def _look(self) -> None:
         """Find what is missing and give it slots."""
         hot, self._looked = self.hot, True
-        if hot.patience:
-            hot.patience -= 1
+        if hot.patience or any(group.tier.frozen for group in hot.groups):
+            hot.patience = max(0, hot.patience - 1)
             return
         with hot.lock, on(hot.ahead):
             self._alone()
@@ -135,6 +135,8 @@ class HotPlan:
         After a batch that missed nothing, the next is taken to miss nothing either: the device goes on to the gather
         while the host still waits to hear so.
         """
+        for store, _ in self._jobs:
+            store.check_trainable()
         self._raise()
         if self._staged == self.hot.generation:
             for event in self._ready:
@@ -196,21 +198,40 @@ class HotPlan:
         self._step = None
         return any(counts)
 
-    def read(self) -> None:
-        """Only read: no row is held, so that they are found when they are gathered."""
-        self._reads = True
+    def read(self, late: str = "wait") -> None:
+        """Only read: no row is held, so that they are found when they are gathered. `late` is as HostPlan's."""
+        self._reads, self._late = True, late
 
     def _read(self, outputs: Sequence[Tensor]) -> None:
-        """Find the rows; those that are missing are copied for this batch alone. Nobody may change any meanwhile."""
+        """Find the rows; those that are missing are copied for this batch alone. Nobody may change any meanwhile.
+
+        Where rows are only read, those that are in DRAM come up to stay. Lanes come here on streams of their own, one
+        after the other: `turn` is when the one before has gathered.
+        """
         with self.hot.alone():
             self._alone()
+            if self.hot.turn is not None:
+                self.hot.turn.wait()
             self._lay_out()
-            for part in self.parts:
-                part.find(0)
+            for part, number in zip(self.parts, self._numbers, strict=True):
+                part.find(number if part.group.tier.frozen else 0)
             for part, count in zip(self.parts, self._missing(), strict=True):
-                part.borrow(count)
+                if part.group.tier.frozen:
+                    part.keep(count, self._late)
+                else:
+                    part.borrow(count, self._late)
                 part.take_over()
                 part.gather([outputs[number] for number in part.numbers])
+            self.late_ids = sum(part.late.numel() for part in self.parts)
+            if self.hot.device.type == "cuda":
+                self.hot.turn = torch.cuda.current_stream(self.hot.device).record_event()
+
+    def late_by_example(self, examples: int) -> Tensor:
+        """How many of its ids a policy answered, for each example, int32."""
+        counts = torch.zeros(examples, dtype=torch.int32)
+        for part in self.parts:
+            part.count_late(counts)
+        return counts
 
     def _alone(self) -> None:
         """Only one batch at a time has something to come."""
@@ -280,7 +301,8 @@ class HotPlan:
         for group, number in zip(self.hot.groups, self._numbers, strict=False):
             group.tier.settle(number)
         self.parts, self._numbers, self._staged, self._ready, self._step = [], [], -1, [], None
-        self._reads, self._seen, self._looked = False, None, False
+        self._reads, self._late, self._seen, self.late_ids = False, "wait", None, 0
+        self._looked = False
         self._free_below()
 
     @property

@@ -36,18 +36,19 @@ class Plan(Protocol):
 
     `ahead` says that a batch is one of a stream that is routed in order, perhaps by a thread of its own. After `route`,
     `share` is the part of the step's `examples` that this batch has (the other ranks have the rest; None: it has all),
-    and `over` says that no rank has any left.
+    and `over` says that no rank has any left. After `read` and `gather`, `late_ids` is how many ids a policy answered.
     """
 
     share: float
     over: bool
     examples: int | None
+    late_ids: int
 
     def route(self, jobs: Sequence[tuple[HostStore, Sequence[tuple[Jagged, str]]]], ahead: bool = False) -> None: ...
     def prefetch(self) -> Moved: ...
     def stage(self) -> Moved: ...
     def fetch(self, step: int = 0) -> None: ...
-    def read(self, late: str = "wait") -> int: ...
+    def read(self, late: str = "wait") -> None: ...
     def late_by_example(self, examples: int) -> Tensor: ...
     def gather(self, outputs: Sequence[Tensor]) -> None: ...
     def update(
@@ -141,6 +142,7 @@ class Lookup:
         self.share, self.over, self.examples = 1.0, False, batch.size  # as the plan's
         self.gradients: Gradients | None = None  # by feature, in the layout's order
         self.late_ids = 0  # of a read, answered by a policy
+        self.late_by_example: Tensor | None = None  # int32, where there are any
         self.done = False
 
     def route(self) -> Lookup:
@@ -168,18 +170,13 @@ class Lookup:
         """Copy the rows as they are; unseen keys read their initial values and stay unseen.
 
         Rows that are on SSD alone are waited for, or with `late` "initial" or "default" answered without touching the
-        disk: as an unseen key, or by the table's default row. Then `late_ids` is how many ids were so answered.
+        disk: as an unseen key, or by the table's default row. After `gather`, `late_ids` is how many ids were so
+        answered, and `late_by_example` how many of each example.
         """
         if late not in LATE:
             raise OptionError(f"late={late!r}: {choices(late, LATE)}")
-        self.late_ids = self.plan.read(late)
+        self.plan.read(late)
         return self
-
-    def late_by_example(self) -> Tensor:
-        """How many of its ids a policy answered, for each example, int32; zeros cost nothing."""
-        if self.late_ids == 0:
-            return torch.zeros(self.batch.size, dtype=torch.int32)
-        return self.plan.late_by_example(self.batch.size)
 
     def gather(self) -> tuple[Tensor, list[Tensor]]:
         """The pooled matrix [batch, width], and each feature's output: a slice of it, or [ids, dim] for a sequence."""
@@ -188,6 +185,9 @@ class Lookup:
         sequences = iter(self._sequences())
         outputs = [next(sequences) if part is None else part for part in slices]
         self.plan.gather(outputs)
+        self.late_ids = self.plan.late_ids
+        if self.late_ids:
+            self.late_by_example = self.plan.late_by_example(self.batch.size)
         return pooled, outputs
 
     def accept(self, gradients: Gradients) -> None:

@@ -9,6 +9,9 @@ may hold rows at once; with a `window` of so many, what may leave does not depen
 no room in its set lives in the batch's `extra` rows instead (slots from `capacity` on), and goes down right after the
 batch's update; `overflows` counts them. No result depends on which of the two it was.
 
+Of tables that are only read (`frozen`), rows are values of fp32, fp16 or int8, nothing here is ever newer than below,
+and rows here keep no slot there; a batch's own rows are fp32, because they may be initial or default values.
+
 Who came and who went follows from the batches alone; only for a batch that was to come ahead and had to wait for its
 turn does it also matter how far the next ones were. One thread at a time, but for `begin`.
 """
@@ -28,13 +31,17 @@ from hotrow.kernels.sets import SetIndex
 
 META_BYTES = 8 + 4 + 4 + 3 * 4  # key, pin, score; host slot, step, count
 LEAST_SETS = 2
+LAST_STEP = 2**31 - 1
 
 
 class HbmTier:
     """The cache of one group of tables. `sets` is how many sets of eight rows each table has."""
 
-    def __init__(self, layout: RowLayout, sets: Sequence[int], device: torch.device, policy: str = "lfu") -> None:
+    def __init__(
+        self, layout: RowLayout, sets: Sequence[int], device: torch.device, policy: str = "lfu", frozen: bool = False
+    ) -> None:
         self.layout = layout
+        self.frozen = frozen
         self.device = device
         self.policy = policy
         self.half_life = 512.0  # batches; for lfu
@@ -48,7 +55,8 @@ class HbmTier:
             raise MemoryBudgetError(
                 f"hbm= does not fit on {device}: {str(error).split('.')[0]}. Lower hbm=, or free memory there"
             ) from None
-        self.clean = 0  # rows whose last update is not after this step are below as they are here
+        # Rows whose last update is not after this step are below as they are here: all, where they are only read.
+        self.clean = LAST_STEP if frozen else 0
         self.batch = 0
         self.done = 0  # batches whose turn is over
         self.window = 0  # batches that may be ahead of the one in work
@@ -65,8 +73,13 @@ class HbmTier:
         return int(self.index.capacity)
 
     def source(self, extra: Tensor | None = None) -> Source:
-        """The rows, with a batch's own behind them."""
-        return Source(self.rows, extra)
+        """The rows, with a batch's own behind them: in fp32, where rows are only read."""
+        return Source(self.rows, extra, self.beside if self.frozen else None)
+
+    @property
+    def beside(self) -> RowLayout:
+        """The layout of a batch's own rows."""
+        return RowLayout(self.layout.dim) if self.frozen else self.layout
 
     def begin(self) -> int:
         """A number for a batch that will hold rows. Any thread."""
@@ -134,7 +147,7 @@ class HbmTier:
         """Forget every row. Requires: nothing here is newer than below, or it is not wanted."""
         self.index.clear()
         self.hosts.fill_(-1)
-        self.clean = 0
+        self.clean = LAST_STEP if self.frozen else 0
 
     def bytes(self) -> int:
         """HBM held."""

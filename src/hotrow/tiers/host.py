@@ -135,6 +135,18 @@ class HostStore:
         self.core.read_warm(keys, LATE[late], values, answered)
         return values, answered.view(torch.bool)
 
+    def read_raw(self, keys: Tensor, out: Tensor) -> Tensor:
+        """Rows of the keys that are in DRAM as they are kept, into `out` (float32 words [n, row_bytes / 4]); which
+        those are. For a store of values alone, beside any writer."""
+        found = torch.empty(keys.numel(), dtype=torch.bool, device="cpu")
+        self.core.read_raw(keys, out, found)
+        return found
+
+    def check_trainable(self) -> None:
+        """An error with the cure, where rows are only read."""
+        with core_errors():
+            self.core.check_trainable()
+
     def cold(self, keys: Tensor) -> Tensor:
         """Which keys have rows on SSD alone. Quick: the disk is not asked, so that one unseen key in thousands is taken
         for one of them."""
@@ -415,6 +427,7 @@ class HostPlan:
     def __init__(self) -> None:
         self.core = _core.Plan()
 
+    late_ids = 0
     share = 1.0  # of the step's examples that this batch has
     over = False  # whether there is nothing left to train on
     examples: int | None = None  # of the step, where that is more than the batch's
@@ -445,14 +458,15 @@ class HostPlan:
         """Let go of the slots: rows of this batch may leave DRAM again."""
         self.core.release()
 
-    def read(self, late: str = "wait") -> int:
+    def read(self, late: str = "wait") -> None:
         """Copy the rows without creating or counting anything. What is on SSD alone is waited for, or answered by the
-        policy `late` ("initial" or "default") without touching the disk; returns how many ids were so answered."""
+        policy `late` ("initial" or "default") without touching the disk; `late_ids` is how many ids were so answered.
+        """
         with core_errors():
-            return int(self.core.read(LATE[late]))
+            self.late_ids = int(self.core.read(LATE[late]))
 
     def late_by_example(self, examples: int) -> Tensor:
-        """After `read`: how many ids of each example a policy answered, int32, all features together."""
+        """After `read`: how many of its ids a policy answered, for each example, int32."""
         counts = torch.empty(examples, dtype=torch.int32)
         with core_errors():
             self.core.count_late(counts)
