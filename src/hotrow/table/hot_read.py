@@ -18,6 +18,7 @@ A LaneReader belongs to its lane's thread. Any thread may offer keys to the fill
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ from hotrow.kernels.read import Lists, put, read
 from hotrow.kernels.touch import first_score
 from hotrow.table.hot import Group, HotRows, on, to_device, to_host
 from hotrow.table.lookup import Layout
-from hotrow.tiers.host import LATE, HostLift
+from hotrow.tiers.host import LATE
 
 HALF_LIFE = 4096.0  # rounds of the filler
 FIRST_KEYS, ROUND_KEYS = 1 << 15, 1 << 11  # keys of a round while there are empty slots, and afterwards
@@ -312,30 +313,14 @@ class Filler:
 
     def _rows(self, group: Group, keys: Any, tables: Any) -> tuple[Any, Any, Tensor]:
         """The rows of those keys that have one in DRAM, as they lie there. One on SSD alone stays there."""
-        bounds = [int(at) for at in np.searchsorted(tables, np.arange(len(group.stores) + 1))]
-        pinned = group.tier.device.type == "cuda"
-        rows = torch.empty(keys.size, group.width, dtype=torch.float32, pin_memory=pinned)
-        if not group.stays:
-            return self._rows_beside_ssd(group, keys, tables, rows, bounds)
-        places = HostLift(pinned).nowhere(group.stores, bounds, int(keys.size))
-        places.seek(torch.from_numpy(keys), 0, int(keys.size), rows)
-        there = places.slots.numpy() >= 0
+        bounds = np.searchsorted(tables, np.arange(len(group.stores) + 1)).tolist()
+        rows = torch.empty(keys.size, group.width, dtype=torch.float32, pin_memory=group.tier.device.type == "cuda")
+        there = np.zeros(keys.size, dtype=bool)
+        for store, (begin, end) in zip(group.stores, itertools.pairwise(bounds), strict=True):
+            if begin < end:
+                there[begin:end] = store.read_raw(torch.from_numpy(keys[begin:end]), rows[begin:end]).numpy()
         if there.all():
             return keys, tables, rows
-        return keys[there], tables[there], rows[torch.from_numpy(there)]
-
-    @staticmethod
-    def _rows_beside_ssd(
-        group: Group, keys: Any, tables: Any, rows: Tensor, bounds: Sequence[int]
-    ) -> tuple[Any, Any, Tensor]:
-        """The same where rows move between DRAM and SSD meanwhile: values are read, so int8 rows do not come at all."""
-        layout = group.tier.layout
-        there = np.full(keys.size, layout.dtype != "int8")
-        for store, begin, end in zip(group.stores, bounds, bounds[1:], strict=False):
-            if begin < end and layout.dtype != "int8":
-                values, late = store.read_late(torch.from_numpy(keys[begin:end]), "initial")
-                layout.values(rows[begin:end])[:] = values
-                there[begin:end] = ~late.numpy()
         return keys[there], tables[there], rows[torch.from_numpy(there)]
 
 
@@ -350,7 +335,7 @@ def _pieces(numbers: Any, total: int) -> list[tuple[int, int, int]]:
     sums = np.concatenate(([0], np.cumsum(numbers)))
     cuts = np.unique(np.searchsorted(sums, np.arange(0, total, PIECE_KEYS)).clip(0, len(numbers) - 1))
     edges = [*cuts.tolist(), len(numbers)]
-    return [(a, b, int(sums[b] - sums[a])) for a, b in zip(edges, edges[1:], strict=False)]
+    return [(a, b, int(sums[b] - sums[a])) for a, b in itertools.pairwise(edges)]
 
 
 def _unique(lists: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
