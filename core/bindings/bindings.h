@@ -24,6 +24,7 @@ void bind_hashing(nb::module_& m);
 void bind_store(nb::module_& m);
 void bind_durable(nb::module_& m);
 void bind_device(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>& plan);
+void bind_serving(nb::module_& m);
 void bind_ranks(nb::class_<Plan>& plan);
 
 }  // namespace hotrow::bindings

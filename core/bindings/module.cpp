@@ -6,4 +6,5 @@ NB_MODULE(_core, m) {
   nanobind::set_leak_warnings(false);
   hotrow::bindings::bind_hashing(m);
   hotrow::bindings::bind_store(m);
+  hotrow::bindings::bind_serving(m);
 }

@@ -30,12 +30,15 @@ from hotrow.errors import (
     MemoryBudgetError,
     OptionError,
     RankError,
+    RepositoryError,
     StorageError,
 )
 from hotrow.features import FeatureSpec
 from hotrow.interop import from_keyed_jagged, from_torch, to_keyed_jagged
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.parallel import Ranks, join_ranks
+from hotrow.serve.engine import Engine
+from hotrow.serve.export import export
 from hotrow.table import Admission, Expiry, Table
 from hotrow.train.report import Report, SaveReport
 from hotrow.train.trainer import Trainer
@@ -49,6 +52,7 @@ __all__ = [
     "ClusterError",
     "DataError",
     "EmbeddingCollection",
+    "Engine",
     "Expiry",
     "FeatureSpec",
     "GradientError",
@@ -63,12 +67,14 @@ __all__ = [
     "Ranks",
     "Recommender",
     "Report",
+    "RepositoryError",
     "SaveReport",
     "StorageError",
     "Table",
     "Trainer",
     "__version__",
     "data",
+    "export",
     "features",
     "from_keyed_jagged",
     "from_torch",

@@ -1,17 +1,22 @@
-"""The command line: `hotrow demo | train | bench | inspect`, one word each."""
+"""The command line: `hotrow demo | train | export | serve | bench | inspect`, one word each."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from hotrow.errors import HotRowError, OptionError
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from hotrow.nn import EmbeddingCollection
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -139,6 +144,61 @@ def train(
         console.print(f"saved to [bold]{loaded.output}[/]; look inside with `hotrow inspect {loaded.output}`")
 
 
+EXPORT_HELP = """Write a checkpoint into a repository, as the next version of a model that a server opens.
+
+Examples:
+
+    hotrow export runs/ctr repository                    # the newest checkpoint of runs/ctr, as model ctr
+
+    hotrow export runs/ctr/step-000000001000 repository --model home --values fp16
+
+    hotrow export runs/ctr repository --job job.toml     # for a checkpoint that does not say how its tower is built
+"""
+
+
+@app.command(help=EXPORT_HELP)
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="a checkpoint, or a folder of them: then the newest")],
+    repository: Annotated[str, typer.Argument(help="the folder of models")],
+    model: Annotated[str | None, typer.Option(help="the model's name; without it, that of the run's folder")] = None,
+    values: Annotated[str, typer.Option(help="how rows are stored: fp32, fp16 or int8")] = "fp32",
+    job: Annotated[str | None, typer.Option(help="the job file that trained it, if the checkpoint lacks it")] = None,
+    policy: Annotated[str, typer.Option(help="for rows that come too late: wait, initial or default")] = "wait",
+    deadline: Annotated[float | None, typer.Option(help="milliseconds that a request has by default")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
+) -> None:
+    """Write a checkpoint into a repository."""
+    from hotrow.config import format_size
+    from hotrow.job import build_recorded_tower, recorded_tower
+    from hotrow.serve.from_checkpoint import export_checkpoint
+    from hotrow.serve.rows_view import RowsView
+    from hotrow.train.checkpoint import Checkpoint
+
+    def tower_of(opened: Checkpoint, embeddings: EmbeddingCollection) -> Module:
+        record = opened.manifest.get("job") if job is None else recorded_tower(job, opened.features())
+        if record is None:
+            raise OptionError(
+                f"{opened.path} does not say how its tower is built (a Trainer of your own saved it, or an older "
+                "release): pass --job job.toml, or call hr.export(model, ...) where the model is"
+            )
+        return build_recorded_tower(record, embeddings)
+
+    console = Console()
+    seconds = None if deadline is None else deadline / 1000
+    with RowsView("export", console, not quiet) as view:
+        version = export_checkpoint(
+            checkpoint, repository, model, tower_of, values=values, policy=policy, deadline=seconds, view=view
+        )
+    rows = sum(table["rows"] for table in version.manifest["tables"])
+    size = format_size(sum(file["bytes"] for file in version.manifest["files"].values()))
+    console.print(
+        f"[bold]exported[/] step {version.manifest['trained']['step']:,} as version {version.number} of "
+        f"[bold]{version.model}[/]: {rows:,} rows, {size}, in [bold]{version.path}[/]",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
 @app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="a checkpoint, a folder of them, a table's rows, or an SSD folder")],
@@ -167,6 +227,83 @@ def bench(
     from hotrow.bench import run
 
     run(name, json, record)
+
+
+SERVE_HELP = """Serve the models of a repository: HTTP and gRPC (Open Inference Protocol v2), and Prometheus metrics.
+
+Examples:
+
+    hotrow serve repository/                       # every model, newest versions, on loopback
+
+    hotrow serve repository/ --model ctr --lanes 2 --deadline 50ms
+
+    hotrow serve repository/ --dram 8GiB --ssd /data/rows --policy initial
+
+    hotrow serve repository/ --host 0.0.0.0 --token $(openssl rand -hex 16) --poll 5s
+
+Ctrl-C or SIGTERM answers what was asked, and ends.
+"""
+
+
+@app.command(help=SERVE_HELP)
+def serve(
+    repository: Annotated[str, typer.Argument(help="the folder with exported models")],
+    model: Annotated[list[str] | None, typer.Option(help="only this model; may be given several times")] = None,
+    host: Annotated[str, typer.Option(help="where to listen")] = "127.0.0.1",
+    http: Annotated[int, typer.Option(min=-1, max=65535, help="port; 0 lets the system choose, -1 is none")] = 8000,
+    grpc: Annotated[int, typer.Option(min=-1, max=65535, help="port; 0 lets the system choose, -1 is none")] = 8001,
+    metrics: Annotated[int, typer.Option(min=-1, max=65535, help="port; 0 lets the system choose, -1 is none")] = 8002,
+    lanes: Annotated[int, typer.Option(min=1, help="workers of each engine process")] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="of each lane; else the cores are shared")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="engine processes")] = 1,
+    frontends: Annotated[int, typer.Option(min=1, help="processes that speak HTTP and gRPC")] = 1,
+    dram: Annotated[str | None, typer.Option(help="memory for rows, such as 8GiB; with --ssd a cache over it")] = None,
+    ssd: Annotated[str | None, typer.Option(help="a folder for rows that do not fit --dram")] = None,
+    hbm: Annotated[str | None, typer.Option(help="GPU memory for hot rows, such as 4GiB")] = None,
+    deadline: Annotated[
+        str | None, typer.Option(help="of requests that give none, such as 50ms; else the version's, or 1s")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="for rows that would come too late: wait, initial or default; else the version's")
+    ] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="rows of a joined batch")] = 1024,
+    max_wait: Annotated[str, typer.Option(help="the longest that a request waits for others, such as 2ms")] = "2ms",
+    poll: Annotated[str, typer.Option(help="look for new versions so often, such as 5s; 0s is never")] = "0s",
+    token: Annotated[
+        str | None, typer.Option(help="for loading and unloading off loopback", envvar="HOTROW_TOKEN")
+    ] = None,
+    drain: Annotated[str, typer.Option(help="the longest that the end may take")] = "10s",
+    loader: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Serve a repository."""
+    from hotrow.serve.server import ServeOptions
+    from hotrow.serve.server import serve as run
+    from hotrow.serve.times import parse_seconds
+
+    options = ServeOptions(
+        repository,
+        tuple(model or ()),
+        host,
+        http=None if http < 0 else http,
+        grpc=None if grpc < 0 else grpc,
+        metrics=None if metrics < 0 else metrics,
+        lanes=lanes,
+        threads=threads,
+        processes=processes,
+        frontends=frontends,
+        dram=dram,
+        ssd=ssd,
+        hbm=hbm,
+        deadline=None if deadline is None else parse_seconds(deadline, "--deadline"),
+        policy=policy,
+        max_batch=max_batch,
+        max_wait=parse_seconds(max_wait, "--max-wait"),
+        poll=parse_seconds(poll, "--poll"),
+        token=token,
+        drain=parse_seconds(drain, "--drain"),
+        loader=loader,
+    )
+    raise typer.Exit(run(options))
 
 
 def main() -> None:

@@ -37,8 +37,10 @@ def demo(output: str, examples: int = EXAMPLES, console: Console | None = None) 
         tables=[Table(name, dim=DIM) for name in names], optimizer=RowWiseAdagrad(lr=0.05), seed=1
     )
     torch.manual_seed(1)
-    tower = DLRM(embeddings.features, dense_features=train.shape.dense, bottom=(64,), top=(128, 64))
+    layers = {"bottom": [64], "top": [128, 64]}
+    tower = DLRM(embeddings.features, dense_features=train.shape.dense, **layers)
     trainer = Trainer(Recommender(embeddings, tower), torch.optim.Adam(tower.parameters(), lr=1e-3), keep=1)
+    trainer.job = {"tower": {"kind": "dlrm", **layers}, "dense_features": train.shape.dense}
     report = trainer.fit(train)
     tested = trainer.evaluate(test)
     best = train.best_auc(TESTS)
@@ -76,6 +78,7 @@ def _summary(
     console.print(Panel(view, title="summary", expand=False))
     console.print(
         f"The model is in [bold]{output}[/]. Next: [bold]hotrow inspect {output}[/], "
-        f"[bold]hotrow inspect {output} --table C3[/], [bold]hotrow train --help[/]",
+        f"[bold]hotrow inspect {output} --table C3[/], [bold]hotrow export {output} repository[/], "
+        "[bold]hotrow train --help[/]",
         highlight=False,
     )

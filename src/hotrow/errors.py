@@ -39,6 +39,10 @@ class CheckpointError(HotRowError, RuntimeError):
     """A checkpoint that is missing, corrupt, or does not fit the model it is loaded into."""
 
 
+class RepositoryError(CheckpointError):
+    """An exported model or version that is missing, corrupt, or not for this release. Names the file."""
+
+
 class StorageError(HotRowError, OSError):
     """The disk refused: full, read-only, broken. What was committed before is untouched."""
 

@@ -128,19 +128,41 @@ class Job:
 
 def load_job(path: str | os.PathLike[str], ray: str | None = None) -> Job:
     """Read a job file and build what it describes. `ray` is a cluster's address, in place of the file's."""
-    file = Path(path)
+    values = _read(Path(path))
+    if ray is not None:
+        options = values.setdefault("data", {})
+        options["ray"] = {**_ray_options(options.get("ray", {})), "address": ray}
+    return build_job(values)
+
+
+def _read(file: Path) -> dict[str, Any]:
     try:
-        values = tomllib.loads(file.read_text())
+        return tomllib.loads(file.read_text())
     except FileNotFoundError:
         raise OptionError(
             f"there is no job file {str(file)!r}; `hotrow train --help` shows one to start from"
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise OptionError(f"{file} is not valid TOML: {error}") from None
-    if ray is not None:
-        options = values.setdefault("data", {})
-        options["ray"] = {**_ray_options(options.get("ray", {})), "address": ray}
-    return build_job(values)
+
+
+def recorded_tower(path: str | os.PathLike[str], spec: FeatureSpec | None) -> dict[str, Any]:
+    """How the tower of a job file is built, as `hotrow train` records it in checkpoints.
+
+    How many dense features there are is known to the feature spec, or to the data.
+    """
+    values = _read(Path(path))
+    if spec is not None:
+        dense = len(spec.dense_names)
+    else:
+        sample = next(iter(_sources(dict(values.get("data", {})))[0].batches()), None)
+        dense = 0 if sample is None or sample[0].dense is None else sample[0].dense.shape[1]
+    return {"tower": values.get("tower", {}), "dense_features": dense}
+
+
+def build_recorded_tower(record: Mapping[str, Any], embeddings: EmbeddingCollection) -> torch.nn.Module:
+    """The tower that a checkpoint's record describes, with fresh weights."""
+    return _tower(dict(record["tower"]), embeddings, int(record["dense_features"]))
 
 
 def build_job(values: Mapping[str, Any]) -> Job:
@@ -162,7 +184,8 @@ def build_job(values: Mapping[str, Any]) -> Job:
         source, test = data.on_ray(source, **chosen), None if test is None else data.on_ray(test, **chosen)
     embeddings = _embeddings(values, list(sample[0].ids), ranks)
     dense = sample[0].dense
-    tower = _tower(dict(values.get("tower", {})), embeddings, 0 if dense is None else dense.shape[1])
+    record = {"tower": values.get("tower", {}), "dense_features": 0 if dense is None else dense.shape[1]}
+    tower = build_recorded_tower(record, embeddings)
     train, saves = dict(values.get("train", {})), dict(values.get("checkpoints", {}))
     if saves and "folder" not in saves:
         raise OptionError('[checkpoints] needs folder=, such as folder = "runs/ctr"')
@@ -179,6 +202,7 @@ def build_job(values: Mapping[str, Any]) -> Job:
         lookahead=train.get("lookahead"),
         trace=train.get("trace"),
     )
+    trainer.job = record
     return Job(
         trainer,
         source,

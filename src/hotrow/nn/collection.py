@@ -65,6 +65,7 @@ class EmbeddingCollection(nn.Module):
         self.tables = [TableRows(table, self.optimizer, seed, self.budget) for table in tables]
         self._ssd = SsdFolder(self.memory, self.tables) if self.memory.ssd is not None else None
         self.steps = 0
+        self.watermark: int | None = None  # the latest event time that was trained on, in milliseconds
         self.device = _device(self.memory, device)
         self.hot = _hot_rows(self.tables, self.memory, self.device)
         for rows in self.tables:
@@ -204,6 +205,8 @@ class EmbeddingCollection(nn.Module):
         for lookup in lookups:
             self._release(lookup)
         watermark = int(max(times)) if times else None
+        if watermark is not None:
+            self.watermark = watermark if self.watermark is None else max(self.watermark, watermark)
         if self.ranks is not None and any(rows.clock.span for rows in self.tables):
             watermark = self.ranks.largest(watermark)
         sweeps = self.hot is not None and any(rows.sweeps_at(self.steps) for rows in self.tables)

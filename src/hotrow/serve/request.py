@@ -7,7 +7,8 @@ lengths, offsets and types. `rows` is how many candidates it has. A feature is o
     any number per row      values [n],     offsets [rows + 1]
     shared by all rows      values [n],     offsets None or [2], shared=True: the user's features, sent once
 
-and the dense features are [rows, width], or [1, width] with `dense_shared`.
+and the dense features are [rows, width], or [1, width] with `dense_shared`. Where every feature has one id per row, a
+request may give them as one matrix (`matrix`, `ids` empty): it travels in one copy.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Request:
     version: str | None = None  # None: the one in service
     deadline: float | None = None
     policy: str | None = None  # one of POLICIES; None takes the model's
+    matrix: Array | None = None  # instead of ids: int64 [rows, features], one id per row in every feature
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def remove(folder: Path) -> None:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path, cure: str = "give each run a checkpoints folder of its own") -> Iterator[None]:
     """Hold the folder against other processes that save into it; the second one is refused."""
     with disk("open", folder):
         handle = os.open(folder, os.O_RDONLY)
@@ -100,9 +100,7 @@ def alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StorageError(
-                f"another process is saving into {folder}; give each run a checkpoints folder of its own"
-            ) from None
+            raise StorageError(f"another process is saving into {folder}; {cure}") from None
         except OSError:
             pass  # a file system without locks: nobody can be kept out
         yield

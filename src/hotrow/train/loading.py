@@ -266,6 +266,7 @@ def apply(trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, Table
     if trainer.scaler.is_enabled() and contents.scaler:
         trainer.scaler.load_state_dict(contents.scaler)
     trainer.model.embeddings.steps = checkpoint.step
+    trainer.model.embeddings.watermark = checkpoint.manifest.get("watermark")
     trainer.metrics, trainer.cursor = contents.metrics, checkpoint.manifest["cursor"]
     trainer.place = Place(**checkpoint.manifest["fit"])
     trainer.features = contents.features or trainer.features

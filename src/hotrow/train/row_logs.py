@@ -44,7 +44,7 @@ def open_logs(embeddings: EmbeddingCollection, folder: Path) -> None:
         )
     ranks = embeddings.ranks
     for left in folder.glob(f"{PREFIX}*") if ranks is None or ranks.first else ():
-        _remove_if_free(left)
+        remove_if_free(left)
     without = [rows for rows in embeddings.tables if not rows.store.has_log]
     if not without:
         return
@@ -70,7 +70,8 @@ class _Held:
         weakref.finalize(self, _close, lock, folder)
 
 
-def _remove_if_free(folder: Path) -> None:
+def remove_if_free(folder: Path) -> None:
+    """Remove a folder that a process held which has ended."""
     with suppress(StorageError):  # somebody uses it
         _Held(folder)
 

@@ -112,6 +112,8 @@ def capture(trainer: Trainer, folder: Path, notes: dict[str, Any] | None = None)
         "dense_optimizer": None if optimizer is None else _optimizer_state(optimizer, tensors[OPTIMIZER]),
         "scaler": packing.pack(trainer.scaler.state_dict(), tensors[STATE], "scaler"),
         "cursor": _plain("the cursor of the source", trainer.cursor),
+        "watermark": embeddings.watermark,
+        **({} if trainer.job is None else {"job": _plain("the job", trainer.job)}),
         "fit": asdict(trainer.place),
         "notes": _plain("notes=", notes or {}),
     }

@@ -123,6 +123,7 @@ class Trainer:
         self.cursor: Cursor | None = None
         self.place = Place()
         self.features: FeatureSpec | None = None
+        self.job: dict[str, Any] | None = None  # how the tower is built, for who opens a checkpoint without a model
         self.saver = Saver(keep)
         self.lookahead = lookahead
         self.trace = None if trace is None else Path(trace)

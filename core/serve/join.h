@@ -1,0 +1,76 @@
+// Join: the frames of several requests become the columns of one batch, in one call; and a batch's logits become the
+// answers of its requests.
+//
+// A piece is some rows of a request (a request larger than a batch is several pieces). Per feature the batch has
+// values, offsets (none where every row has one id) and weights (none where no piece has any; 1 for a piece without).
+// Shared features are spread: each of the piece's rows gets a copy of the ids. Order: pieces as given, their rows in
+// order.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "serve/frame.h"
+
+namespace hotrow::serve {
+
+struct Piece {
+  const uint8_t* data;
+  size_t size;
+  uint32_t first;  // row
+  uint32_t rows;
+};
+
+// What every frame of a batch must have.
+struct Layout {
+  uint32_t features;
+  uint32_t dense;
+  uint32_t fingerprint;
+  uint64_t most_ids;  // a batch with more is an error rather than an attempt
+};
+
+struct Column {
+  uint64_t begin = 0, end = 0;  // in values, and in weights
+  bool jagged = false;
+  bool weighted = false;
+  uint64_t offsets = 0;  // where its rows + 1 offsets begin, if jagged
+};
+
+struct Joined {
+  uint64_t rows = 0;
+  std::vector<Column> columns;
+  std::unique_ptr<int64_t[]> values;   // columns one after the other
+  std::unique_ptr<int64_t[]> offsets;  // of the jagged columns
+  std::unique_ptr<float[]> weights;    // as long as values, if any column has weights
+  std::unique_ptr<float[]> dense;      // [rows, layout.dense]
+  uint64_t ids = 0, offset_count = 0;
+  bool weighted = false;
+};
+
+// Requires nothing of the pieces' bytes. Throws FrameError.
+Joined join(std::span<const Piece> pieces, const Layout& layout);
+
+struct AnswerPart {
+  uint64_t id;
+  uint64_t first;  // row in the logits
+  uint32_t rows;
+  uint32_t late;
+};
+
+struct AnswerCommon {
+  uint32_t version;
+  uint64_t publication;
+  bool compiled;
+  uint32_t tasks;  // 0: logits are [rows]
+};
+
+// Bytes that answers() will write.
+uint64_t answers_size(std::span<const AnswerPart> parts, const AnswerCommon& common);
+// The answers' frames one after the other. Throws FrameError if a part's rows are not in the logits.
+void answers(std::span<const AnswerPart> parts, const AnswerCommon& common, const float* logits, uint64_t logit_rows,
+             uint8_t* out);
+
+}  // namespace hotrow::serve

@@ -1,0 +1,259 @@
+"""Engine: one version of a model in this process. Keys or raw columns in, probabilities out, as the trainer would say.
+
+    find → pad → run → split
+
+`find` reads the rows of a batch down the tiers (no row is created and no count touched), `pad` gives sequences one
+length, `run` is the tower: the original graph, or whatever `towers` is (buckets, serve/buckets.py), `split` gives each
+question its part. The server joins requests before and splits answers after (tensorbatch.py); in process there is one.
+
+The version's rows become a collection that is never trained: all in DRAM, or with `memory=` in a budget over an SSD
+folder, whose segments are links to the repository's where the disk is the same, or cached in HBM. Nothing is ever
+written into the repository.
+
+Any thread may call anything here, several at once: lanes do. Rows in DRAM and SSD are read side by side. With HBM one
+batch at a time looks its rows up (the cache above belongs to one at a time), and towers run side by side.
+`replace_weights` is seen by batches whole or not at all. `close` waits for nobody: batches that are under way end well.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.batch import KeyedBatch
+from hotrow.config import Memory
+from hotrow.errors import BatchError, CheckpointError, OptionError
+from hotrow.features import FeatureSpec
+from hotrow.nn import EmbeddingCollection
+from hotrow.optim import SGD
+from hotrow.serve import archive
+from hotrow.serve.repository import (
+    MANIFEST,
+    TOWER,
+    Version,
+    candidates,
+    check_name,
+    check_version,
+    open_version,
+    pass_over,
+)
+from hotrow.serve.request import Signature
+from hotrow.serve.tower import OriginalTower, Tower, TowerInputs
+from hotrow.tiers.host import HostStore, count_cold, prefetch_all
+
+Columns = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Late:
+    """Ids whose rows are on SSD alone and were answered by policy: all together, and by row, int32 [rows]."""
+
+    ids: int
+    by_row: Tensor
+
+
+class Engine:
+    """A version of an exported model, opened for lookups and predictions.
+
+    `path` is a model's folder, "repository/ctr"; without `version` its newest that is whole is taken. `memory` says
+    where rows lie, as in training; `device` where the tower runs (without it, where the rows come out). `towers`, where
+    given, makes what runs the tower out of the original graph.
+
+    >>> import tempfile, torch, hotrow as hr
+    >>> embeddings = hr.EmbeddingCollection([hr.Table("user", dim=4), hr.Table("item", dim=4)])
+    >>> model = hr.Recommender(embeddings, hr.models.DLRM(embeddings.features, top=(8,)))
+    >>> with tempfile.TemporaryDirectory() as repository:
+    ...     _ = hr.export(model, f"{repository}/ctr")
+    ...     with hr.Engine(f"{repository}/ctr") as engine:
+    ...         batch = hr.KeyedBatch({name: hr.Jagged(torch.tensor([1, 2])) for name in engine.signature.features})
+    ...         engine.predict(batch).shape, engine.version
+    (torch.Size([2]), 1)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        version: int | str | None = None,
+        *,
+        memory: Memory | None = None,
+        device: str | torch.device | None = None,
+        towers: Any = None,
+    ) -> None:
+        self._closed = False
+        self.source, self.embeddings = _open(Path(path), version, memory, device)
+        self.device = torch.device(device) if device is not None else self.embeddings.device
+        self.signature: Signature = self.source.signature
+        self.features: FeatureSpec | None = self.source.features()
+        self.original = _tower(self.source, self.embeddings, self.device)
+        self.towers: Tower = self.original if towers is None else towers(self.original)
+        # The HBM cache is looked through by one batch at a time.
+        self._finding: AbstractContextManager[Any] = nullcontext() if self.embeddings.hot is None else threading.Lock()
+
+    @property
+    def version(self) -> int:
+        """The version's number."""
+        return self.source.number
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.source.model
+
+    def predict(self, batch: KeyedBatch | Columns) -> Tensor:
+        """Probabilities of a batch, or of raw columns by name, which go through the saved feature spec."""
+        return torch.sigmoid(self.logits(batch))
+
+    def logits(self, batch: KeyedBatch | Columns) -> Tensor:
+        """Logits, [rows] or [rows, tasks], on the CPU."""
+        return self.run(self.keyed(batch))[0].cpu()
+
+    def lookup(self, batch: KeyedBatch | Columns) -> dict[str, Tensor]:
+        """The vectors that the tower would be fed: [rows, dim], or for a sequence [rows, length, dim] and its mask."""
+        with torch.inference_mode():
+            return self._find(self.keyed(batch), "wait")[0]
+
+    def run(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, Late]:
+        """Logits of a joined batch, on the engine's device, and what was answered by policy.
+
+        With "wait", rows on SSD are waited for. With "initial" or "default" nothing waits for the disk: whoever has a
+        deadline calls `warm` first, and takes what is there when the time is up.
+        """
+        with torch.inference_mode():
+            dense = self._dense(batch)
+            vectors, late = self._find(batch, policy)
+            return self.towers.run(vectors, dense), late
+
+    def cold(self, batch: KeyedBatch) -> int:
+        """How many of a batch's ids have rows on SSD alone. Quick: the disk is not asked."""
+        return count_cold(self._keys(batch))
+
+    def warm(self, batch: KeyedBatch) -> int:
+        """Bring the batch's rows up from SSD; returns how many came. Blocks the calling thread and nobody else."""
+        return prefetch_all(self._keys(batch))
+
+    def keyed(self, batch: KeyedBatch | Columns) -> KeyedBatch:
+        """A batch as it is, or raw columns through the feature spec."""
+        if isinstance(batch, KeyedBatch):
+            return batch
+        if self.features is None:
+            raise OptionError(
+                f"{self.source.path} was exported without a feature spec and takes keys alone: pass an hr.KeyedBatch, "
+                "or export it with features="
+            )
+        return self.features.apply(batch, labels=False)
+
+    def replace_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Serve with other weights of the same tower from the next batch on. What does not fit changes nothing.
+
+        `state` is a tower's state dict. Needs no export and no compilation.
+        """
+        self._check_open()
+        fitting = self.original.fit(state)
+        self.original.replace_weights(fitting)
+        if self.towers is not self.original and hasattr(self.towers, "replace_weights"):
+            self.towers.replace_weights(fitting)
+
+    def close(self) -> None:
+        """Let go of rows and weights; calls after it are refused."""
+        self._closed = True
+        for name in ("embeddings", "original", "towers"):
+            self.__dict__.pop(name, None)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Engine({str(self.source.path)!r})"
+
+    def _find(self, batch: KeyedBatch, policy: str) -> tuple[dict[str, Tensor], Late]:
+        """Rows of a batch, pooled, sequences padded to one length; and which of them a policy answered."""
+        self._check_open()
+        embeddings = self.embeddings
+        with self._finding:
+            lookup = embeddings.route(batch, ahead=False)
+            try:
+                lookup.read(policy)
+                late = Late(lookup.late_ids, lookup.late_by_example())
+            except BaseException:
+                embeddings.release(lookup)
+                raise
+            vectors: dict[str, Tensor] = embeddings(lookup)
+        if self.device == embeddings.device:
+            return vectors, late
+        return {name: vector.to(self.device, non_blocking=True) for name, vector in vectors.items()}, late
+
+    def _keys(self, batch: KeyedBatch) -> list[tuple[HostStore, Tensor]]:
+        """Each feature's keys with the store that has their rows."""
+        self._check_open()
+        return [
+            (rows.store, batch.ids[feature].values)
+            for rows in self.embeddings.tables
+            for feature in rows.table.poolings
+            if feature in batch.ids
+        ]
+
+    def _dense(self, batch: KeyedBatch) -> Tensor | None:
+        self._check_open()
+        wanted, came = self.signature.dense, 0 if batch.dense is None else batch.dense.shape[1]
+        if came != wanted:
+            raise BatchError(f"the model reads {wanted} dense features but the batch has {came}; give [rows, {wanted}]")
+        return None if batch.dense is None or not wanted else batch.dense.to(self.device, non_blocking=True)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise OptionError(f"the engine of {self.source.path} is closed; make a new hr.Engine")
+
+
+def _open(
+    path: Path, version: int | str | None, memory: Memory | None, device: str | torch.device | None
+) -> tuple[Version, EmbeddingCollection]:
+    """The version asked for, or the newest whose rows can be read, with its rows loaded."""
+    if version is None and (path / MANIFEST).is_file():
+        path, version = path.parent, path.name
+    check_name(path.resolve().name)
+    if version is not None:
+        chosen = open_version(path / str(check_version(version)))
+        return chosen, _load_rows(chosen, memory, device)
+    for chosen in candidates(path):
+        try:
+            return chosen, _load_rows(chosen, memory, device)
+        except CheckpointError as error:  # a damaged block of rows: the version before may be whole
+            pass_over(chosen.path, error)
+    raise AssertionError("candidates raises when there is none")
+
+
+def _load_rows(version: Version, memory: Memory | None, device: str | torch.device | None) -> EmbeddingCollection:
+    """The version's rows as a collection that is never trained."""
+    memory = memory or Memory()
+    tables = version.tables
+    embeddings = EmbeddingCollection(
+        [on_disk.table for on_disk in tables],
+        optimizer=SGD(),
+        memory=memory,
+        seed=int(version.manifest["seed"]),
+        device=device if memory.hbm is not None else None,
+    )
+    for on_disk, rows in zip(tables, embeddings.tables, strict=True):
+        rows.store.load_snapshot(str(on_disk.folder))
+    return embeddings.eval()
+
+
+def _tower(version: Version, embeddings: EmbeddingCollection, device: torch.device) -> OriginalTower:
+    """The saved graph with the saved weights."""
+    inputs = TowerInputs.of(embeddings, version.signature.dense)
+    program = archive.unpack(version.read(TOWER), version.path / TOWER)
+    return OriginalTower(program, inputs, version.weights(), version.manifest["tower"]["tied"], device)

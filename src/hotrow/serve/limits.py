@@ -1,0 +1,70 @@
+"""Limits: what one client, and all clients together, may ask of a front end.
+
+Every number that a client chooses (a body's length, a shape, a header, a count of connections) meets one of these
+before memory is taken for it. They are options of `hotrow serve`, so each has a name, a default that suits a machine of
+a few GiB, and an error that names it.
+
+`ids` bounds what a request becomes, not what it is: a history of a million ids sent once for 100,000 candidates is a
+small body and 10^11 ids after it is spread over its rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from hotrow.config import parse_size
+from hotrow.errors import OptionError
+
+_SIZES = ("body", "json", "headers", "buffered")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a front end takes.
+
+    >>> Limits(body="1MiB").body_bytes
+    1048576
+    >>> Limits(rows=0)
+    Traceback (most recent call last):
+    hotrow.errors.OptionError: rows=0; give a number above 0
+    """
+
+    body: str | int = "64MiB"  # one request, after decompression
+    json: str | int = "8MiB"  # the JSON part of it: JSON takes up to 20 times its length in memory
+    headers: str | int = "32KiB"  # the request line and all headers
+    buffered: str | int = "1GiB"  # bodies that are being read or answered, all connections together
+    rows: int = 131_072  # candidates of a request
+    ids: int = 16_777_216  # ids of a request, with shared ones counted once for each row
+    connections: int = 4096
+    in_flight: int = 4096  # requests that wait for an answer
+    read_seconds: float = 30.0  # from a request's first byte to its last
+    idle_seconds: float = 300.0  # between two requests of a connection
+    answer_seconds: float = 60.0  # for a client to read its answer
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in _SIZES:
+                parse_size(value, field.name)
+            elif isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise OptionError(f"{field.name}={value!r}; give a number above 0")
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of a body."""
+        return parse_size(self.body, "body")
+
+    @property
+    def json_bytes(self) -> int:
+        """Bytes of a body's JSON."""
+        return parse_size(self.json, "json")
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of a request's headers."""
+        return parse_size(self.headers, "headers")
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes of all bodies."""
+        return parse_size(self.buffered, "buffered")

@@ -1,0 +1,236 @@
+"""Service: what HTTP and gRPC have in common. Which model, who may, how many at once, and what is counted.
+
+A transport turns bytes into calls of this object and its results into bytes; every rule that must hold for both lives
+here, once. All of it runs on the front end's event loop.
+
+**Who may change the server.** Loading and unloading need the token wherever one is set. Without a token they are open
+on loopback and closed elsewhere. A request that a browser sent for some page (it has an Origin) is refused where no
+token is asked, because a page can post to a port of its reader's machine.
+
+**Large bodies** (over `_LARGE` bytes) are read in a thread, so that one client's 50 MiB do not hold up everybody's
+answers; small ones are read at once, which is quicker than handing them over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import hotrow
+from hotrow.serve.backend import READY, Backend, Figures, IndexEntry, ModelInfo
+from hotrow.serve.layout import DENSE, KEYS
+from hotrow.serve.limits import Limits
+from hotrow.serve.metrics import Counts, added
+from hotrow.serve.protocol import OUTPUTS, ModelInputs, Wishes
+from hotrow.serve.request import Answer, RefusedError, Request
+from hotrow.serve.tensors import bad, shown
+
+EXTENSIONS = ("binary_tensor_data", "model_repository", "model_configuration", "statistics")
+_LARGE = 1 << 20
+_MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
+_RETRY_SECONDS = 1.0
+
+Result = TypeVar("Result")
+Reader = Callable[[ModelInputs, str | None], tuple[Request, Wishes]]
+
+
+class Service:
+    """The rules of a front end over a backend."""
+
+    def __init__(self, backend: Backend, limits: Limits, token: str | None = None, loopback: bool = True) -> None:
+        self.backend, self.limits, self.counts = backend, limits, Counts()
+        self.draining = False
+        self.in_flight = 0
+        self._token = None if token is None else token.encode()
+        self._loopback = loopback
+        self._inputs: dict[tuple[str, str], ModelInputs] = {}
+
+    def model(self, name: str, version: str | None) -> ModelInfo:
+        """The model in service under this name and version, or 404."""
+        info = self.backend.models().get(name)
+        if info is None:
+            known = ", ".join(map(repr, sorted(self.backend.models())[:20])) or "none"
+            raise bad(f"there is no model {shown(name)} in service; these are: {known}", 404)
+        if version and version != info.version:
+            if version not in info.versions and version not in info.others:
+                raise bad(
+                    f"model {name!r} has no version {shown(version)} in service; these are: "
+                    f"{', '.join(info.versions or (info.version,))}",
+                    404,
+                )
+            return info.others.get(version, info)
+        return info
+
+    def inputs(self, name: str, version: str | None) -> ModelInputs:
+        """The way from tensors to this model's requests, kept while its ModelInfo is the same."""
+        info = self.model(name, version)
+        kept = self._inputs.get((info.name, info.version))
+        if kept is None or kept.info is not info:
+            if info.state != READY:
+                raise RefusedError(503, f"model {name!r} is {info.state}: {info.reason}", _RETRY_SECONDS)
+            self._forget()
+            kept = self._inputs[info.name, info.version] = ModelInputs(info, self.limits)
+        return kept
+
+    async def infer(self, name: str, version: str | None, size: int, read: Reader) -> tuple[Answer, Wishes]:
+        """Read a request with `read`, ask the backend, count it. `size` is what it weighs in bytes."""
+        began = time.perf_counter()
+        inputs = self.inputs(name, version)
+        info = inputs.info
+        if self.draining:
+            raise RefusedError(503, "the server is shutting down; ask another, or again in a moment", _RETRY_SECONDS)
+        if self.in_flight >= self.limits.in_flight:
+            self.counts.failed(info.name, info.version, 429)
+            raise RefusedError(429, f"{self.in_flight} requests wait already (in_flight=); ask again", _RETRY_SECONDS)
+        self.in_flight += 1
+        try:
+            if size > _LARGE:
+                request, wishes = await asyncio.to_thread(read, inputs, version or None)
+            else:
+                request, wishes = read(inputs, version or None)
+            answer = await self.backend.infer(request)
+        except RefusedError as error:
+            self.counts.failed(info.name, info.version, error.status)
+            raise
+        except Exception:
+            self.counts.failed(info.name, info.version, 500)
+            raise
+        finally:
+            self.in_flight -= 1
+        self.counts.answered(answer.model, answer.version, request.rows, time.perf_counter() - began)
+        return answer, wishes
+
+    async def load(self, name: str, authorization: str | None, origin: str | None) -> None:
+        """Load a model, if the caller may."""
+        self._authorize(authorization, origin)
+        await self.backend.load(_checked_name(name))
+
+    async def unload(self, name: str, authorization: str | None, origin: str | None) -> None:
+        """Unload a model, if the caller may."""
+        self._authorize(authorization, origin)
+        await self.backend.unload(_checked_name(name))
+
+    async def index(self, ready: bool) -> list[IndexEntry]:
+        """The repository's models and versions; with `ready` those in service alone."""
+        entries = await self.backend.index()
+        return [entry for entry in entries if not ready or entry.state == READY]
+
+    async def statistics(self, name: str, version: str) -> list[dict[str, Any]]:
+        """Triton's model_stats, with every field."""
+        if name:
+            self.model(name, version)
+        return [_statistics(entry) for entry in await self.backend.statistics(name, version)]
+
+    async def ready(self) -> bool:
+        """Whether the server takes requests."""
+        return not self.draining and await self.backend.ready()
+
+    def model_ready(self, name: str, version: str | None) -> bool:
+        """Whether this model answers."""
+        try:
+            return self.model(name, version).state == READY
+        except RefusedError:
+            return False
+
+    def figures(self) -> dict[tuple[str, ...], float]:
+        """What this front end counted, without the engines' figures."""
+        own: Figures = {("hotrow_requests_in_flight",): self.in_flight, ("hotrow_draining",): float(self.draining)}
+        return added([self.counts.figures(), own])
+
+    def _forget(self) -> None:
+        """Drop what was derived from versions that are gone."""
+        live = {id(info) for known in self.backend.models().values() for info in (known, *known.others.values())}
+        for key in [key for key, kept in self._inputs.items() if id(kept.info) not in live]:
+            del self._inputs[key]
+
+    def _authorize(self, authorization: str | None, origin: str | None) -> None:
+        if self._token is None:
+            if not self._loopback:
+                raise bad(
+                    "this server listens beyond loopback and has no token, so models cannot be loaded or unloaded; "
+                    "start it with --token, or load models at its start",
+                    403,
+                )
+            if origin:
+                raise bad("a web page may not load or unload models here; start the server with --token", 403)
+            return
+        scheme, _, given = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token):
+            raise bad(
+                "loading and unloading need the header 'Authorization: Bearer <token>' with the server's token", 401
+            )
+
+
+def server_metadata() -> dict[str, Any]:
+    """The server, in the protocol's words."""
+    return {"name": "hotrow", "version": hotrow.__version__, "extensions": list(EXTENSIONS)}
+
+
+def model_metadata(info: ModelInfo) -> dict[str, Any]:
+    """The model's tensors, in the protocol's words. -1 is any number of rows."""
+    return {
+        "name": info.name,
+        "versions": list(info.versions or (info.version,)),
+        "platform": "hotrow",
+        "inputs": [{"name": name, "datatype": kind, "shape": shape} for name, kind, shape in _tensors(info)],
+        "outputs": [{"name": name, "datatype": "FP32", "shape": _logits_shape(info)} for name in OUTPUTS],
+    }
+
+
+def model_config(info: ModelInfo) -> dict[str, Any]:
+    """The model's configuration as Triton's clients read it; the export's own fields stand among the parameters."""
+    return {
+        "name": info.name,
+        "platform": "hotrow",
+        "backend": "hotrow",
+        "max_batch_size": 0,
+        "input": [
+            {"name": name, "data_type": f"TYPE_{kind}", "dims": shape, "optional": name != DENSE}
+            for name, kind, shape in _tensors(info)
+        ],
+        "output": [{"name": name, "data_type": "TYPE_FP32", "dims": _logits_shape(info)} for name in OUTPUTS],
+        "parameters": {key: {"string_value": str(value)} for key, value in info.config.items()},
+    }
+
+
+def _tensors(info: ModelInfo) -> list[tuple[str, str, list[int]]]:
+    signature = info.signature
+    tensors = [(name, "INT64", [-1, -1] if name in signature.sequences else [-1]) for name in signature.features]
+    if signature.features and KEYS not in signature.features:
+        tensors.append((KEYS, "INT64", [-1, len(signature.features)]))
+    if signature.dense:
+        tensors.append((DENSE, "FP32", [-1, signature.dense]))
+    return tensors
+
+
+def _logits_shape(info: ModelInfo) -> list[int]:
+    return [-1] if info.signature.tasks == 1 else [-1, info.signature.tasks]
+
+
+_DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
+
+
+def _statistics(entry: Mapping[str, Any]) -> dict[str, Any]:
+    stats = entry.get("inference_stats", {})
+    return {
+        "name": entry.get("name", ""),
+        "version": entry.get("version", ""),
+        "last_inference": entry.get("last_inference", 0),
+        "inference_count": entry.get("inference_count", 0),
+        "execution_count": entry.get("execution_count", 0),
+        "inference_stats": {name: {"count": 0, "ns": 0, **stats.get(name, {})} for name in _DURATIONS},
+        "batch_stats": list(entry.get("batch_stats", [])),
+    }
+
+
+def _checked_name(name: str) -> str:
+    """A model's name that may become a folder's name."""
+    if _MODEL_NAME.fullmatch(name) is None:
+        raise bad(
+            f"{shown(name)} is no model's name; use letters, digits, '_', '-' and '.', not starting with '.' or '-'"
+        )
+    return name

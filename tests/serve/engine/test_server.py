@@ -1,0 +1,170 @@
+"""hotrow serve as people run it: start, ask over HTTP, kill its parts, end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from plain_servable import write_version
+
+HERE = Path(__file__).parent
+
+
+class Served:
+    """`hotrow serve` with ports that the system chose."""
+
+    def __init__(self, repository: Path, *arguments: str) -> None:
+        self.log = open(repository.parent / "serve.log", "w+")  # noqa: SIM115 (closed by end)
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "hotrow",
+                "serve",
+                str(repository),
+                "--loader",
+                "plain_servable:load",
+                "--http",
+                "0",
+                "--grpc",
+                "-1",
+                "--metrics",
+                "0",
+                *arguments,
+            ],
+            stderr=self.log,
+            env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        )
+        self.ports = self._ports()
+
+    def _ports(self) -> dict[str, int]:
+        until = time.monotonic() + 150
+        while time.monotonic() < until and self.process.poll() is None:
+            text = self.text()
+            if "metrics " in text:
+                lines = [line.split() for line in text.splitlines() if "http://" in line]
+                return {name: int(where.split(":")[2].split("/")[0]) for name, where in lines}
+            time.sleep(0.05)
+        raise AssertionError(f"it did not come up: {self.text()}")
+
+    def text(self) -> str:
+        self.log.flush()
+        return Path(self.log.name).read_text()
+
+    def get(self, path: str, port: str = "http") -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[port]}{path}", timeout=30) as answer:
+            return str(answer.read().decode())
+
+    def infer(self) -> Any:
+        names = ["f0", "f1", "f2"]
+        inputs = [{"name": name, "shape": [2], "datatype": "INT64", "data": [1, 2]} for name in names]
+        inputs.append({"name": "dense", "shape": [2, 4], "datatype": "FP32", "data": [0.5] * 8})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.ports['http']}/v2/models/ctr/infer", json.dumps({"inputs": inputs}).encode()
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.loads(answer.read())
+
+    def children(self, word: str) -> list[psutil.Process]:
+        return [p for p in psutil.Process(self.process.pid).children() if any(word in part for part in p.cmdline())]
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.log.close()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    write_version(tmp_path / "repository", "ctr", 1)
+    server = Served(tmp_path / "repository")
+    yield server
+    server.end()
+
+
+def test_server_answers_survives_its_engines_death_and_drains(served: Served) -> None:
+    answer = served.infer()
+    assert answer["model_name"] == "ctr" and answer["model_version"] == "1"
+    assert len(answer["outputs"][0]["data"]) == 2
+    assert "ctr (version 1)" in served.text()
+
+    (engine,) = served.children("engine_process")
+    engine.kill()
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        try:
+            again = served.infer()
+            break
+        except OSError:  # 503 while it starts again
+            time.sleep(0.1)
+    assert again["outputs"] == answer["outputs"]
+    assert "engine 0 ended with -9; it starts again" in served.text()
+    time.sleep(2.5)
+    metrics = served.get("/metrics", "metrics")
+    assert "hotrow_engine_restarts_total 1" in metrics
+    assert 'nv_inference_count{model="ctr",version="1"} 2' in metrics
+
+    family = psutil.Process(served.process.pid).children(recursive=True)
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(30) == 0
+    assert not [process for process in family if process.is_running()]
+    assert "stopped" in served.text()
+
+
+def test_killed_supervisor_leaves_no_orphans(served: Served) -> None:
+    family = psutil.Process(served.process.pid).children(recursive=True)
+    assert len(family) >= 2
+    served.process.kill()
+    served.process.wait()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
+
+
+def test_port_in_use_is_named_before_a_model_is_loaded(tmp_path: Path) -> None:
+    write_version(tmp_path / "repository", "ctr", 1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ended = subprocess.run(
+            [sys.executable, "-m", "hotrow", "serve", str(tmp_path / "repository"), "--http", port],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "COLUMNS": "200"},
+            timeout=120,
+        )
+    assert ended.returncode == 2
+    assert f"--http {port}: cannot listen on 127.0.0.1:{port}" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "there is no repository 'nowhere'"),
+        ([".", "--policy", "wiat"], "did you mean 'wait'?"),
+        ([".", "--deadline", "50"], "--deadline 50: give a number and a unit"),
+        ([".", "--ssd", "rows"], "--ssd without --dram"),
+    ],
+)
+def test_wrong_option_is_named_with_its_cure(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hotrow.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["hotrow", "serve", *arguments])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and words in capsys.readouterr().err
