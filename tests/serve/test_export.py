@@ -105,7 +105,9 @@ STEPS = ["make", "write", "sync", "rename", "file_digest", "finish"]
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_an_export_that_is_interrupted_leaves_nothing(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_is_interrupted_leaves_nothing(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_model()
     hr.export(model, tmp_path / "ctr")
     before = files_of(tmp_path)

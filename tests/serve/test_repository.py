@@ -45,7 +45,14 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
 
 
-FILES = ["manifest.json", "tower.pt2", "weights.safetensors", "features.json", "rows/user/MANIFEST", "rows/user/segment"]
+FILES = [
+    "manifest.json",
+    "tower.pt2",
+    "weights.safetensors",
+    "features.json",
+    "rows/user/MANIFEST",
+    "rows/user/segment",
+]
 HARM: dict[str, Callable[[Path], None]] = {"a flipped bit": flip, "a short file": cut, "no file": Path.unlink}
 
 

@@ -35,7 +35,25 @@ _SYMBOLIC = re.compile(
 )
 _REFUSED = re.compile(r"torch\.ops\.aten\.from_file\..*")  # reads any file of this machine
 _FUNCTIONS = frozenset(
-    "Integer Add Mul Pow Max Min Mod PythonMod FloorDiv CleanDiv IntTrueDiv ModularIndexing Eq Ne true false oo".split()
+    [
+        "Integer",
+        "Add",
+        "Mul",
+        "Pow",
+        "Max",
+        "Min",
+        "Mod",
+        "PythonMod",
+        "FloorDiv",
+        "CleanDiv",
+        "IntTrueDiv",
+        "ModularIndexing",
+        "Eq",
+        "Ne",
+        "true",
+        "false",
+        "oo",
+    ]
 )
 _TOKEN = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*|\d+(?:\.\d+)?|\*\*|//|[-+*/(),<>=%])")
 _SYMBOL = re.compile(r"[su]\d+|int_oo")

@@ -41,7 +41,7 @@ from hotrow.serve.repository import (
 )
 from hotrow.serve.request import POLICIES
 from hotrow.serve.row_files import check_values, write_rows
-from hotrow.serve.tower import Traced, TowerInputs, trace
+from hotrow.serve.tower import TowerInputs, Traced, trace
 from hotrow.table import TableRows
 from hotrow.train import durable, packing
 
@@ -76,8 +76,8 @@ def export(
     """Write `model` as the next version of `path`, such as "repository/ctr", for `hr.Engine` and `hotrow serve`.
 
     `features` is the spec that makes batches of raw columns, so that clients may send those. How many dense features
-    the tower reads comes from the spec or the tower (`tower.dense_features`), else say `dense_features`. `values` is how
-    rows are stored. `policy` says what happens to a row that would come after the request's deadline (`deadline`
+    the tower reads comes from the spec or the tower (`tower.dense_features`), else say `dense_features`. `values` is
+    how rows are stored. `policy` says what happens to a row that would come after the request's deadline (`deadline`
     seconds, or the server's): "wait", "initial" or "default", the row in `default_rows` by table (zeros without).
     `progress` hears how many rows each chunk had.
 
@@ -89,11 +89,13 @@ def export(
     (1, 2)
     """
     if not isinstance(model, Recommender):
-        raise OptionError(f"export takes an hr.Recommender, not {type(model).__name__}; of a Trainer pass trainer.model")
+        raise OptionError(
+            f"export takes an hr.Recommender, not {type(model).__name__}; of a Trainer pass trainer.model"
+        )
     embeddings, folder = model.embeddings, Path(path)
     check_name(folder.name)
     if embeddings.ranks is not None and embeddings.ranks.world > 1:
-        raise OptionError("this rank has a part of the rows; save a checkpoint and export that: hotrow export CHECKPOINT")
+        raise OptionError("a rank has only a part of the rows; save a checkpoint and export that: `hotrow export`")
     chosen = Choices(
         _checked(check_values, values),
         _policy(policy),
@@ -197,7 +199,11 @@ def _dense(model: Recommender, features: FeatureSpec | None, given: int | None) 
     """How many dense features the tower reads, from whoever knows."""
     of_tower = getattr(model.tower, "dense_features", None)
     of_spec = None if features is None else len(features.dense_names)
-    says = {"dense_features=": given, "the tower": of_tower if isinstance(of_tower, int) else None, "features=": of_spec}
+    says = {
+        "dense_features=": given,
+        "the tower": of_tower if isinstance(of_tower, int) else None,
+        "features=": of_spec,
+    }
     known = {who: count for who, count in says.items() if count is not None}
     if len(set(known.values())) > 1:
         told = ", ".join(f"{who} says {count}" for who, count in known.items())

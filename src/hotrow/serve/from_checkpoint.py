@@ -22,11 +22,11 @@ from hotrow.errors import CheckpointError
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.serve.export import export
 from hotrow.serve.repository import Version, check_name
+from hotrow.serve.rows_view import RowsView
 from hotrow.table import Table
 from hotrow.train import durable
 from hotrow.train.checkpoint import DENSE, Checkpoint, open_checkpoint
 from hotrow.train.loading import apply_rows
-from hotrow.serve.rows_view import RowsView
 from hotrow.train.row_logs import remove_if_free
 
 PREFIX = ".export-"

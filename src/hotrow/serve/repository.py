@@ -139,7 +139,7 @@ class Version:
                 raise
             raise RepositoryError(f"{path} is missing; {self._cure()}") from None
         if len(data) != expected["bytes"] or packing.digest(data) != expected["blake2b"]:
-            raise RepositoryError(f"{path} is corrupt: its size or checksum differs from the manifest's; {self._cure()}")
+            raise RepositoryError(f"{path} is corrupt: its size or checksum is not the manifest's; {self._cure()}")
         return data
 
     def weights(self) -> dict[str, Tensor]:
@@ -208,7 +208,7 @@ class Repository:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise RepositoryError(f"there is no repository {self.path}; make one with hr.export(model, 'repository/ctr')")
+            raise RepositoryError(f"there is no repository {self.path}; hr.export(model, 'repository/ctr') makes one")
 
     def models(self) -> list[str]:
         """The models that have a version."""
@@ -322,7 +322,7 @@ def _table(path: Path, saved: dict[str, Any]) -> TableOnDisk:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
-        raise RepositoryError(f"{folder} is not a version of a model: it has no {MANIFEST}; export the model there again")
+        raise RepositoryError(f"{folder} is not a version of a model: it has no {MANIFEST}; export the model again")
     try:
         with durable.disk("read", path):
             manifest = json.loads(path.read_bytes())

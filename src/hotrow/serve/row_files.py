@@ -53,4 +53,3 @@ def write_rows(
     del snapshot, store
     durable.remove(log)
     return written
-

@@ -234,8 +234,8 @@ class OriginalTower:
         outputs = self.program.graph_signature.output_specs
         if wanted != given or len(outputs) != 1:
             raise RepositoryError(
-                f"the tower's graph takes {wanted} tensors and gives {len(outputs)}, but its manifest names {given} and "
-                "one; export the model again"
+                f"the tower's graph takes {wanted} tensors and gives {len(outputs)}, but its manifest names {given} "
+                "and one; export the model again"
             )
 
 
