@@ -196,7 +196,7 @@ def test_wrong_batches_are_refused_by_name(tmp_path: Path) -> None:
             engine.predict(hr.KeyedBatch({"user": batch.ids["user"], "tags": batch.ids["tags"]}, batch.dense))
         with pytest.raises(hr.OptionError, match="without a feature spec"):
             engine.predict({"user": [1]})
-        with pytest.raises(hr.OptionError, match="policy='never'"):
+        with pytest.raises(hr.OptionError, match="late='never'"):
             engine.run(batch, policy="never")
     with pytest.raises(hr.OptionError, match="closed"):
         engine.predict(batch)
@@ -223,3 +223,43 @@ def test_default_rows_and_deadline_are_kept(tmp_path: Path) -> None:
     with hr.Engine(tmp_path / "ctr") as engine:
         assert (engine.source.policy, engine.source.deadline) == ("default", 0.05)
         assert [on_disk.table.default for on_disk in engine.source.tables] == [(1.0, 2.0, 3.0, 4.0), None, None]
+
+
+def test_rows_on_disk_are_answered_by_policy_until_they_are_warm(tmp_path: Path) -> None:
+    model = hr.Recommender(collection(), TwoTasks())
+    values = torch.ones(100, 4)
+    for name in ("user", "item"):
+        model.embeddings.table(name).assign(torch.arange(100), values)
+    hr.export(model, tmp_path / "ctr", default_rows={"user": [5.0] * 4})
+    keys = torch.tensor([1, 2, 3])
+    none = hr.Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
+    batch = hr.KeyedBatch({"user": hr.Jagged(keys), "item": hr.Jagged(keys + 1000), "tags": none})
+    with hr.Engine(tmp_path / "ctr", memory=hr.Memory(dram="4MiB", ssd=tmp_path / "ssd")) as engine:
+        assert engine.cold(batch) >= 3
+        _, late = engine.run(batch, policy="default")
+        assert late.ids == 3 and late.by_row is not None and late.by_row.tolist() == [1, 1, 1]
+        assert torch.equal(engine._find(batch, "default")[0]["user"], torch.full((3, 4), 5.0))
+        unseen = model.embeddings.table("user").store
+        initial = hr.EmbeddingCollection([hr.Table("user", 4)], seed=3).table("user").read(keys)
+        assert torch.equal(engine._find(batch, "initial")[0]["user"], initial) and len(unseen) == 100
+        assert engine.warm(batch) == 3 and engine.cold(batch) == 0
+        logits, late = engine.run(batch, policy="default")
+        assert late.ids == 0 and late.by_row is None
+        assert torch.equal(logits, engine.logits(batch))
+        assert torch.equal(engine.lookup(batch)["user"], torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("values", ["fp16", "int8"])
+def test_rows_of_every_type_are_near_the_trainers(values: str, tmp_path: Path) -> None:
+    trainer = trained("din", steps=8)
+    hr.export(trainer.model, tmp_path / "ctr", values=values)
+    batch = make_batch(64, seed=5, keys=2 * KEYS)
+    expected = trainer.predict(batch)
+    answers = []
+    for memory in (None, hr.Memory(dram="4MiB", ssd=tmp_path / "ssd")):
+        with hr.Engine(tmp_path / "ctr", memory=memory) as engine:
+            answers.append(engine.predict(batch))
+    assert torch.equal(*answers)
+    torch.testing.assert_close(answers[0], expected, rtol=0, atol=2e-3 if values == "fp16" else 2e-2)
+    sizes = {on_disk.table.values for on_disk in engine.source.tables}
+    assert sizes == {values}

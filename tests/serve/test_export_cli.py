@@ -20,7 +20,7 @@ source = "synthetic"
 examples = 2048
 test_examples = 0
 batch_size = 256
-keys = 5000
+keys = 1000000
 [embeddings]
 dim = 4
 [tower]
@@ -91,7 +91,7 @@ def test_wrong_words_are_refused(tmp_path: Path) -> None:
 def test_what_left_memory_and_what_expired_is_exported_right(tmp_path: Path) -> None:
     """Over SSD, rows that have expired are still in a checkpoint's files until somebody meets them."""
     values = {
-        "data": {"source": "synthetic", "examples": 4096, "test_examples": 0, "batch_size": 256, "keys": 5000},
+        "data": {"source": "synthetic", "examples": 4096, "test_examples": 0, "batch_size": 256, "keys": 1_000_000},
         "embeddings": {"dim": 4},
         "tables": [{"name": "C1", "expiry": {"steps": 3, "every": 2}}, {"name": "C2", "admission": {"after": 2}}],
         "tower": {"kind": "dlrm", "bottom": [8], "top": [8]},

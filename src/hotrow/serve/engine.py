@@ -55,10 +55,11 @@ Columns = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Late:
-    """Ids whose rows are on SSD alone and were answered by policy: all together, and by row, int32 [rows]."""
+    """Ids whose rows are on SSD alone and were answered by policy: how many, and how many of each row (int32
+    [rows], None where there are none)."""
 
     ids: int
-    by_row: Tensor
+    by_row: Tensor | None
 
 
 class Engine:
@@ -184,14 +185,9 @@ class Engine:
         self._check_open()
         embeddings = self.embeddings
         with self._finding:
-            lookup = embeddings.route(batch, ahead=False)
-            try:
-                lookup.read(policy)
-                late = Late(lookup.late_ids, lookup.late_by_example())
-            except BaseException:
-                embeddings.release(lookup)
-                raise
+            lookup = embeddings.route(batch, ahead=False).read(policy)
             vectors: dict[str, Tensor] = embeddings(lookup)
+        late = Late(lookup.late_ids, lookup.late_by_example)
         if self.device == embeddings.device:
             return vectors, late
         return {name: vector.to(self.device, non_blocking=True) for name, vector in vectors.items()}, late
