@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from small_models import trained
 from typer.testing import CliRunner
 
 import hotrow as hr
 from hotrow.cli import app
+from hotrow.features import Dense, Key
 from hotrow.job import build_job, load_job
 from hotrow.serve.rows_view import RowsView
 
 JOB = """
 [data]
-source = "synthetic"
-examples = 2048
-test_examples = 0
+source = "parquet"
+path = "{data}"
+features = "{spec}"
 batch_size = 256
-keys = 1000000
 [embeddings]
 dim = 4
 [tower]
@@ -38,9 +41,21 @@ def hotrow(*words: object) -> tuple[int, str, BaseException | None]:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
+def data(tmp_path: Path) -> dict[str, Path]:
+    """A small log and its feature spec."""
+    spec = hr.FeatureSpec([Key("C1"), Key("C2"), Dense("price")], label="click")
+    spec.save(tmp_path / "spec.json")
+    draw = np.random.default_rng(0)
+    columns = {name: draw.zipf(1.3, 4096) % 5000 for name in ("C1", "C2")}
+    columns |= {"price": draw.random(4096), "click": draw.integers(0, 2, 4096)}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "log.parquet")
+    return {"data": tmp_path / "log.parquet", "spec": tmp_path / "spec.json"}
+
+
+@pytest.fixture
+def job(data: dict[str, Path], tmp_path: Path) -> Path:
     path = tmp_path / "job.toml"
-    path.write_text(JOB.format(folder=tmp_path / "runs" / "clicks"))
+    path.write_text(JOB.format(folder=tmp_path / "runs" / "clicks", **data))
     return path
 
 
@@ -50,11 +65,12 @@ def test_a_run_becomes_a_version_without_its_job_file(job: Path, tmp_path: Path)
     job.unlink()
     code, output, error = hotrow("export", tmp_path / "runs" / "clicks", tmp_path / "repository")
     assert code == 0, error
-    assert "exported step 8 as version 1 of clicks" in output
+    assert "exported step 16 as version 1 of clicks" in output
     batch = next(iter(loaded.source.batches()))[0]
     with hr.Engine(tmp_path / "repository" / "clicks") as engine:
-        assert engine.source.manifest["trained"]["step"] == 8
+        assert engine.source.manifest["trained"]["step"] == 16
         torch.testing.assert_close(engine.predict(batch), loaded.trainer.predict(batch), rtol=0, atol=1e-6)
+        assert engine.predict({"C1": [1], "C2": [2], "price": [0.5]}).shape == (1,)  # the spec came along
     assert [path.name for path in (tmp_path / "repository").iterdir()] == ["clicks"]  # nothing is left beside it
 
 
@@ -74,7 +90,7 @@ def test_a_checkpoint_that_lacks_its_tower_asks_for_the_job(job: Path, tmp_path:
     other = job.with_name("other.toml")
     other.write_text(job.read_text().replace("top = [8]", "top = [9]"))
     code, _, error = hotrow("export", tmp_path / "runs" / "clicks", tmp_path / "repository", "--job", other)
-    assert code != 0 and "'top.layers.0.weight'" in str(error)
+    assert code != 0 and "'top.layers.0.bias'" in str(error)
 
 
 def test_wrong_words_are_refused(tmp_path: Path) -> None:
@@ -88,14 +104,22 @@ def test_wrong_words_are_refused(tmp_path: Path) -> None:
         assert code != 0 and says in str(error)
 
 
-def test_what_left_memory_and_what_expired_is_exported_right(tmp_path: Path) -> None:
+def test_what_left_memory_and_what_expired_is_exported_right(data: dict[str, Path], tmp_path: Path) -> None:
     """Over SSD, rows that have expired are still in a checkpoint's files until somebody meets them."""
     values = {
-        "data": {"source": "synthetic", "examples": 4096, "test_examples": 0, "batch_size": 256, "keys": 1_000_000},
+        "data": {
+            "source": "parquet",
+            "path": str(data["data"]),
+            "features": str(data["spec"]),
+            "batch_size": 256,
+        },
         "embeddings": {"dim": 4},
-        "tables": [{"name": "C1", "expiry": {"steps": 3, "every": 2}}, {"name": "C2", "admission": {"after": 2}}],
+        "tables": [
+            {"name": "C1", "expiry": {"steps": 3, "every": 2}},
+            {"name": "C2", "admission": {"after": 2, "sketch": "64KiB"}},
+        ],
         "tower": {"kind": "dlrm", "bottom": [8], "top": [8]},
-        "memory": {"dram": "32MiB", "ssd": str(tmp_path / "ssd")},
+        "memory": {"dram": "8MiB", "ssd": str(tmp_path / "ssd")},
         "checkpoints": {"folder": str(tmp_path / "clicks")},
     }
     run = build_job(values)
