@@ -238,10 +238,10 @@ def test_rows_on_disk_are_answered_by_policy_until_they_are_warm(tmp_path: Path)
         assert engine.cold(batch) >= 3
         _, late = engine.run(batch, policy="default")
         assert late.ids == 3 and late.by_row is not None and late.by_row.tolist() == [1, 1, 1]
-        assert torch.equal(engine._find(batch, "default")[0]["user"], torch.full((3, 4), 5.0))
+        assert torch.equal(engine._find(engine._open(), batch, "default")[0]["user"], torch.full((3, 4), 5.0))
         unseen = model.embeddings.table("user").store
         initial = hr.EmbeddingCollection([hr.Table("user", 4)], seed=3).table("user").read(keys)
-        assert torch.equal(engine._find(batch, "initial")[0]["user"], initial) and len(unseen) == 100
+        assert torch.equal(engine._find(engine._open(), batch, "initial")[0]["user"], initial) and len(unseen) == 100
         assert engine.warm(batch) == 3 and engine.cold(batch) == 0
         logits, late = engine.run(batch, policy="default")
         assert late.ids == 0 and late.by_row is None

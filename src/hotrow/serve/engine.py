@@ -62,6 +62,15 @@ class Late:
     by_row: Tensor | None
 
 
+@dataclass(frozen=True)
+class _Live:
+    """What an open engine holds. A batch takes it once, so that `close` does not take it away from under it."""
+
+    embeddings: EmbeddingCollection
+    original: OriginalTower
+    towers: Tower
+
+
 class Engine:
     """A version of an exported model, opened for lookups and predictions.
 
@@ -89,15 +98,15 @@ class Engine:
         device: str | torch.device | None = None,
         towers: Any = None,
     ) -> None:
-        self._closed = False
-        self.source, self.embeddings = _open(Path(path), version, memory, device)
-        self.device = torch.device(device) if device is not None else self.embeddings.device
+        self.source, embeddings = _open(Path(path), version, memory, device)
+        beside = device is not None and embeddings.hot is None  # the tower on a GPU, rows in DRAM
+        self.device = torch.device(device or "cpu") if beside else embeddings.device
         self.signature: Signature = self.source.signature
         self.features: FeatureSpec | None = self.source.features()
-        self.original = _tower(self.source, self.embeddings, self.device)
-        self.towers: Tower = self.original if towers is None else towers(self.original)
+        original = _tower(self.source, embeddings, self.device)
+        self._live: _Live | None = _Live(embeddings, original, original if towers is None else towers(original))
         # The HBM cache is looked through by one batch at a time.
-        self._finding: AbstractContextManager[Any] = nullcontext() if self.embeddings.hot is None else threading.Lock()
+        self._finding: AbstractContextManager[Any] = nullcontext() if embeddings.hot is None else threading.Lock()
 
     @property
     def version(self) -> int:
@@ -108,6 +117,16 @@ class Engine:
     def model(self) -> str:
         """The model's name."""
         return self.source.model
+
+    @property
+    def embeddings(self) -> EmbeddingCollection:
+        """The version's rows."""
+        return self._open().embeddings
+
+    @property
+    def original(self) -> OriginalTower:
+        """The saved graph with the weights of now."""
+        return self._open().original
 
     def predict(self, batch: KeyedBatch | Columns) -> Tensor:
         """Probabilities of a batch, or of raw columns by name, which go through the saved feature spec."""
@@ -120,7 +139,7 @@ class Engine:
     def lookup(self, batch: KeyedBatch | Columns) -> dict[str, Tensor]:
         """The vectors that the tower would be fed: [rows, dim], or for a sequence [rows, length, dim] and its mask."""
         with torch.inference_mode():
-            return self._find(self.keyed(batch), "wait")[0]
+            return self._find(self._open(), self.keyed(batch), "wait")[0]
 
     def run(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, Late]:
         """Logits of a joined batch, on the engine's device, and what was answered by policy.
@@ -128,10 +147,11 @@ class Engine:
         With "wait", rows on SSD are waited for. With "initial" or "default" nothing waits for the disk: whoever has a
         deadline calls `warm` first, and takes what is there when the time is up.
         """
+        live = self._open()
         with torch.inference_mode():
             dense = self._dense(batch)
-            vectors, late = self._find(batch, policy)
-            return self.towers.run(vectors, dense), late
+            vectors, late = self._find(live, batch, policy)
+            return live.towers.run(vectors, dense), late
 
     def cold(self, batch: KeyedBatch) -> int:
         """How many of a batch's ids have rows on SSD alone. Quick: the disk is not asked."""
@@ -157,17 +177,15 @@ class Engine:
 
         `state` is a tower's state dict. Needs no export and no compilation.
         """
-        self._check_open()
-        fitting = self.original.fit(state)
-        self.original.replace_weights(fitting)
-        if self.towers is not self.original and hasattr(self.towers, "replace_weights"):
-            self.towers.replace_weights(fitting)
+        live = self._open()
+        fitting = live.original.fit(state)
+        live.original.replace_weights(fitting)
+        if live.towers is not live.original and hasattr(live.towers, "replace_weights"):
+            live.towers.replace_weights(fitting)
 
     def close(self) -> None:
         """Let go of rows and weights; calls after it are refused."""
-        self._closed = True
-        for name in ("embeddings", "original", "towers"):
-            self.__dict__.pop(name, None)
+        self._live = None
 
     def __enter__(self) -> Engine:
         return self
@@ -180,10 +198,9 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({str(self.source.path)!r})"
 
-    def _find(self, batch: KeyedBatch, policy: str) -> tuple[dict[str, Tensor], Late]:
+    def _find(self, live: _Live, batch: KeyedBatch, policy: str) -> tuple[dict[str, Tensor], Late]:
         """Rows of a batch, pooled, sequences padded to one length; and which of them a policy answered."""
-        self._check_open()
-        embeddings = self.embeddings
+        embeddings = live.embeddings
         with self._finding:
             lookup = embeddings.route(batch, ahead=False).read(policy)
             vectors: dict[str, Tensor] = embeddings(lookup)
@@ -194,7 +211,6 @@ class Engine:
 
     def _keys(self, batch: KeyedBatch) -> list[tuple[HostStore, Tensor]]:
         """Each feature's keys with the store that has their rows."""
-        self._check_open()
         return [
             (rows.store, batch.ids[feature].values)
             for rows in self.embeddings.tables
@@ -203,15 +219,16 @@ class Engine:
         ]
 
     def _dense(self, batch: KeyedBatch) -> Tensor | None:
-        self._check_open()
         wanted, came = self.signature.dense, 0 if batch.dense is None else batch.dense.shape[1]
         if came != wanted:
             raise BatchError(f"the model reads {wanted} dense features but the batch has {came}; give [rows, {wanted}]")
         return None if batch.dense is None or not wanted else batch.dense.to(self.device, non_blocking=True)
 
-    def _check_open(self) -> None:
-        if self._closed:
+    def _open(self) -> _Live:
+        live = self._live
+        if live is None:
             raise OptionError(f"the engine of {self.source.path} is closed; make a new hr.Engine")
+        return live
 
 
 def _open(

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.export.passes import move_to_device_pass
 
 from hotrow.errors import OptionError, RepositoryError, choices
 from hotrow.nn import EmbeddingCollection
@@ -139,6 +140,8 @@ def split_weights(tower: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 class _WeightsAsInputs(nn.Module):
     """The tower with its weights as an argument. It hides the tower from torch.export, which would save them."""
 
+    tower: nn.Module
+
     def __init__(self, tower: nn.Module) -> None:
         super().__init__()
         object.__setattr__(self, "tower", tower)
@@ -181,7 +184,7 @@ class OriginalTower:
     ) -> None:
         self.device = device or torch.device("cpu")
         if self.device.type != "cpu":
-            program = torch.export.passes.move_to_device_pass(program, self.device)
+            program = move_to_device_pass(program, self.device)
         self.program, self.inputs, self.tied = program, inputs, dict(tied or {})
         self._call = program.graph_module.forward
         self._constants = [constant.to(self.device) for constant in _constants(program)]
