@@ -3,7 +3,7 @@
 The parser is aiohttp's (llhttp in C); the connection around it is ours. aiohttp's own server was measured first: it
 takes 45 to 70 µs more for a request of 11 KB (a stream, a Request and a Response object, and several wake-ups each;
 6,900 against 12,700 requests/s at 4 connections on 2 cores of an AMD EPYC, client included), and has no limit on the
-time a client takes to send its request. `python -m benchmarks.frontend` measures both again.
+time a client takes to send its request. `python benchmarks/frontend.py` measures both again.
 
 Invariants. A connection runs one handler at a time; what a client pipelines behind it waits, unread beyond a few
 requests. All memory for bodies is counted in `HttpServer.held` before it grows past the limit. A connection is IDLE (no
@@ -198,9 +198,10 @@ class Connection(BaseProtocol):
             self._refuse(RefusedError(status, f"this is no HTTP/1.1 request: {shown(str(error))}; see RFC 9112"))
             return
         if messages:
+            long = self._head + size > server.header_bytes  # then the headers themselves may be
             self._head, self._body = 0, 0
             for message, payload in messages:
-                if not self._accept(message, payload):
+                if not self._accept(message, payload, long):
                     return
             if upgraded:
                 self._last = True
@@ -264,14 +265,14 @@ class Connection(BaseProtocol):
         if self.transport is not None:
             self.transport.abort()
 
-    def _accept(self, message: Any, payload: Any) -> bool:
+    def _accept(self, message: Any, payload: Any, long: bool) -> bool:
         """Whether a request whose headers have come may send its body."""
         server = self._server
-        announced = message.headers.get("Content-Length")
+        announced = message.headers.get("Content-Length")  # the parser has seen that it is a number
         if announced is not None and int(announced) > server.body_bytes:
             self._refuse(too_large(int(announced), server.limits))
             return False
-        if sum(len(name) + len(value) + 4 for name, value in message.raw_headers) > server.header_bytes:
+        if long and sum(len(name) + len(value) + 4 for name, value in message.raw_headers) > server.header_bytes:
             self._refuse(_headers_too_large(server.limits))
             return False
         if message.upgrade or message.method == "CONNECT":

@@ -45,6 +45,11 @@ class Column:
     regular: Array | None = None  # the offsets of a [rows, n] tensor
     shared: bool = False
 
+    @property
+    def plain(self) -> bool:
+        """Whether the tensor has one id for each row and nothing else."""
+        return self.packed is self.offsets is self.weights is self.regular is None and not self.shared
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -53,6 +58,7 @@ class Plan:
     names: tuple[str, ...]  # the tensors' names, for messages
     rows: int
     columns: tuple[Column, ...]
+    plain: bool  # whether every feature is one id per row from a tensor of its own, in the signature's order
     keys: tuple[int, int, int] | None  # place, rows, features
     dense: tuple[int, int, int] | None  # place, rows, width
 
@@ -62,6 +68,10 @@ class Plan:
         if self.keys is not None:
             place, rows, features = self.keys
             packed = np.ascontiguousarray(elements[place].reshape(rows, features).T)
+            if features == len(self.columns) and rows == self.rows:
+                return tuple(map(Ids, packed))
+        elif self.plain:
+            return tuple(map(Ids, elements[: len(self.columns)]))
         ids = []
         for column in self.columns:
             if column.packed is not None:
@@ -149,6 +159,7 @@ class Layout:
             tuple(tensor.name for tensor in tensors),
             rows,
             tuple(columns),
+            all(column.plain and column.place == number for number, column in enumerate(columns)),
             None if keys is None else (keys, tensors[keys].shape[0], len(rest)),
             None if dense is None else (dense, tensors[dense].shape[0], self.signature.dense),
         )

@@ -6,18 +6,19 @@ model and the clock, so both forms and their errors are tested without a network
 
 **Recipes.** What the JSON part of a binary body says (names, shapes, where each tensor lies, what to answer) is worked
 out once and kept under its very bytes: a client that sends 50 candidates sends the same header every time. A repeated
-request then costs views and checks of its data: 14 against 190 µs for 26 features (2 cores of an AMD EPYC). Headers
+request then costs views and checks of its data: 30 against 230 µs for 26 features (2 cores of an AMD EPYC). Headers
 with an id or inline data are not kept. At most `_KEPT` recipes of headers up to `_KEPT_BYTES` are; when full, all are
 dropped.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,8 +50,7 @@ _TOP = ("id", "inputs", "outputs", "parameters", "model_name", "model_version")
 _LONGEST_DEADLINE = 3600.0
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """An output that the client wants, as bytes or as JSON."""
 
     name: str
@@ -326,21 +326,20 @@ def write(answer: Answer, wishes: Wishes) -> tuple[bytes, int | None]:
     """The body of an answer, and the length of its JSON part when tensors follow it."""
     arrays = outputs_of(answer, [output.name for output in wishes.outputs])
     described, tail = [], []
-    for output, array in zip(wishes.outputs, arrays, strict=True):
-        entry: dict[str, Any] = {"name": output.name, "datatype": "FP32", "shape": list(array.shape)}
-        if output.binary:
+    for (name, binary), array in zip(wishes.outputs, arrays, strict=True):
+        shape = ",".join(map(str, array.shape))
+        if binary:
             data = array.tobytes()
-            entry["parameters"] = {"binary_data_size": len(data)}
             tail.append(data)
+            elements = f'"parameters":{{"binary_data_size":{len(data)}}}'
         else:
-            entry["data"] = _numbers(array)
-        described.append(entry)
-    document: dict[str, Any] = {"model_name": answer.model, "model_version": answer.version}
-    if wishes.id is not None:
-        document["id"] = wishes.id
-    document["parameters"] = answer_parameters(answer)
-    document["outputs"] = described
-    text = _dump(document)
+            elements = f'"data":{_dump(_numbers(array))}'
+        described.append(f'{{"name":"{name}","datatype":"FP32","shape":[{shape}],{elements}}}')
+    name = "" if wishes.id is None else f'"id":{_dump(wishes.id)},'
+    text = (
+        f'{{"model_name":{_quoted(answer.model)},"model_version":{_quoted(answer.version)},{name}'
+        f'"parameters":{_dump(answer_parameters(answer))},"outputs":[{",".join(described)}]}}'
+    ).encode()
     return (b"".join([text, *tail]), len(text)) if tail else (text, None)
 
 
@@ -350,8 +349,5 @@ def _numbers(array: Array) -> list[float | None]:
     return flat if np.isfinite(array).all() else [x if finite_number(x) else None for x in flat]
 
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
-
-
-def _dump(document: Mapping[str, Any]) -> bytes:
-    return _ENCODER.encode(document).encode()
+_dump = json.JSONEncoder(separators=(",", ":")).encode
+_quoted = functools.lru_cache(256)(_dump)

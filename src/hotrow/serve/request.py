@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -42,9 +42,8 @@ class Signature:
         return zlib.crc32(text.encode())
 
 
-@dataclass(frozen=True)
-class Ids:
-    """One feature's ids in a request."""
+class Ids(NamedTuple):
+    """One feature's ids in a request. A tuple, because a request makes one for each feature: 0.3 µs against 1."""
 
     values: Array  # int64
     offsets: Array | None = None  # int64
