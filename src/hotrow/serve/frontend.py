@@ -13,9 +13,9 @@ finish for up to `drain_seconds`, and only then drops what is left. Several fron
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hotrow.errors import OptionError
 from hotrow.serve.backend import Backend, Figures
@@ -27,6 +27,16 @@ from hotrow.serve.service import Service
 
 if TYPE_CHECKING:
     from hotrow.serve.grpc import GrpcServer
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run a front end's coroutine on uvloop, or on asyncio's own loop where uvloop is not installed."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
 
 
 @dataclass(frozen=True)

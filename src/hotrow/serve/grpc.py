@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 import numpy as np
 from google.protobuf import json_format
+from google.protobuf.message import DecodeError
 
 from hotrow.serve.grpc_messages import METHODS, SERVICE, build
 from hotrow.serve.protocol import ModelInputs, Recipe, Wishes, answer_parameters, outputs_of, read_wishes
@@ -101,19 +102,20 @@ class GrpcServer:
         classes, calls, methods = _messages(), Calls(self.service), {}
         for name, (request, response) in METHODS.items():
             make = grpc.unary_unary_rpc_method_handler
-            behaviour: Any = _refusing(getattr(calls, name))
+            behaviour: Any = _refusing(getattr(calls, name), classes[request])
             if name == "ModelStreamInfer":
                 make, behaviour = grpc.stream_stream_rpc_method_handler, calls.ModelStreamInfer
-            methods[name] = make(behaviour, classes[request].FromString, classes[response].SerializeToString)
+            # Bytes are parsed by us: grpc answers what it cannot parse with UNKNOWN and a traceback in the log.
+            methods[name] = make(behaviour, None, classes[response].SerializeToString)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
-def _refusing(call: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    """The call, with errors as gRPC tells them."""
+def _refusing(call: Callable[[Any, Any], Awaitable[Any]], kind: Any) -> Callable[[bytes, Any], Awaitable[Any]]:
+    """The call of a message's bytes, with errors as gRPC tells them."""
 
-    async def answer(request: Any, context: Any) -> Any:
+    async def answer(data: bytes, context: Any) -> Any:
         try:
-            return await call(request, context)
+            return await call(_parsed(kind, data), context)
         except RefusedError as error:
             trailing = (
                 () if error.retry_after is None else (("retry-after", str(max(1, math.ceil(error.retry_after)))),)
@@ -126,6 +128,13 @@ def _refusing(call: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any]
             await context.abort(grpc.StatusCode.INTERNAL, "the server failed to answer; its log says why")
 
     return answer
+
+
+def _parsed(kind: Any, data: bytes) -> Any:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise bad(f"the message is no {kind.DESCRIPTOR.full_name}; send what the protocol's .proto says") from error
 
 
 class Calls:
@@ -195,14 +204,17 @@ class Calls:
         answer, wishes = await self.service.infer(request.model_name, request.model_version, size, read)
         return self._response(answer, wishes)
 
-    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Answer requests in their order; an error is one answer's, and the stream goes on."""
         make = self._make["ModelStreamInferResponse"]
-        async for request in requests:
+        async for data in requests:
+            name = ""
             try:
+                request = _parsed(self._make["ModelInferRequest"], data)
+                name = request.id
                 yield make(infer_response=await self.ModelInfer(request, context))
             except RefusedError as error:
-                yield make(error_message=error.message, infer_response={"id": request.id})
+                yield make(error_message=error.message, infer_response={"id": name})
             except Exception:
                 log.exception("a gRPC stream's request failed")
                 yield make(error_message="the server failed to answer; its log says why")
