@@ -6,6 +6,7 @@ answers a valid request afterwards. `seed` and the number of a mutation give it 
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import socket
@@ -123,9 +124,9 @@ def other_values(text: bytes, draw: random.Random) -> bytes:
             case 0:
                 del inside[key]
             case 1 if isinstance(inside, list):
-                inside.insert(key, inside[key])
+                inside.insert(key, copy.deepcopy(inside[key]))
             case _:
-                inside[key] = draw.choice(VALUES)
+                inside[key] = copy.deepcopy(draw.choice(VALUES))
     return json.dumps(document).encode()
 
 

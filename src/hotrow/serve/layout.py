@@ -48,7 +48,8 @@ class Column:
     @property
     def plain(self) -> bool:
         """Whether the tensor has one id for each row and nothing else."""
-        return self.packed is self.offsets is self.weights is self.regular is None and not self.shared
+        extras = (self.packed, self.offsets, self.weights, self.regular)
+        return not self.shared and all(extra is None for extra in extras)
 
 
 @dataclass(frozen=True)
