@@ -1,0 +1,83 @@
+"""The manager: what cannot be compiled costs little, and says why."""
+
+import pytest
+import torch
+
+from hotrow.models import DLRM
+from hotrow.serve import compiler
+from hotrow.serve.artifacts import ArtifactCache
+from hotrow.serve.compiler import Compiler
+from hotrow.serve.tower_graph import Shape, TowerGraph
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def graph():
+    tower = DLRM(["user", "item"], 4, top=(8,)).eval()
+    return TowerGraph.of(tower, {"user": torch.zeros(5, 4), "item": torch.zeros(5, 4)})
+
+
+def never(shape, path):
+    raise AssertionError("nothing was built")
+
+
+def test_a_shape_that_takes_too_long_is_marked_and_not_tried_again(graph, tmp_path):
+    manager = Compiler(graph, ArtifactCache(tmp_path / "c"), never, CPU, 1, limit=0.5)
+    assert manager.request(Shape(8)) and manager.wait([Shape(8)], 60)
+    assert manager.seen.states[Shape(8)] == "failed" and "limit=0.5" in manager.seen.reasons[Shape(8)]
+    assert not manager.request(Shape(8))
+    assert manager._process is None and not list(manager._cache.folder.glob("*.building*"))
+    manager.close()
+
+
+def test_a_process_that_always_dies_is_given_up(graph, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiler.sys, "executable", "/bin/false")
+    manager = Compiler(graph, ArtifactCache(tmp_path / "c"), never, CPU, 1, limit=60)
+    manager.request(Shape(8))
+    assert manager.wait([Shape(8)], 60)
+    assert manager.seen.died == compiler.ATTEMPTS and "died" in manager.seen.reasons[Shape(8)]
+    manager.close()
+
+
+def test_the_compilers_refusal_is_kept_as_the_reason(graph, tmp_path):
+    """A program that the process cannot read: what it raised there is what is shown here."""
+    broken = tmp_path / "broken.pt2"
+    broken.write_bytes(b"no program")
+    spoiled = TowerGraph(graph.program, broken)
+    manager = Compiler(spoiled, ArtifactCache(tmp_path / "c"), never, CPU, 1, limit=120)
+    manager.request(Shape(8))
+    assert manager.wait([Shape(8)], 120)
+    assert manager.seen.states[Shape(8)] == "failed" and "zip" in manager.seen.reasons[Shape(8)]
+    assert manager.seen.died == 0
+    manager.close()
+
+
+def test_a_tower_with_an_op_of_its_own_stays_eager_and_names_it(tmp_path):
+    @torch.library.custom_op("hotrow_test::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+
+    class Tower(torch.nn.Module):
+        def forward(self, vectors, dense):
+            return twice(vectors["user"]).sum(dim=1)
+
+    graph = TowerGraph.of(Tower(), {"user": torch.ones(5, 4)})
+    assert graph(graph.weights, [torch.ones(3, 4)]).tolist() == [8, 8, 8]
+    manager = Compiler(graph, ArtifactCache(tmp_path / "c"), never, CPU, 1, limit=600)
+    manager.request(Shape(8))
+    assert manager.wait([Shape(8)], 60)
+    assert "hotrow_test.twice" in manager.seen.reasons[Shape(8)] and manager._process is None
+    manager.close()
+
+
+def test_closing_ends_a_compilation_under_way(graph, tmp_path):
+    manager = Compiler(graph, ArtifactCache(tmp_path / "c"), never, CPU, 1, limit=600)
+    manager.request(Shape(8))
+    while manager._process is None:
+        pass
+    process = manager._process.process
+    manager.close()
+    assert process.poll() is not None
