@@ -2,8 +2,8 @@
 
 A lane is one thread of Python with its own budget of threads for the tower. The core and torch release the interpreter
 lock for all that is long, so lanes run side by side, and readers beside them. torch keeps the number of intra-op
-threads per thread: a thread that has not said otherwise takes the number that was set last anywhere in the process, so
-every lane sets its own before its first batch (all lanes have the same budget, so the order does not matter).
+threads per thread, but a thread takes the number that was set last anywhere in the process over when it first
+computes, even if it has set its own before: so a lane lets that happen first, and then sets its own.
 
 A batch that fails is run again, each request alone: one bad request gets its error and the others their answers.
 
@@ -81,6 +81,7 @@ class Lanes:
             thread.join(timeout)
 
     def _work(self) -> None:
+        torch.get_num_threads()  # a thread's first use takes the process's number over: let that be past
         torch.set_num_threads(self.threads)
         with torch.inference_mode():
             while (batch := self.queue.take()) is not None:

@@ -1,0 +1,78 @@
+"""An exported model behind an engine's socket gives the model's own predictions; lanes keep their thread budget."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engines import make_request, with_backend
+
+import hotrow as hr
+from hotrow.serve.engine_process import EngineOptions, EngineProcess
+from hotrow.serve.remote_backend import RemoteBackend
+from hotrow.serve.request import Answer, Request
+from hotrow.serve.versions import Version
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Iterator[tuple[hr.Recommender, EngineProcess]]:
+    torch.manual_seed(3)
+    embeddings = hr.EmbeddingCollection([hr.Table(f"f{i}", dim=4) for i in range(3)], seed=3)
+    model = hr.Recommender(embeddings, hr.models.DLRM(embeddings.features, dense_features=4, bottom=(8,), top=(8,)))
+    for rows in embeddings.tables:
+        rows.assign(torch.arange(500), torch.randn(500, 4))
+    hr.export(model, tmp_path / "repository" / "ctr")
+    engine = EngineProcess(EngineOptions(str(tmp_path / "e.sock"), str(tmp_path / "repository"), lanes=2, threads=1))
+    engine.start()
+    yield model.eval(), engine
+    engine.stop()
+
+
+def plain(model: hr.Recommender, request: Request) -> np.ndarray:
+    ids = {}
+    for number, feature in enumerate(request.ids):
+        values = torch.from_numpy(feature.values)
+        values = values.repeat(request.rows) if feature.shared else values
+        ids[f"f{number}"] = hr.Jagged(values, None if feature.offsets is None else torch.from_numpy(feature.offsets))
+    assert request.dense is not None
+    with torch.no_grad():
+        return model(hr.KeyedBatch(ids, dense=torch.from_numpy(request.dense))).numpy()
+
+
+def test_served_logits_equal_the_models_own(exported: tuple[hr.Recommender, EngineProcess]) -> None:
+    model, engine = exported
+    requests = [make_request(rows, seed) for seed, rows in enumerate([1, 50, 7, 300])]
+
+    async def ask(backend: RemoteBackend) -> list[Answer]:
+        return await asyncio.gather(*[backend.infer(request) for request in requests])
+
+    for request, answer in zip(requests, with_backend([engine.options.socket], ask), strict=True):
+        np.testing.assert_allclose(answer.logits, plain(model, request), rtol=0, atol=1e-6)
+
+
+def test_each_lane_runs_the_tower_with_its_own_budget_of_threads(
+    exported: tuple[hr.Recommender, EngineProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, engine = exported
+    seen: list[int] = []
+    run = Version.run
+
+    def spy(self: Version, *arguments: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return run(self, *arguments)
+
+    monkeypatch.setattr(Version, "run", spy)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)  # somebody else's wish, after the lanes have set theirs
+
+    async def ask(backend: RemoteBackend) -> None:
+        await asyncio.gather(*[backend.infer(make_request(900, seed)) for seed in range(6)])
+
+    with_backend([engine.options.socket], ask)
+    torch.set_num_threads(before)
+    assert set(seen) == {1}
