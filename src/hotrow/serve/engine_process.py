@@ -289,7 +289,7 @@ class EngineProcess:
     def _unload(self, name: str) -> None:
         model = self.models.unload(name)
         until = time.monotonic() + self.options.drain
-        while model.group.rows and time.monotonic() < until:  # its last answers leave
+        while self.queue.busy(model.group) and time.monotonic() < until:  # its last answers leave
             time.sleep(0.002)
 
     # --- what others see ---
@@ -352,7 +352,13 @@ class EngineProcess:
 
     def _models_changed(self) -> None:
         self._lines = {}
+        self.queue.forget(self._stale)
         self._broadcast(self.describe())
+
+    def _stale(self, key: LineKey) -> bool:
+        """Whether a line's model or version is no longer loaded."""
+        model = self.models.by_name.get(key.model.name)
+        return model is not key.model or (key.pinned is not None and key.pinned not in model.versions.values())
 
     def _broadcast(self, content: Any) -> None:
         data = frames.write_json(frames.REPLY, 0, content)

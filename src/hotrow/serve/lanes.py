@@ -7,7 +7,7 @@ computes, even if it has set its own before: so a lane lets that happen first, a
 
 A batch that fails is run again, each request alone: one bad request gets its error and the others their answers.
 
-Requests end exactly once: `finish_batch` says which of a batch's requests are to be answered now, and one that was
+Requests end exactly once: `finish_pieces` says which of a batch's requests are to be answered now, and one that was
 refused meanwhile (a piece of it expired in line) is not among them.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from hotrow.errors import HotRowError
+from hotrow.errors import HotRowError, OptionError
 from hotrow.serve import frames
 from hotrow.serve.load import Histogram
 from hotrow.serve.request import Array, RefusedError
@@ -129,6 +129,8 @@ class Lanes:
         logits, late, compiled = version.run(joined, key.policy)
         values: Array = logits.float().numpy() if logits.device.type == "cpu" else logits.float().cpu().numpy()
         end = time.monotonic()
+        if len(values) != joined.size:
+            raise OptionError(f"the tower gave {len(values)} logits for {joined.size} rows")
         self._answer(pieces, values, late, version, compiled)
         self._count(version, batch, pieces, late, compiled, (begin, start, end, time.monotonic()))
 

@@ -151,7 +151,7 @@ class TensorBatch:
         self.draining = False
         self._refuse = refuse
         self._lines: dict[Any, Line] = {}
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[int, Group] = {}  # those of the lines, by id
         self._rows = self._bytes = 0  # admitted and not yet answered
         self._running: dict[int, Batch] = {}
         self._closed = False
@@ -168,8 +168,7 @@ class TensorBatch:
         line = self._lines.get(key)
         if line is None:
             with self._changed:
-                self._groups.setdefault(group.name, group)
-                line = self._lines.setdefault(key, Line(group, key))
+                line = self._known(Line(group, key))
         return line
 
     def admit(self, group: Group, asks: list[Ask]) -> list[tuple[Ask, RefusedError]]:
@@ -197,6 +196,7 @@ class TensorBatch:
     def put(self, line: Line, asks: Sequence[Ask]) -> None:
         """Requests that were admitted join the line."""
         with self._changed:
+            line = self._known(line)
             if not line.group.rows:  # time that a model did not ask for is not owed to it
                 line.group.used = max(line.group.used, self._least_used())
             for ask in asks:
@@ -207,6 +207,17 @@ class TensorBatch:
                 line.group.rows += ask.rows
                 line.group.pieces += len(pieces)
             self._changed.notify()
+
+    def forget(self, stale: Callable[[Any], bool]) -> None:
+        """Let go of empty lines whose keys are stale, and what they hold: a version that was retired, its rows."""
+        with self._changed:
+            self._lines = {key: line for key, line in self._lines.items() if line.pieces or not stale(key)}
+            self._groups = {id(line.group): line.group for line in self._lines.values()}
+
+    def busy(self, group: Group) -> bool:
+        """Whether any of the group's requests waits in line or runs."""
+        with self._changed:
+            return bool(group.rows) or any(batch.line.group is group for batch in self._running.values())
 
     def finish(self, ask: Ask) -> bool:
         """The request's end: its room is free. Returns whether it is this call that ended it, and so may answer it."""
@@ -403,6 +414,11 @@ class TensorBatch:
         if len(self._running) < self.lanes and not waiting:
             return 0.0
         return (waiting + running) / self.lanes
+
+    def _known(self, line: Line) -> Line:
+        """The line of this key: one that was forgotten while somebody held it is back with its next request."""
+        self._groups[id(line.group)] = line.group
+        return self._lines.setdefault(line.key, line)
 
     def _least_used(self) -> float:
         return min([group.used for group in self._groups.values() if group.rows], default=0.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,6 +144,29 @@ def test_new_signature_keeps_answering_requests_made_for_the_old_one(tmp_path: P
         assert (await backend.infer(make_request(3))).version == "1"
 
     with_backend([socket_of(engine)], work)
+
+
+def test_retired_version_is_let_go(tmp_path: Path, start_engine: Start) -> None:
+    repository = tmp_path / "repository"
+    write_version(repository, "ctr", 1)
+    engine = start_engine(repository)
+    first = engine.models.by_name["ctr"].current
+    assert first is not None
+    held = weakref.ref(first.servable)
+    del first
+
+    async def work(backend: RemoteBackend) -> None:
+        await backend.infer(make_request(2, version="1"))
+        for version in (2, 3):
+            write_version(repository, "ctr", version)
+            await backend.load("ctr")
+            await backend.infer(make_request(2))
+        with pytest.raises(RefusedError):
+            await backend.infer(make_request(2, version="1"))
+
+    with_backend([socket_of(engine)], work)
+    gc.collect()
+    assert held() is None
 
 
 def test_unknown_model_and_unloaded_model_are_refused(tmp_path: Path, start_engine: Start) -> None:

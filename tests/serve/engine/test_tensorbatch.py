@@ -254,3 +254,34 @@ def test_lane_that_waits_is_woken_by_a_request_and_by_the_end() -> None:
     queue.close()
     lane.join(5)
     assert names(taken[0]) == ["a"] and taken[1] is None
+
+
+def test_line_that_was_forgotten_comes_back_with_its_next_request() -> None:
+    bench = Bench()
+    bench.ask("a", 5)
+    bench.take()
+    line = bench.queue.line(bench.group, "ctr")
+    bench.queue.forget(lambda key: True)
+    asks = [Ask("b", 5, 40, bench.clock.now + 1)]
+    assert bench.queue.admit(bench.group, asks) == []
+    bench.queue.put(line, asks)
+    assert names(bench.take()) == ["b"]
+
+
+def test_line_with_requests_is_not_forgotten() -> None:
+    bench = Bench()
+    bench.ask("a", 5)
+    bench.queue.forget(lambda key: True)
+    assert names(bench.take()) == ["a"]
+
+
+def test_group_of_the_same_name_counts_for_itself() -> None:
+    bench = Bench()
+    bench.ask("a", 5)
+    bench.take()
+    bench.queue.forget(lambda key: True)
+    again = bench.a_group("ctr")  # the model was unloaded and loaded again
+    for number in range(20):
+        bench.ask(number, 100, deadline=10, group=again)
+    with pytest.raises(RefusedError, match="an answer would take"):
+        bench.ask("hasty", 100, deadline=0.02, group=again)
