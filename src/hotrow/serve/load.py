@@ -118,7 +118,7 @@ class Histogram:
     >>> times = Histogram()
     >>> for milliseconds in range(1, 101): times.note(milliseconds / 1000)
     >>> round(percentile(times.counts, 0.5), 3), round(percentile(times.counts, 0.99), 3)
-    (0.049, 0.099)
+    (0.05, 0.108)
     """
 
     STEPS = 4 * 30
