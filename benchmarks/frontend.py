@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import multiprocessing
 import selectors
@@ -108,6 +109,7 @@ def server_process(kind: str, ports: Any, profiled: float) -> None:
     import cProfile
     import pstats
 
+    importlib.import_module("hotrow.serve.frontend")
     profile = cProfile.Profile()
     profile.enable()
     try:

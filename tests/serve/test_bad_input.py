@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 import zlib
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fuzz import binary, http_request
+from fuzz import binary, http_request, text
 from in_process import Running, small_backend
 
 from hotrow.serve.limits import Limits
@@ -228,14 +229,16 @@ def test_two_lengths_or_a_length_and_chunks_are_refused(running: Running) -> Non
 
 
 def test_pipelined_requests_are_answered_in_order(running: Running) -> None:
-    body, header = binary(good())
+    inputs = json.loads(text(good()))["inputs"]
+    bodies = [json.dumps({"inputs": inputs, "id": f"number {number}"}).encode() for number in range(40)]
     with connect(running) as connection:
-        connection.sendall(http_request(body, header) * 40)
+        connection.sendall(b"".join(http_request(body, None) for body in bodies))
         connection.shutdown(socket.SHUT_WR)
         data = b""
         while part := connection.recv(65536):
             data += part
     assert data.count(b"HTTP/1.1 200") == 40
+    assert re.findall(rb"number (\d+)", data) == [str(number).encode() for number in range(40)]
     assert running.frontend._http.held == 0
 
 

@@ -230,6 +230,12 @@ class Connection(BaseProtocol):
         self._last = True
         return self._state == _BUSY
 
+    def pause_reading(self) -> None:
+        """Nothing: the parser's streams ask for it by their own limits, and this class pauses by its own."""
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Nothing; the parser's base would feed the parser again from within, while a request is being taken."""
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._stuck = self._loop.time()
@@ -294,12 +300,13 @@ class Connection(BaseProtocol):
             self._state = _READING
             return
         self._waiting.popleft()
+        self._state = _BUSY
         try:
             body = payload.read_nowait()
         except Exception as error:
+            self._state = _READING
             self._refuse(RefusedError(400, f"the body cannot be read: {shown(str(error))}; send it as its headers say"))
             return
-        self._state = _BUSY
         self._task = self._loop.create_task(self._answer(message, body))
 
     async def _answer(self, message: Any, body: bytes) -> None:

@@ -74,6 +74,7 @@ class ModelInputs:
     def __init__(self, info: ModelInfo, limits: Limits) -> None:
         self.info, self.limits = info, limits
         self.layout = Layout(info.signature, limits)
+        self._json_bytes = limits.json_bytes
         self._raw: RawColumns | None = None
         self._recipes: dict[bytes, Recipe] = {}
 
@@ -83,7 +84,7 @@ class ModelInputs:
             header = len(body)
         if header > len(body):
             raise bad(f"the JSON part has {header} bytes by its header, but the body has {len(body)}; send it whole")
-        if header > self.limits.json_bytes:
+        if header > self._json_bytes:
             raise bad(
                 f"{header} bytes of JSON are more than the limit json={self.limits.json}; send the tensors as bytes "
                 "(the binary tensor data extension)",
