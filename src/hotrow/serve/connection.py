@@ -3,7 +3,7 @@
 The parser is aiohttp's (llhttp in C); the connection around it is ours. aiohttp's own server was measured first: it
 takes 45 to 70 µs more for a request of 11 KB (a stream, a Request and a Response object, and several wake-ups each;
 6,900 against 12,700 requests/s at 4 connections on 2 cores of an AMD EPYC, client included), and has no limit on the
-time a client takes to send its request. `python benchmarks/frontend.py` measures both again.
+time a client takes to send its request. `python benchmarks/frontend.py` shows both.
 
 Invariants. A connection runs one handler at a time; what a client pipelines behind it waits, unread beyond a few
 requests. All memory for bodies is counted in `HttpServer.held` before it grows past the limit. A connection is IDLE (no
