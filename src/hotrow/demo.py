@@ -37,10 +37,10 @@ def demo(output: str, examples: int = EXAMPLES, console: Console | None = None) 
         tables=[Table(name, dim=DIM) for name in names], optimizer=RowWiseAdagrad(lr=0.05), seed=1
     )
     torch.manual_seed(1)
-    layers = {"bottom": [64], "top": [128, 64]}
-    tower = DLRM(embeddings.features, dense_features=train.shape.dense, **layers)
+    bottom, top = [64], [128, 64]
+    tower = DLRM(embeddings.features, dense_features=train.shape.dense, bottom=bottom, top=top)
     trainer = Trainer(Recommender(embeddings, tower), torch.optim.Adam(tower.parameters(), lr=1e-3), keep=1)
-    trainer.job = {"tower": {"kind": "dlrm", **layers}, "dense_features": train.shape.dense}
+    trainer.job = {"tower": {"kind": "dlrm", "bottom": bottom, "top": top}, "dense_features": train.shape.dense}
     report = trainer.fit(train)
     tested = trainer.evaluate(test)
     best = train.best_auc(TESTS)

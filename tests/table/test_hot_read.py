@@ -63,7 +63,7 @@ def lane_stream(device: str) -> Iterator[None]:
 def test_lookups_give_the_values_of_below_while_the_cache_fills(device: str, below: str, tmp_path: Path) -> None:
     embeddings = collection(device, **({"dram": "4MiB", "ssd": str(tmp_path)} if below == "ssd" else {}))
     assert embeddings.hot is not None
-    reader = HotReader(embeddings._layout, embeddings.hot)
+    reader = HotReader(embeddings.layout, embeddings.hot)
     lanes = [reader.lane(16), reader.lane(16)]
     generator = np.random.default_rng(1)
     misses = []
@@ -87,7 +87,7 @@ def test_lookups_give_the_values_of_below_while_the_cache_fills(device: str, bel
 def test_batches_that_are_not_one_id_each_are_not_taken(device: str) -> None:
     embeddings = collection(device)
     assert embeddings.hot is not None
-    reader = HotReader(embeddings._layout, embeddings.hot)
+    reader = HotReader(embeddings.layout, embeddings.hot)
     asked = batch(np.random.default_rng(0), 2)
     jagged = {**asked.ids, "item": Jagged(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]))}
     assert not reader.takes(KeyedBatch(jagged))

@@ -72,7 +72,7 @@ class EmbeddingCollection(nn.Module):
             rows.hot = self.hot
             if ranks is not None and not rows.table.replicate:
                 rows.over_ranks = lambda number: sum(n for (n,) in ranks.rows.gather_numbers(number))
-        self._layout = Layout(self.tables, self.device, _plans(self.tables, self.hot, ranks))
+        self.layout = Layout(self.tables, self.device, _plans(self.tables, self.hot, ranks))
         self._waiting: list[Lookup] = []
         self._plans: list[Plan] = []
         # Something that requires a gradient, so that backward reaches the rows. Not a parameter: nobody optimizes it.
@@ -81,17 +81,17 @@ class EmbeddingCollection(nn.Module):
     @property
     def features(self) -> dict[str, int]:
         """Width of each pooled feature's vector, in order."""
-        return {place.feature: place.end - place.begin for place in self._layout.places if place.pooled}
+        return {place.feature: place.end - place.begin for place in self.layout.places if place.pooled}
 
     @property
     def width(self) -> int:
         """Of the pooled features side by side."""
-        return self._layout.width
+        return self.layout.width
 
     @property
     def sequences(self) -> dict[str, int]:
         """Width of each sequence feature's vectors, in order."""
-        return {place.feature: place.table.table.dim for place in self._layout.places if not place.pooled}
+        return {place.feature: place.table.table.dim for place in self.layout.places if not place.pooled}
 
     def table(self, name: str) -> TableRows:
         """A table's rows, by name."""
@@ -111,7 +111,7 @@ class EmbeddingCollection(nn.Module):
             plan = self._plans.pop()
         except IndexError:  # nobody is asked first: several threads route
             plan = None
-        return Lookup(self._layout, batch, plan, self.steps + 1, ahead).route()
+        return Lookup(self.layout, batch, plan, self.steps + 1, ahead).route()
 
     def fetch(self, lookup: Lookup) -> Lookup:
         """A lookup's turn has come: find its rows. It is part of the next update, whichever it was routed for."""
@@ -132,7 +132,7 @@ class EmbeddingCollection(nn.Module):
         """Vectors by feature: [batch, dim] where pooled; [batch, length, dim] and a `<name>_mask` for sequences."""
         outputs, examples = self._vectors(batch, whole=False)
         vectors: dict[str, Tensor] = {}
-        for place, output in zip(self._layout.places, outputs, strict=True):
+        for place, output in zip(self.layout.places, outputs, strict=True):
             if place.pooled:
                 vectors[place.feature] = output
             else:
@@ -164,7 +164,7 @@ class EmbeddingCollection(nn.Module):
         need the rows that this one owns."""
         if not gathered:
             lookup.gather()
-        lookup.accept([None] * len(self._layout.places))
+        lookup.accept([None] * len(self.layout.places))
         self._waiting.append(lookup)
 
     def settle(self, end: Callable[[], object] = lambda: None) -> None:
@@ -178,7 +178,7 @@ class EmbeddingCollection(nn.Module):
         jobs = [(rows.store, [(nothing, "none")]) for rows in self.tables]
 
         def route_nothing() -> None:
-            plan = self._layout.new_plan()
+            plan = self.layout.new_plan()
             assert isinstance(plan, RankPlan)
             plan.route_nothing(jobs)
 

@@ -13,6 +13,7 @@ new weights are copied into the same storage.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,6 +23,9 @@ from torch import Tensor
 
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.errors import OptionError, choices
+from hotrow.nn import EmbeddingCollection
+from hotrow.serve.tower import OriginalTower
+from hotrow.serve.towers import Crossing
 from hotrow.table.hot_read import HotReader
 
 Tower = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
@@ -127,6 +131,50 @@ class Room:
 
     def _tower_and_down(self) -> None:
         self.logits.copy_(self._tower(), non_blocking=True)
+
+
+class DeviceLanes:
+    """The lanes of an engine: each thread that comes gets its own."""
+
+    def __init__(
+        self,
+        embeddings: EmbeddingCollection,
+        tower: OriginalTower,
+        dense: int,
+        ladder: Sequence[int] | None,
+        precision: str,
+    ) -> None:
+        assert embeddings.hot is not None
+        self.reader = HotReader(embeddings.layout, embeddings.hot)
+        self.tower, self.dense, self.ladder, self.precision = tower, dense, ladder or LADDER, precision
+        self.crossing = Crossing()
+        self._own = threading.local()
+
+    def takes(self, batch: KeyedBatch) -> bool:
+        """Whether lanes run such batches."""
+        return batch.size > 0 and self.reader.takes(batch)
+
+    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Tensor, int]:
+        """As DeviceLane.run, on this thread's lane."""
+        lane: DeviceLane | None = getattr(self._own, "lane", None)
+        if lane is None:
+            lane = DeviceLane(self.reader, self.tower.run, self.dense, self.ladder, self.precision)
+            lane.warm()
+            self._own.lane = lane
+        with self.crossing.together():
+            return lane.run(batch, policy)
+
+    def replace_weights(self, state: Mapping[str, Tensor]) -> None:
+        """New weights into the storage of the old ones, between two batches."""
+        with self.crossing.alone(), torch.inference_mode():
+            torch.cuda.synchronize(self.reader.device)
+            for name, weight in self.tower.weights.items():
+                weight.copy_(state[name])
+            torch.cuda.synchronize(self.reader.device)
+
+    def close(self) -> None:
+        """End the filler."""
+        self.reader.close()
 
 
 def _cut(batch: KeyedBatch, begin: int, end: int) -> KeyedBatch:

@@ -10,8 +10,9 @@ The version's rows become a collection that is never trained: all in DRAM, or wi
 folder, whose segments are links to the repository's where the disk is the same, or cached in HBM. Nothing is ever
 written into the repository.
 
-Any thread may call anything here, several at once: lanes do. Rows in DRAM and SSD are read side by side. With HBM one
-batch at a time looks its rows up (the cache above belongs to one at a time), and towers run side by side.
+Any thread may call anything here, several at once: lanes do. Rows in DRAM and SSD are read side by side. On a GPU each
+thread has a lane of captured graphs (device_lane.py) for batches of one id a feature; other batches look their rows up
+one at a time there, and towers run side by side.
 `replace_weights` is seen by batches whole or not at all. `close` waits for nobody: batches that are under way end well.
 """
 
@@ -19,12 +20,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,9 @@ from hotrow.serve.repository import (
 from hotrow.serve.request import Signature
 from hotrow.serve.tower import OriginalTower, Tower, TowerInputs
 from hotrow.tiers.host import HostStore, count_cold, prefetch_all
+
+if TYPE_CHECKING:
+    from hotrow.serve.device_lane import DeviceLanes
 
 Columns = Mapping[str, Any]
 
@@ -76,7 +80,8 @@ class Engine:
 
     `path` is a model's folder, "repository/ctr"; without `version` its newest that is whole is taken. `memory` says
     where rows lie, as in training; `device` where the tower runs (without it, where the rows come out). `towers`, where
-    given, makes what runs the tower out of the original graph.
+    given, makes what runs the tower out of the original graph. On a GPU with hbm=, `precision` is what towers compute
+    in (fp32, tf32, bf16, fp16) and `ladder` the batch sizes that are captured.
 
     >>> import tempfile, torch, hotrow as hr
     >>> embeddings = hr.EmbeddingCollection([hr.Table("user", dim=4), hr.Table("item", dim=4)])
@@ -97,6 +102,8 @@ class Engine:
         memory: Memory | None = None,
         device: str | torch.device | None = None,
         towers: Any = None,
+        precision: str = "fp32",
+        ladder: Sequence[int] | None = None,
     ) -> None:
         self.source, embeddings = _open(Path(path), version, memory, device)
         beside = device is not None and embeddings.hot is None  # the tower on a GPU, rows in DRAM
@@ -105,8 +112,16 @@ class Engine:
         self.features: FeatureSpec | None = self.source.features()
         original = _tower(self.source, embeddings, self.device)
         self._live: _Live | None = _Live(embeddings, original, original if towers is None else towers(original))
-        # The HBM cache is looked through by one batch at a time.
-        self._finding: AbstractContextManager[Any] = nullcontext() if embeddings.hot is None else threading.Lock()
+        self._lanes: DeviceLanes | None = None
+        if embeddings.hot is not None and embeddings.device.type == "cuda":
+            from hotrow.serve.device_lane import DeviceLanes
+
+            self._lanes = DeviceLanes(embeddings, original, self.signature.dense, ladder, precision)
+        # What is not for those lanes looks through the HBM cache one batch at a time.
+        self._finding: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if embeddings.hot is not None:
+            alone = threading.Lock()
+            self._finding = (lambda: alone) if self._lanes is None else self._lanes.reader.changing
 
     @property
     def version(self) -> int:
@@ -147,11 +162,21 @@ class Engine:
         With "wait", rows on SSD are waited for. With "initial" or "default" nothing waits for the disk: whoever has a
         deadline calls `warm` first, and takes what is there when the time is up.
         """
+        return self.answer(batch, policy)[:2]
+
+    def answer(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, Late, bool]:
+        """As `run`, and whether a compiled bucket or a captured graph gave the logits."""
         live = self._open()
         with torch.inference_mode():
             dense = self._dense(batch)
+            if self._lanes is not None and self._lanes.takes(batch):
+                logits, by_row, ids = self._lanes.run(batch, policy)
+                return logits, Late(ids, by_row if ids else None), True
             vectors, late = self._find(live, batch, policy)
-            return live.towers.run(vectors, dense), late
+            if hasattr(live.towers, "answer"):
+                logits, compiled = live.towers.answer(vectors, dense)
+                return logits, late, compiled
+            return live.towers.run(vectors, dense), late, False
 
     def cold(self, batch: KeyedBatch) -> int:
         """How many of a batch's ids have rows on SSD alone. Quick: the disk is not asked."""
@@ -179,13 +204,21 @@ class Engine:
         """
         live = self._open()
         fitting = live.original.fit(state)
-        live.original.replace_weights(fitting)
+        if self._lanes is not None:
+            self._lanes.replace_weights(fitting)  # into the same storage, which the graphs know
+        else:
+            live.original.replace_weights(fitting)
         if live.towers is not live.original and hasattr(live.towers, "replace_weights"):
             live.towers.replace_weights(fitting)
 
     def close(self) -> None:
         """Let go of rows and weights; calls after it are refused."""
-        self._live = None
+        live, self._live = self._live, None
+        if self._lanes is not None:
+            self._lanes.close()
+            self._lanes = None
+        if live is not None and hasattr(live.towers, "close"):
+            live.towers.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -201,7 +234,7 @@ class Engine:
     def _find(self, live: _Live, batch: KeyedBatch, policy: str) -> tuple[dict[str, Tensor], Late]:
         """Rows of a batch, pooled, sequences padded to one length; and which of them a policy answered."""
         embeddings = live.embeddings
-        with self._finding:
+        with self._finding():
             lookup = embeddings.route(batch, ahead=False).read(policy)
             vectors: dict[str, Tensor] = embeddings(lookup)
         late = Late(lookup.late_ids, lookup.late_by_example)

@@ -37,8 +37,7 @@ class ServedVersion:
 
     def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Any, bool]:
         """Logits, late ids by row and whether a bucket answered."""
-        logits, late = self.engine.run(batch, policy)
-        compiled = bool(getattr(self.engine.towers, "last_compiled", False))
+        logits, late, compiled = self.engine.answer(batch, policy)
         return logits, late.by_row if late.ids else 0, compiled
 
     def cold(self, batch: KeyedBatch) -> Array | None:

@@ -1,6 +1,7 @@
 """TowerGraph: the tower as exported, seen as one flat function of its weights and its inputs.
 
-torch.export lifts parameters, buffers and constants to inputs of its graph. We keep it that way: the original graph
+torch.export lifts parameters, buffers and constants to inputs of its graph, and an exported version's graph has its
+weights as an argument from the start (serve/tower.py). We keep it that way: the original graph
 and everything that is compiled from it are functions `f(weights, inputs) -> logits`. So an artifact holds no
 weights, new weights need no compilation, and a run that took the old weights keeps them to its end: weights are one
 tuple, and whoever swaps it does so between two reads of one name. (AOTInductor's own constant buffers were looked at
@@ -92,9 +93,11 @@ class TowerGraph:
         self.path = None if path is None else Path(path)
         self.module = _without_none(program)
         held = {**program.constants, **program.state_dict}
-        lifted = [spec for spec in signature.input_specs if spec.target is not None]
-        self.names = tuple(str(spec.target) for spec in lifted)
-        self.weights: Weights = tuple(held[name].detach() for name in self.names)
+        lifted = [str(spec.target) for spec in signature.input_specs if spec.target is not None]
+        given = _given_weights(program)
+        self.names = (*lifted, *given)
+        self.weights: Weights = (*(held[name].detach() for name in lifted), *given.values())
+        self._unsaved = frozenset(given)
         self.inputs, self.lengths = _inputs(program)
         self._places = _places(program)
         self.digest = _digest(program)
@@ -161,6 +164,9 @@ class TowerGraph:
         A name that the graph does not have, or another shape, is an error.
         """
         known = dict(zip(self.names, self.weights, strict=True))
+        for name in self._unsaved:
+            if name not in state:
+                raise OptionError(f"the weight {name!r} is missing, and the graph was saved without weights: give it")
         for name, tensor in state.items():
             if name not in known:
                 raise OptionError(f"the tower has no weight {name!r}; it has: {', '.join(self.names)}")
@@ -191,12 +197,35 @@ def _drawn(given: Input, sizes: tuple[int, ...], generator: torch.Generator) -> 
     return torch.zeros(sizes, dtype=given.dtype)
 
 
+def _arguments(program: torch.export.ExportedProgram) -> dict[str, Any]:
+    """The numbers of the user inputs, by argument: weights (where they are one), vectors and dense."""
+    spec = program.call_spec.in_spec
+    args, kwargs = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    both = len(args) > 1 and isinstance(args[0], dict) and isinstance(args[1], dict)
+    return {**dict(zip(("weights", "vectors", "dense")[not both :], args, strict=False)), **kwargs}
+
+
+def _given_weights(program: torch.export.ExportedProgram) -> dict[str, Tensor]:
+    """Weights that are an argument of the graph: zeros of their shapes, by name."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    names = list(program.graph_signature.user_inputs)
+    places = _arguments(program).get("weights", {})
+    found = {name: values[str(names[leaf])] for name, leaf in places.items()}
+    return {name: torch.zeros(tuple(value.shape), dtype=value.dtype) for name, value in found.items()}
+
+
+def _user_inputs(program: torch.export.ExportedProgram) -> list[str]:
+    """The graph's names of what it reads beside weights."""
+    skipped = len(_arguments(program).get("weights", {}))
+    return [str(name) for name in program.graph_signature.user_inputs[skipped:]]
+
+
 def _inputs(program: torch.export.ExportedProgram) -> tuple[tuple[Input, ...], int]:
     """The inputs and how many lengths there are. Which dimensions are one and the same is told by their symbol."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     symbols: dict[str, int | None] = {}
     found = []
-    for name in program.graph_signature.user_inputs:
+    for name in _user_inputs(program):
         value = values.get(str(name))
         if not isinstance(value, Tensor):
             if value is None:
@@ -218,15 +247,14 @@ def _inputs(program: torch.export.ExportedProgram) -> tuple[tuple[Input, ...], i
 
 def _places(program: torch.export.ExportedProgram) -> list[str | None]:
     """For each input the name of its vector, or None for the dense features: found by unflattening the places."""
-    spec = program.call_spec.in_spec
-    args, kwargs = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    given = dict(zip(("vectors", "dense"), args, strict=False)) | kwargs
+    given = _arguments(program)
     by_leaf: dict[int, str | None] = {leaf: name for name, leaf in given["vectors"].items()}
     if isinstance(given.get("dense"), int):
         by_leaf[given["dense"]] = None
-    names = list(program.graph_signature.user_inputs)
+    skipped = len(given.get("weights", {}))
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    return [by_leaf[leaf] for leaf, name in enumerate(names) if isinstance(values.get(str(name)), Tensor)]
+    read = enumerate(_user_inputs(program), start=skipped)
+    return [by_leaf[leaf] for leaf, name in read if isinstance(values.get(name), Tensor)]
 
 
 def _digest(program: torch.export.ExportedProgram) -> str:

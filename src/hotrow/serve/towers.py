@@ -105,7 +105,7 @@ class Towers:
         self.options = options or TowerOptions()
         self.counts = Counts()
         self._weights = original.arrange(weights or {}, self.device)
-        self._gate = _Gate() if self.device.type == "cuda" else None
+        self._gate = Crossing() if self.device.type == "cuda" else None
         self._lane = _Lane()
         self._live: dict[Shape, Runner] = {}
         self._costs = Costs()
@@ -436,7 +436,7 @@ class _Lane(threading.local):
         return self._pool
 
 
-class _Gate:
+class Crossing:
     """Many runs together, or one change of the weights alone; who waits to change goes before new runs."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ whole, and the same values as below whatever is here.
 
 This is for tables that are only read, with pooled features of one id each (`takes`): nearly all requests of ranking
 models. Other batches go by HotPlan.read, which copies what is missing and leaves the cache as it is. The two must not
-run beside each other; `LaneReader.alone` is the gate for those too.
+run beside each other: `changing` is for those.
 
 A LaneReader belongs to its lane's thread. Any thread may offer keys to the filler; it takes what it has room for.
 """
@@ -89,6 +89,8 @@ class HotReader:
             group.tier.half_life = HALF_LIFE
         self.filler = Filler(self)
         self.lanes = 0
+        self.lock = threading.Lock()  # held by who brings rows up
+        self.filler = Filler(self)
 
     def takes(self, batch: KeyedBatch) -> bool:
         """Whether a batch has one id for each example of every feature, and no sequences."""
@@ -103,6 +105,12 @@ class HotReader:
         """A lane's reader, for up to so many examples."""
         self.lanes += 1
         return LaneReader(self, room, self.lanes)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Inside it, somebody else than the filler changes the cache, on this stream."""
+        with self.lock, self.gate.writing():
+            yield
 
     def close(self) -> None:
         """End the filler."""
@@ -265,7 +273,8 @@ class Filler:
         """Bring up what waits; returns how many rows came."""
         with self._lock:
             waiting, self._waiting, self._keys = self._waiting, {}, 0
-        came = sum([self._bring(self.reader.groups[g].group, lists) for g, lists in waiting.items()])
+        with self.reader.lock:
+            came = sum([self._bring(self.reader.groups[g].group, lists) for g, lists in waiting.items()])
         self.brought += came
         self.rounds += 1
         return came
