@@ -266,6 +266,11 @@ def serve(
     policy: Annotated[
         str | None, typer.Option(help="for rows that would come too late: wait, initial or default; else the version's")
     ] = None,
+    compile: Annotated[
+        bool, typer.Option(help="compile buckets of the tower behind the traffic", envvar="HOTROW_COMPILE")
+    ] = True,
+    artifacts: Annotated[str | None, typer.Option(help="folder of compiled buckets; else the user's cache")] = None,
+    precision: Annotated[str, typer.Option(help="of towers on a GPU: fp32, tf32, bf16 or fp16")] = "fp32",
     max_batch: Annotated[int, typer.Option(min=1, help="rows of a joined batch")] = 1024,
     max_wait: Annotated[str, typer.Option(help="the longest that a request waits for others, such as 2ms")] = "2ms",
     poll: Annotated[str, typer.Option(help="look for new versions so often, such as 5s; 0s is never")] = "0s",
@@ -296,6 +301,9 @@ def serve(
         hbm=hbm,
         deadline=None if deadline is None else parse_seconds(deadline, "--deadline"),
         policy=policy,
+        compile=compile,
+        artifacts=artifacts,
+        precision=precision,
         max_batch=max_batch,
         max_wait=parse_seconds(max_wait, "--max-wait"),
         poll=parse_seconds(poll, "--poll"),

@@ -143,6 +143,11 @@ class Engine:
         """The saved graph with the weights of now."""
         return self._open().original
 
+    @property
+    def towers(self) -> Tower:
+        """What runs the tower: the original graph, or buckets of it."""
+        return self._open().towers
+
     def predict(self, batch: KeyedBatch | Columns) -> Tensor:
         """Probabilities of a batch, or of raw columns by name, which go through the saved feature spec."""
         return torch.sigmoid(self.logits(batch))

@@ -344,6 +344,7 @@ class EngineProcess:
                     "version": v.name,
                     "publication": v.publication,
                     **dataclasses.asdict(v.counts),
+                    "tower": v.servable.figures() if hasattr(v.servable, "figures") else {},
                 }
                 for model in self.models.by_name.values()
                 for v in model.versions.values()

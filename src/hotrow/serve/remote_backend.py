@@ -341,6 +341,13 @@ def add_figures(engines: Sequence[dict[str, Any]]) -> Figures:
             put(version["executions"] - version["compiled"], "hotrow_fallback_total", *labels)
             for policy, count in version["late_by_policy"].items():
                 put(count, "hotrow_late_rows_total", *labels, policy)
+            tower = version.get("tower", {})
+            for bucket, hits in tower.get("buckets", {}).items():
+                put(hits, "hotrow_bucket_hits_total", *labels, bucket)
+            if tower:
+                put(tower["padded_rows"], "hotrow_padding_rows_total", *labels)
+                put(tower["compile_queue"], "hotrow_compile_queue")
+                put(tower["compile_seconds"], "hotrow_compile_seconds_total", *labels)
             totals[("hotrow_publication", *labels)] = version["publication"]
     return totals
 

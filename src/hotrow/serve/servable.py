@@ -15,7 +15,12 @@ from torch import Tensor
 from hotrow.batch import KeyedBatch
 from hotrow.config import Memory
 from hotrow.serve.request import Array, Signature
+from hotrow.serve.tower import OriginalTower
+from hotrow.serve.tower_graph import TowerGraph
+from hotrow.serve.towers import TowerOptions, Towers
 from hotrow.tiers.host import count_cold
+
+LADDER = (32, 128, 512, 1024, 4096, 16384)  # batch sizes that a GPU's lanes capture, up to the largest batch
 
 
 class ServedVersion:
@@ -39,6 +44,23 @@ class ServedVersion:
         """Logits, late ids by row and whether a bucket answered."""
         logits, late, compiled = self.engine.answer(batch, policy)
         return logits, late.by_row if late.ids else 0, compiled
+
+    def figures(self) -> dict[str, Any]:
+        """What its tower and its cache have done: counters, and gauges of now."""
+        towers = self.engine.towers
+        if not isinstance(towers, Towers):
+            return {}
+        counts = towers.counts
+        return {
+            "buckets": {str(shape): hits for shape, hits in counts.hits.items()},
+            "padded_rows": counts.padded_rows,
+            **{name: towers.metrics()[name] for name in ("compile_queue", "compile_seconds")},
+            "compiler": towers.describe()["compiler"],
+        }
+
+    def close(self) -> None:
+        """Let go of rows, weights, threads and the compile process."""
+        self.engine.close()
 
     def cold(self, batch: KeyedBatch) -> Array | None:
         """Which rows have keys that are on SSD alone."""
@@ -74,7 +96,24 @@ def open_version(folder: Path, options: Mapping[str, Any]) -> ServedVersion:
     """The version in `folder`, with rows where `dram`, `ssd` and `hbm` say."""
     from hotrow.serve.engine import Engine  # type: ignore[import-untyped, unused-ignore]
 
+    def towers(original: OriginalTower) -> Towers:
+        chosen = TowerOptions(
+            compile=bool(options.get("compile", True)),
+            most_rows=int(options.get("max_rows", 1024)),
+            lanes=int(options.get("lanes", 1)),
+            threads=int(options.get("threads", 1)),
+            cache=options.get("artifacts"),
+        )
+        made = Towers(TowerGraph(original.program), original.weights, original.device, chosen)
+        made.start()
+        return made
+
     where = {tier: options[tier] for tier in ("hbm", "dram", "ssd") if options.get(tier) is not None}
     if "ssd" in where:  # each version of each model has its own folder there
         where["ssd"] = str(Path(where["ssd"]) / folder.parent.name / folder.name)
-    return ServedVersion(Engine(folder.parent, folder.name, memory=Memory(**where)))
+    precision, most = options.get("precision", "fp32"), int(options.get("max_rows", 1024))
+    ladder = [size for size in LADDER if size < most] + [most]
+    engine = Engine(
+        folder.parent, folder.name, memory=Memory(**where), towers=towers, precision=precision, ladder=ladder
+    )
+    return ServedVersion(engine)

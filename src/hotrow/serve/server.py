@@ -36,6 +36,7 @@ from hotrow.serve.processes import Child, end
 from hotrow.serve.request import POLICIES
 
 POLL_SECONDS = 0.05
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,9 @@ class ServeOptions:
     hbm: str | None = None
     deadline: float | None = None  # None: the version's
     policy: str | None = None  # likewise
+    compile: bool = True
+    artifacts: str | None = None  # the folder of compiled buckets; None: the user's cache
+    precision: str = "fp32"  # of towers on a GPU
     max_batch: int = 1024  # rows
     max_wait: float = 0.002
     poll: float = 0.0
@@ -77,6 +81,8 @@ class ServeOptions:
         for name in ("deadline", "drain"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise OptionError(f"--{name} {getattr(self, name)}: give seconds above 0")
+        if self.precision not in PRECISIONS:
+            raise OptionError(f"--precision {self.precision}: {choices(self.precision, PRECISIONS)}")
         if self.policy is not None and self.policy not in POLICIES:
             raise OptionError(f"--policy {self.policy}: {choices(self.policy, POLICIES)}")
         for name in ("dram", "hbm"):
@@ -177,7 +183,14 @@ class Server:
             "socket": self._socket(number),
             "repository": options.repository,
             "models": list(options.models),
-            "options": tiers,
+            "options": {
+                **tiers,
+                "compile": options.compile,
+                "artifacts": options.artifacts,
+                "precision": options.precision,
+                "lanes": options.lanes,
+                "threads": options.lane_threads(),
+            },
             "lanes": options.lanes,
             "threads": options.lane_threads(),
             "policy": options.policy,

@@ -191,6 +191,7 @@ class Models:
             self.by_name = {key: value for key, value in self.by_name.items() if key != name}
             self._by_number = {key: value for key, value in self._by_number.items() if value[0] is not model}
         self.changed()
+        let_go(list(model.versions.values()))
         return model
 
     def poll(self) -> list[str]:
@@ -233,16 +234,25 @@ class Models:
         numbers[model.number] = (model, None)
         numbers.update({v.number: (model, v) for v in model.versions.values()})
         before = model.current
+        retired = [v for v in versions.values() if v not in model.versions.values()]
         self._by_number = numbers
         self.by_name = {**self.by_name, model.name: model}
         if before is not ready:
             self.changed()  # front ends learn the version's number before an answer carries it
             model.current = ready
             self.changed()
+        let_go(retired)
 
     def _number(self) -> int:
         self._next += 1
         return self._next - 1
+
+
+def let_go(versions: list[Version]) -> None:
+    """Close versions that nobody is sent to any more, behind everybody's back; a batch under way ends well."""
+    ends = [v.servable.close for v in versions if hasattr(v.servable, "close")]
+    if ends:
+        threading.Thread(target=lambda: [end() for end in ends], name="hotrow-let-go", daemon=True).start()
 
 
 def warm(version: Version, group: Group, most: int) -> None:
