@@ -125,18 +125,18 @@ void bind_durable(nb::module_& m) {
       .def(
           "attach",
           [](Table& t, const std::string& folder, bool evicts, size_t buffer_bytes, uint64_t segment_bytes, int depth,
-             nb::object) {
+             nb::object, bool drops) {
             nb::gil_scoped_release release;
             LogOptions options{folder, t.options().name, static_cast<uint32_t>(t.width() * sizeof(float))};
             options.buffer_bytes = buffer_bytes;
             options.segment_bytes = segment_bytes;
             options.depth = depth;
             options.row_type = static_cast<uint32_t>(t.options().type);
-            t.attach(std::make_unique<Log>(options), evicts);
+            t.attach(std::make_unique<Log>(options), evicts, drops);
           },
           nb::arg("folder"), nb::arg("evicts"), nb::arg("buffer_bytes") = size_t{1} << 20,
           nb::arg("segment_bytes") = uint64_t{64} << 20, nb::arg("depth") = 128, nb::arg("lock") = nb::none(),
-          nb::keep_alive<1, 7>(),
+          nb::arg("drops") = false, nb::keep_alive<1, 7>(),
           "Put a log below the rows; with `evicts`, DRAM becomes a cache over it. `lock` is held as long as the table "
           "lives, which may be longer than whoever made it: a batch or a save may still use it.")
       .def_prop_ro("has_log", [](const Table& t) { return t.tier() != nullptr; })
@@ -158,6 +158,13 @@ void bind_durable(nb::module_& m) {
             return t.prefetch(keys.data(), keys.size());
           },
           nb::arg("keys").noconvert(), "Bring rows up from SSD; returns how many came.")
+      .def(
+          "warm",
+          [](Table& t, Vector<const int64_t> keys) {
+            nb::gil_scoped_release release;
+            t.warm(keys.data(), keys.size());
+          },
+          nb::arg("keys").noconvert(), "Rows of these keys were used: they leave DRAM later.")
       .def(
           "scan_cold",
           [](const Table& t, uint32_t shard) {

@@ -16,8 +16,13 @@ size_t most_marked(const Region& headers) { return headers.reserved() / (sizeof(
 
 }  // namespace
 
-ColdTier::ColdTier(Table& table, std::unique_ptr<Log> log, bool evicts)
-    : table_(table), log_(std::move(log)), evicts_(evicts), cold_(kIndexReserve), marks_(most_marked(table.headers_)) {}
+ColdTier::ColdTier(Table& table, std::unique_ptr<Log> log, bool evicts, bool drops)
+    : table_(table),
+      log_(std::move(log)),
+      evicts_(evicts),
+      drops_(drops),
+      cold_(kIndexReserve),
+      marks_(most_marked(table.headers_)) {}
 
 // --- coming back
 // ------------------------------------------------------------------------------------------------------
@@ -251,6 +256,10 @@ size_t ColdTier::evict(size_t want, bool all) {
 
 // A few at a time, so that their lines of both indexes are on the way while the rows are appended.
 void ColdTier::evict_slots(const uint32_t* slots, size_t count) {
+  if (drops_) {
+    for (size_t i = 0; i < count; ++i) drop(slots[i]);
+    return;
+  }
   const HeaderGroup* headers = table_.view_.headers;
   std::array<uint64_t, kEvictedTogether> hashes;
   std::array<RecordHead, kEvictedTogether> heads;
@@ -295,6 +304,21 @@ void ColdTier::move_down(uint32_t slot, uint64_t hash, Place place) {
     cold_.insert(hash, place);
     ShardWriter(index, table_.view_.headers, table_.index_memory_).erase(hash, slot);
   }
+  table_.view_.headers[slot / 4].stamp[slot % 4] = 0;
+  marks_.reset(slot, kClean, kNoPlace);
+  table_.free_.push_back(slot);
+}
+
+// Out of the index and nowhere else.
+void ColdTier::drop(uint32_t slot) {
+  ++counters.evicted;
+  const uint64_t hash = hash_key(table_.view_.headers[slot / 4].key[slot % 4]);
+  {
+    ShardIndex& index = table_.shards_[shard_of(hash)];
+    ShardGuard guard(index);
+    ShardWriter(index, table_.view_.headers, table_.index_memory_).erase(hash, slot);
+  }
+  __atomic_store_n(&table_.live_, table_.live_ - 1, __ATOMIC_RELAXED);
   table_.view_.headers[slot / 4].stamp[slot % 4] = 0;
   marks_.reset(slot, kClean, kNoPlace);
   table_.free_.push_back(slot);

@@ -20,6 +20,8 @@
 // A tier may also be a log without eviction (a table with checkpoints but without ssd=): rows then have places, and
 // snapshots write only what changed, but no row leaves.
 //
+// Or a cache over another store (`drops`): a row that leaves is forgotten, dirty or not, and nothing is written.
+//
 // The budget holds while rows are moved, because a fiftieth of it is kept free for the growth of the indexes.
 //
 // Threads: every call requires the table's writer lock, except read(), answer() and holds_any(), which take none.
@@ -60,9 +62,10 @@ class ColdTier {
  public:
   static constexpr uint32_t kSlabSlots = 4096;
 
-  ColdTier(Table& table, std::unique_ptr<Log> log, bool evicts);
+  ColdTier(Table& table, std::unique_ptr<Log> log, bool evicts, bool drops = false);
 
   bool evicts() const { return evicts_; }
+  bool drops() const { return drops_; }
   Log& log() { return *log_; }
   ColdIndex& cold() { return cold_; }
   SlotMarks& marks() { return marks_; }
@@ -149,13 +152,14 @@ class ColdTier {
   void drop_cold(uint64_t hash, Place place);
   void evict_slots(const uint32_t* slots, size_t count);
   void move_down(uint32_t slot, uint64_t hash, Place place);
+  void drop(uint32_t slot);
   Place append(uint32_t slot, bool alive);
   void capture_slot(uint32_t slot, bool changes);
   bool wanted(uint32_t slot) { return snapshot_ && marks_.epoch(slot) == snapshot_->old_epoch; }
 
   Table& table_;
   std::unique_ptr<Log> log_;
-  const bool evicts_;
+  const bool evicts_, drops_;
   ColdIndex cold_;
   SlotMarks marks_;
   std::vector<bool> active_;  // by slab

@@ -120,14 +120,14 @@ Table::~Table() {
   budget_->give_back(charged_);
 }
 
-void Table::attach(std::unique_ptr<Log> log, bool evicts) {
+void Table::attach(std::unique_ptr<Log> log, bool evicts, bool drops) {
   std::unique_lock lock(writer_);
   if (tier_) throw std::logic_error("table '" + options_.name + "' has a log already");
   if (log->options().row_bytes != view_.row_bytes) throw std::logic_error("the log is for rows of another width");
   if (log->options().row_type != static_cast<uint32_t>(options_.type))
     throw std::logic_error("the log is for rows of another type");
   if (evicts && slots_ != 0) throw std::logic_error("an SSD tier is given to a table before its first row");
-  auto tier = std::make_unique<ColdTier>(*this, std::move(log), evicts);
+  auto tier = std::make_unique<ColdTier>(*this, std::move(log), evicts, drops);
   if (!evicts && slots_ != 0) {
     const size_t bytes = slots_ * SlotMarks::kBytes;
     if (!budget_->try_take(bytes)) refuse(0, bytes);

@@ -85,8 +85,9 @@ class Table : public BudgetMember {
   uint64_t count_stream() const { return count_stream_; }
   Writer& writer() const { return writer_; }
 
-  // Puts a log below the rows. With `evicts` the table must be empty, and DRAM becomes a cache over the log.
-  void attach(std::unique_ptr<Log> log, bool evicts);
+  // Puts a log below the rows. With `evicts` the table must be empty, and DRAM becomes a cache over the log; with
+  // `drops` too, a cache over something elsewhere: rows that leave are forgotten, and the log stays empty.
+  void attach(std::unique_ptr<Log> log, bool evicts, bool drops = false);
   ColdTier* tier() const { return tier_.get(); }
 
   // Any keys, duplicates too. slots[i] is kNoSlot for a key that has no row.
@@ -174,6 +175,8 @@ class Table : public BudgetMember {
     bool short_of_room = false;
   };
   Brought bring(const Grouping& grouping, uint8_t tag = 0);
+  // Rows of these keys were used: as far as they are in DRAM, they leave it later. Takes the writer lock.
+  void warm(const int64_t* keys, size_t count);
   // Removes every row, on SSD too. Requires: no reader, no plan that holds slots.
   void clear();
 

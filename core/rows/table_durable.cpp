@@ -165,6 +165,15 @@ size_t Table::prefetch(const int64_t* keys, size_t count) {
   return came;
 }
 
+void Table::warm(const int64_t* keys, size_t count) {
+  if (!tier_ || !tier_->evicts()) return;
+  std::vector<uint32_t> slots(count);
+  std::lock_guard lock(writer_);
+  find(keys, count, slots.data());
+  for (uint32_t slot : slots)
+    if (slot != kNoSlot) tier_->marks().warm(slot);
+}
+
 Table::Brought Table::bring(const Grouping& grouping, uint8_t tag) {
   if (!tier_ || !tier_->evicts()) return {};
   std::vector<uint32_t> slots(grouping.size());
@@ -229,7 +238,7 @@ void Table::clear_index() {
 
 void Table::clear() {
   std::unique_ptr<Log> log;
-  bool evicts = false;
+  bool evicts = false, drops = false;
   // Compaction waits for the writer's lock inside the housekeeper's, so it is kept away before that is taken.
   Housekeeper::Away away(tier_.get());
   {
@@ -239,6 +248,7 @@ void Table::clear() {
       // The new log before the old one goes: where the disk refuses, the table keeps its tier for the next try.
       log = std::make_unique<Log>(tier_->log().options());
       evicts = tier_->evicts();
+      drops = tier_->drops();
       budget_->leave(this);
       away.stay();
       tier_.reset();
@@ -264,7 +274,7 @@ void Table::clear() {
       settle();
     }
   }
-  if (log) attach(std::move(log), evicts);
+  if (log) attach(std::move(log), evicts, drops);
 }
 
 // --- snapshots

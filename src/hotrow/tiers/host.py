@@ -253,6 +253,15 @@ class HostStore:
         with core_errors():
             self.core.attach(folder, evicts, buffer, lock=lock)
 
+    def attach_cache(self, folder: str) -> None:
+        """DRAM becomes a cache over another store: rows that leave it are forgotten.
+
+        The core wants an empty folder for the log that every tier has; nothing is ever written to it, and it may be
+        removed afterwards. The budget needs a limit for rows to leave at all.
+        """
+        with core_errors():
+            self.core.attach(folder, True, 1 << 16, drops=True)
+
     @property
     def has_log(self) -> bool:
         """Whether there is a log below the rows, so that snapshots can be taken."""

@@ -1,0 +1,46 @@
+"""Real servers for the remote tier: started once for all tests that do not break them."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hotrow.bench.redis_cluster import RedisServers, installed
+from hotrow.tiers.remote import RemoteStore, open_remote
+
+
+def need_redis() -> None:
+    if not installed():
+        assert not os.environ.get("CI"), "CI tests the remote tier against a real redis-server: install it"
+        pytest.skip("there is no redis-server; apt-get install redis-server")
+
+
+@pytest.fixture(scope="session")
+def redis() -> Iterator[RedisServers]:
+    need_redis()
+    with RedisServers() as servers:
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[RedisServers]:
+    need_redis()
+    with RedisServers(masters=3) as servers:
+        yield servers
+
+
+@pytest.fixture(params=["redis", "cluster", "rocksdb"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RemoteStore]:
+    """A fresh store of every kind."""
+    if request.param == "rocksdb":
+        pytest.importorskip("rocksdict")
+        opened = open_remote(f"rocksdb:{tmp_path / 'rows'}")
+    else:
+        servers = request.getfixturevalue(request.param)
+        opened = open_remote(servers.url, namespace=uuid.uuid4().hex, timeout=5.0)
+    yield opened
+    opened.close()
