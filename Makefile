@@ -39,7 +39,7 @@ $(VENV)/.stamp-hotrow: $(SOURCES) $(VENV)/.stamp-tools
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-hotrow
-	@$(PIP) --no-build-isolation -e '.[test,lint,tensorboard,ray,serve]'
+	@$(PIP) --no-build-isolation -e '.[test,lint,tensorboard,ray,serve,redis,kafka]'
 	@touch $@
 
 $(VENV)/.stamp-bench: $(VENV)/.stamp-hotrow

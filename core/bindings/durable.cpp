@@ -202,6 +202,20 @@ void bind_durable(nb::module_& m) {
           },
           nb::arg("cutoff") = 0, nb::arg("count_cutoff") = 0, nb::arg("min_count") = 0, nb::arg("norm_cutoff") = 0,
           nb::arg("min_norm") = 0.0f, nb::arg("max_rows") = 0)
+      .def("begin_changes", &Table::begin_changes, nb::arg("all"), nb::call_guard<nb::gil_scoped_release>())
+      .def("end_changes", &Table::end_changes, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "take_changes",
+          [](Table& t) {
+            std::vector<int64_t> keys;
+            {
+              nb::gil_scoped_release release;
+              keys = t.take_changes();
+            }
+            const size_t n = keys.size();
+            return array(std::move(keys), {n});
+          },
+          "Keys that changed, came or went since the last call, rising.")
       .def_prop_rw("notes", &Table::notes, &Table::set_notes)
       .def("begin_snapshot", &Table::begin_snapshot, nb::call_guard<nb::gil_scoped_release>())
       .def(

@@ -422,6 +422,24 @@ bool ColdTier::erase_cold(int64_t key, uint64_t hash) {
   return false;
 }
 
+void ColdTier::drop_expired(uint32_t shard, std::vector<int64_t>& gone) {
+  gone.clear();
+  std::vector<Place> places;
+  cold_.places(shard, places);
+  const uint32_t record_bytes = log_->record_bytes();
+  std::vector<char> records(places.size() * record_bytes);
+  log_->read(places.data(), places.size(), records.data());
+  for (size_t i = 0; i < places.size(); ++i) {
+    RecordHead head;
+    const char* record = records.data() + i * record_bytes;
+    std::memcpy(&head, record, sizeof(head));
+    const uint64_t hash = hash_key(head.key);
+    if (!table_.expired(hash, head, reinterpret_cast<const float*>(record + sizeof(head)))) continue;
+    drop_cold(hash, places[i]);
+    gone.push_back(head.key);
+  }
+}
+
 void ColdTier::drop_cold(uint64_t hash, Place place) {
   {
     ShardGuard guard(table_.shards_[shard_of(hash)]);

@@ -103,6 +103,8 @@ class ColdTier {
   void touch(const uint32_t* slots, size_t count);
   void forget(uint32_t slot);  // before a row is erased
   bool erase_cold(int64_t key, uint64_t hash);
+  // Reads a shard's rows and drops those that have expired; `gone` becomes their keys.
+  void drop_expired(uint32_t shard, std::vector<int64_t>& gone);
   // A batch in flight begins to wait for rows: returns its tag, with which they are kept until the batch ends.
   uint8_t begin_waiting();
   void end_waiting(uint8_t tag) { --waiting_[tag]; }

@@ -84,12 +84,13 @@ void lower_rows(const std::vector<TablePart>& parts, const uint32_t* slots, cons
             [](const TablePart& a, const TablePart& b) { return &a.table->writer() < &b.table->writer(); });
   for (const TablePart& part : ordered) {
     const size_t from = std::max(part.begin, begin), to = std::min(part.end, end);
-    if (from >= to || !part.table->tier()) continue;
+    if (from >= to || !(part.table->tier() || part.table->notes_changes())) continue;
     locks.emplace_back(part.table->writer());
     changed.clear();
     for (size_t i = from; i < to; ++i)
       if (comes(i)) changed.push_back(slots[i]);
-    part.table->tier()->touch(changed.data(), changed.size());
+    if (part.table->tier()) part.table->tier()->touch(changed.data(), changed.size());
+    part.table->note_changed(changed.data(), changed.size());
   }
   for_pieces(parts, begin, end, [&](const Table& table, size_t from, size_t to) {
     const RowView view = table.view();

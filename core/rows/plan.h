@@ -186,6 +186,7 @@ class Plan {
   void judge(Job& job);
   static uint32_t sightings(const Job& job, size_t unique);
   void note_refused(Job& job);
+  static void note_changed(Job& job);
   void let_go(Job& job);
   void end_waiting(Job& job);
   bool lost() const;

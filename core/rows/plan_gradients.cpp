@@ -138,6 +138,7 @@ void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix
   if (stale() || lost()) find_and_create();
   Pool::shared().run(static_cast<int>(job_count_), [&](int j) {
     if (ColdTier* tier = jobs_[j].table->tier()) tier->touch(jobs_[j].slots.data(), jobs_[j].grouping.size());
+    note_changed(jobs_[j]);
   });
   run_over_partitions([&](size_t j, UpdateArgs& args) {
     Job& job = jobs_[j];
@@ -158,9 +159,19 @@ void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix
     Job& job = jobs_[j];
     note_refused(job);
     let_go(job);
+    if (job.table->notes_changes()) job.table->settle();  // what was noted is charged
   }
   for (size_t j = 0; j < job_count_; ++j)
     if (ColdTier* tier = jobs_[j].table->tier(); tier && tier->evicts()) tier->rebalance();
+}
+
+// The rows that an update is about to change; keys that admission refused have none.
+void Plan::note_changed(Job& job) {
+  if (!job.table->notes_changes()) return;
+  if (job.refused.empty()) return job.table->note_changed(job.slots.data(), job.grouping.size());
+  std::vector<uint32_t> slots(job.slots.data(), job.slots.data() + job.grouping.size());
+  for (uint32_t u : job.refused) slots[u] = kNoSlot;
+  job.table->note_changed(slots.data(), slots.size());
 }
 
 Plan::Summed Plan::sum(const std::vector<Matrix>& gradients, const std::vector<Matrix>& checked, float* out,

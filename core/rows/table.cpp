@@ -282,8 +282,9 @@ Table::Fresh Table::prepare(const uint64_t* hashes, const uint32_t* slots, const
   const size_t index_bytes = index_memory_.resident() + growth * kLine + rebuilds * kPage;
   size_t need = rows_.rounded(row_bytes) + headers_.rounded(header_bytes) + index_bytes;
   if (admission_) need += admission_->bytes();
+  need += changes_.bytes();
   if (tier_)
-    need = tier_->evicts() ? index_bytes + tier_->holds()
+    need = tier_->evicts() ? index_bytes + changes_.bytes() + tier_->holds()
                            : need + tier_->holds() + (slots_after - slots_) * SlotMarks::kBytes + (size_t{3} << 16);
   if (need > charged_) {
     if (tier_ && tier_->evicts())
@@ -319,6 +320,7 @@ void Table::plan_slots(Fresh& fresh, const uint64_t* hashes) const {
 
 size_t Table::holds() const {
   size_t bytes = index_memory_.resident() + (admission_ ? admission_->bytes() : 0) + (tier_ ? tier_->holds() : 0);
+  bytes += changes_.bytes();
   if (!tier_ || !tier_->evicts()) bytes += rows_.committed() + headers_.committed();
   return bytes;
 }
@@ -400,6 +402,12 @@ void Table::insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uin
   const size_t created =
       fresh.from.empty() ? fresh.at.size() : std::count(fresh.from.begin(), fresh.from.end(), kFresh);
   __atomic_store_n(&live_, live_ + created, __ATOMIC_RELAXED);
+  if (changes_.on())
+    for (size_t n = 0; n < fresh.at.size(); ++n) {
+      const uint32_t i = fresh.at[n];
+      changes_.moved_in(slots[i]);
+      if (fresh.from.empty() || fresh.from[n] == kFresh) changes_.note(slots[i], keys[i]);
+    }
   settle();
 }
 
@@ -493,6 +501,7 @@ void Table::assign(const int64_t* keys, size_t count, const float* rows, int row
   std::lock_guard lock(writer_);
   create(grouping, slots.data());
   if (tier_) tier_->touch(slots.data(), slots.size());
+  note_changed(slots.data(), slots.size());
   const auto& cuts = grouping.cuts();
   Pool::shared().run(static_cast<int>(cuts.size()) - 1, [&](int range) {
     for (size_t u = cuts[range]; u < cuts[range + 1]; ++u) {
@@ -521,6 +530,7 @@ uint64_t Table::erase(const int64_t* keys, size_t count) {
       erase_slot(hash, slot);
       ++erased;
     } else if (tier_ && tier_->evicts() && tier_->erase_cold(keys[i], hash)) {
+      if (changes_.on()) changes_.note_gone(keys[i]);
       ++erased;
     }
   }
@@ -531,11 +541,49 @@ uint64_t Table::erase(const int64_t* keys, size_t count) {
 
 void Table::erase_slot(uint64_t hash, uint32_t slot) {
   if (tier_) tier_->forget(slot);
+  if (changes_.on()) changes_.note_gone(view_.headers[slot / 4].key[slot % 4]);
   ShardIndex& index = shards_[shard_of(hash)];
   ShardGuard guard(index);
   ShardWriter(index, view_.headers, index_memory_).erase(hash, slot);
   view_.headers[slot / 4].stamp[slot % 4] = 0;
   if (!tier_ || tier_->marks().pins(slot) == 0) free_.push_back(slot);  // else its last holder frees it
+}
+
+void Table::begin_changes(bool all) {
+  std::lock_guard lock(writer_);
+  changes_.begin();
+  for (uint64_t slot = 0; all && slot < slots_; ++slot) {
+    const auto one = static_cast<uint32_t>(slot);
+    if (view_.headers[slot / 4].stamp[slot % 4] != 0) note_changed(&one, 1);
+  }
+  std::vector<RecordHead> heads;
+  std::vector<float> rows;
+  for (uint32_t shard = 0; all && shard < kShards; ++shard) {
+    scan_cold(shard, heads, rows);
+    for (const RecordHead& head : heads) changes_.note_gone(head.key);  // from its slot; it is on SSD
+  }
+  settle();
+}
+
+void Table::end_changes() {
+  std::lock_guard lock(writer_);
+  changes_.end();
+  settle();
+}
+
+std::vector<int64_t> Table::take_changes() {
+  std::lock_guard lock(writer_);
+  std::vector<int64_t> keys = changes_.take();
+  settle();
+  return keys;
+}
+
+void Table::note_changed(const uint32_t* slots, size_t count) {
+  if (!changes_.on()) return;
+  for (size_t i = 0; i < count; ++i) {
+    if (i + kAhead < count && slots[i + kAhead] != kNoSlot) __builtin_prefetch(&view_.headers[slots[i + kAhead] / 4]);
+    if (slots[i] != kNoSlot) changes_.note(slots[i], view_.headers[slots[i] / 4].key[slots[i] % 4]);
+  }
 }
 
 uint64_t Table::scan(uint64_t start, size_t most, std::vector<uint32_t>& live) const {

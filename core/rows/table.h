@@ -21,6 +21,7 @@
 #include "memory/region.h"
 #include "optim/rules_kind.h"
 #include "random/initial.h"
+#include "rows/changed_keys.h"
 #include "rows/cold_tier.h"
 #include "rows/expiry.h"
 #include "rows/grouping.h"
@@ -191,6 +192,16 @@ class Table : public BudgetMember {
   };
   RowMemory row_memory() const { return {rows_.data(), rows_.committed(), view_.row_bytes}; }
 
+  // --- what changed (changed_keys.h): for publications ---
+  // From now on the keys of changed rows are noted. With `all`, rows that are there now count as changed.
+  void begin_changes(bool all);
+  void end_changes();
+  // Keys that were changed, created or removed since the last call, rising. Requires: rows on a GPU were brought down.
+  std::vector<int64_t> take_changes();
+  // Notes the rows in these slots. Requires: the writer lock. Slots of kNoSlot are passed over.
+  bool notes_changes() const { return changes_.on(); }
+  void note_changed(const uint32_t* slots, size_t count);
+
   // Live slots in rising order from `start`, at most `most`; returns the slot to go on from, or slots() at the end.
   uint64_t scan(uint64_t start, size_t most, std::vector<uint32_t>& live) const;
   // Whole rows of one shard that are on SSD alone, expired ones left out. Requires: no writer runs.
@@ -231,6 +242,7 @@ class Table : public BudgetMember {
                     uint8_t* late) const;
   void store_row(char* row, const float* values, int floats) const;
   void erase_slot(uint64_t hash, uint32_t slot);
+  uint64_t drop_expired_cold();
   using StepsByShard = std::vector<std::vector<uint32_t>>;
   StepsByShard steps_staying() const;
   void cap_rows(uint64_t max_rows, uint64_t elsewhere);
@@ -261,6 +273,7 @@ class Table : public BudgetMember {
   std::unique_ptr<ColdTier> tier_;
   std::unique_ptr<Admission> admission_;
   Expiry expiry_;
+  ChangedKeys changes_;
   std::vector<char> snapshot_state_;
   std::string notes_;
   std::vector<float> default_row_;

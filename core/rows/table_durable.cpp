@@ -70,9 +70,24 @@ uint64_t Table::sweep(const SweepRules& rules, uint64_t elsewhere) {
     erase_slot(hash, static_cast<uint32_t>(slot));
     ++erased;
   }
+  if (changes_.on()) erased += drop_expired_cold();
   __atomic_store_n(&live_, live_ - erased, __ATOMIC_RELAXED);
   if (erased) erase_epoch_.fetch_add(1, std::memory_order_acq_rel);
   return erased;
+}
+
+// Rows on SSD that have just expired. A sweep leaves them there to be met, but whoever publishes must be told of them
+// at the same step whatever tier they are in, so they are read for it, and go at once. Returns how many.
+uint64_t Table::drop_expired_cold() {
+  if (!tier_ || !tier_->evicts()) return 0;
+  uint64_t dropped = 0;
+  std::vector<int64_t> gone;
+  for (uint32_t shard = 0; shard < kShards; ++shard) {
+    tier_->drop_expired(shard, gone);
+    for (int64_t key : gone) changes_.note_gone(key);
+    dropped += gone.size();
+  }
+  return dropped;
 }
 
 uint64_t Table::staying(const SweepRules& rules) {
@@ -266,6 +281,7 @@ void Table::clear() {
     erase_epoch_.fetch_add(1, std::memory_order_acq_rel);
     ++generation_;
     expiry_ = Expiry();
+    changes_.drop();  // whoever clears a table knows that nothing is left of what was published
     if (admission_) std::fill(admission_->counters().begin(), admission_->counters().end(), 0);
     if (evicts) {
       budget_->give_back(charged_);

@@ -22,6 +22,7 @@ from hotrow.batch import Jagged, KeyedBatch
 from hotrow.config import Initial, Memory
 from hotrow.errors import (
     BatchError,
+    BusError,
     CheckpointError,
     ClusterError,
     DataError,
@@ -29,6 +30,7 @@ from hotrow.errors import (
     HotRowError,
     MemoryBudgetError,
     OptionError,
+    PublishError,
     RankError,
     RepositoryError,
     StorageError,
@@ -37,6 +39,8 @@ from hotrow.features import FeatureSpec
 from hotrow.interop import from_keyed_jagged, from_torch, to_keyed_jagged
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.parallel import Ranks, join_ranks
+from hotrow.publish.publisher import Publish
+from hotrow.publish.subscriber import Subscriber
 from hotrow.serve.engine import Engine
 from hotrow.serve.export import export
 from hotrow.table import Admission, Expiry, Table
@@ -48,6 +52,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Admission",
     "BatchError",
+    "BusError",
     "CheckpointError",
     "ClusterError",
     "DataError",
@@ -63,6 +68,8 @@ __all__ = [
     "Memory",
     "MemoryBudgetError",
     "OptionError",
+    "Publish",
+    "PublishError",
     "RankError",
     "Ranks",
     "Recommender",
@@ -70,6 +77,7 @@ __all__ = [
     "RepositoryError",
     "SaveReport",
     "StorageError",
+    "Subscriber",
     "Table",
     "Trainer",
     "__version__",

@@ -1,4 +1,4 @@
-"""The command line: `hotrow demo | train | export | serve | bench | inspect`, one word each."""
+"""The command line: `hotrow demo | train | export | serve | bench | inspect | rollback | release`, one word each."""
 
 from __future__ import annotations
 
@@ -312,6 +312,39 @@ def serve(
         loader=loader,
     )
     raise typer.Exit(run(options))
+
+
+@app.command()
+def rollback(
+    bus: Annotated[str, typer.Argument(help="the bus: dir:/path, redis://host/0?stream=name or kafka://host/topic")],
+    to: Annotated[int, typer.Option("--to", min=0, help="the publication to go back to")],
+) -> None:
+    """Put an older publication back on every server, as a new publication, and hold the trainer's publisher.
+
+    Example: hotrow rollback dir:/data/publications --to 1200
+    """
+    from hotrow.publish.rollback import default_snapshot_reader
+    from hotrow.publish.rollback import rollback as run
+
+    done = run(bus, to, default_snapshot_reader)
+    Console().print(
+        f"[bold]publication {done.number}[/] restores {done.restores}: {done.rows:,} rows as they were, "
+        f"{done.deleted:,} removed. The publisher is held; let it go on with `hotrow release {bus}`",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command()
+def release(bus: Annotated[str, typer.Argument(help="the bus")]) -> None:
+    """Let a publisher go on that `hotrow rollback` holds; what it has trained since is published next.
+
+    Example: hotrow release dir:/data/publications
+    """
+    from hotrow.publish.rollback import release as run
+
+    words = "released" if run(bus) else "it was not held"
+    Console().print(words, highlight=False)
 
 
 def main() -> None:

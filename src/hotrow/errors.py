@@ -55,6 +55,14 @@ class ClusterError(HotRowError, RuntimeError):
     """A cluster that cannot be reached, or that lost more than it could make good. What was committed is untouched."""
 
 
+class PublishError(HotRowError, RuntimeError):
+    """Publications that cannot be made, found or trusted. Training and serving go on without them."""
+
+
+class BusError(HotRowError, OSError):
+    """A bus that cannot be reached or refuses. What is on it is untouched; the same call may work later."""
+
+
 def choices(value: object, options: Iterable[str]) -> str:
     """The tail of an error message about a wrong name: the nearest option first, then all of them.
 

@@ -287,6 +287,21 @@ class HostStore:
         with core_errors():
             return int(self.core.prefetch(_keys(keys)))
 
+    # --- what changed, for publications (core/rows/changed_keys.h) ---
+
+    def begin_changes(self, everything: bool = False) -> None:
+        """From now on the keys of changed rows are noted; with `everything`, rows of now count as changed."""
+        with core_errors():
+            self.core.begin_changes(everything)
+
+    def end_changes(self) -> None:
+        """Note them no more."""
+        self.core.end_changes()
+
+    def take_changes(self) -> Tensor:
+        """Keys whose rows changed, came or went since the last call, rising. Rows in HBM are flushed first."""
+        return torch.from_numpy(self.core.take_changes())
+
     def tier(self) -> dict[str, int]:
         """What the SSD tier has done and holds: hits, misses, evictions, bytes on disk, reads and writes.
 

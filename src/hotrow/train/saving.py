@@ -117,6 +117,8 @@ def capture(trainer: Trainer, folder: Path, notes: dict[str, Any] | None = None)
         "fit": asdict(trainer.place),
         "notes": _plain("notes=", notes or {}),
     }
+    if trainer.publisher is not None and (published := trainer.publisher.state()) is not None:
+        fields["publish"] = published
     features = None if trainer.features is None else trainer.features.to_json()
     instant = Instant(embeddings.steps, fields, tensors, features, copy.deepcopy(trainer.metrics), [], {})
     instant.ranks = embeddings.ranks

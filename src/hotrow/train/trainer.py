@@ -30,6 +30,7 @@ from hotrow.data import Cursor, Source
 from hotrow.errors import BatchError, CheckpointError, GradientError, HotRowError, OptionError
 from hotrow.features import FeatureSpec
 from hotrow.nn import Recommender
+from hotrow.publish.publisher import Publish, Publisher
 from hotrow.table import Lookup
 from hotrow.train import interrupt, loading, pipeline
 from hotrow.train.checkpoint import list_checkpoints, step_name
@@ -69,6 +70,8 @@ class Trainer:
     number, and 0 does one thing after another. `trace` is a file for a trace of every `fit`, which
     https://ui.perfetto.dev opens.
 
+    `publish` sends rows and weights to servers while training goes on (docs/online.md).
+
     >>> import hotrow as hr
     >>> clicks = hr.data.synthetic.criteo_like(examples=2048, batch_size=256)
     >>> embeddings = hr.EmbeddingCollection([hr.Table(name, dim=8) for name in clicks.shape.sparse])
@@ -93,6 +96,7 @@ class Trainer:
         keep: int | None = 3,
         lookahead: int | None = None,
         trace: str | os.PathLike[str] | None = None,
+        publish: Publish | None = None,
     ) -> None:
         if precision not in PRECISIONS:
             raise OptionError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
@@ -134,6 +138,9 @@ class Trainer:
         ranks = model.embeddings.ranks
         self.team = None if ranks is None else Team(ranks, self)
         self.writer = open_writer(log_dir) if self._speaks else None
+        self.publisher = None
+        if publish is not None:
+            self.publisher = Publisher(publish, model.embeddings, model.tower, self.checkpoints)
 
     @property
     def _speaks(self) -> bool:
@@ -195,6 +202,8 @@ class Trainer:
             self._reduce(report)
             report.seconds = time.perf_counter() - start
             report.stages = stages.report(report.seconds)
+            if self.publisher is not None:
+                self.publisher.finish()
             if self._interrupts.asked:
                 self._interrupted()
             if progress:
@@ -268,6 +277,8 @@ class Trainer:
                 f"gradients wait for step {self.steps + 1}; save between two steps (checkpoint_every= does), or drop "
                 "them with forget()"
             )
+        if self.publisher is not None:
+            self.publisher.before_save()
         return self.saver.save(lambda: capture(self, folder, notes), folder, wait)
 
     def wait(self) -> None:
@@ -288,6 +299,8 @@ class Trainer:
         nothing has changed.
         """
         self.saver.settle()
+        if self.publisher is not None:
+            self.publisher.close()
         loading.load(self, Path(path), rename, tables)
 
     def forget(self) -> None:
@@ -317,6 +330,8 @@ class Trainer:
             self.saver.settle()
             checkpoint = loading.resume(self, self.checkpoints, features)
         self.features, self._seen = features or self.features, self.steps
+        if self.publisher is not None:
+            self.publisher.start(None if checkpoint is None else checkpoint.manifest.get("publish"), resume)
         if checkpoint is not None:
             return checkpoint.step
         self.metrics.reset()
@@ -374,6 +389,8 @@ class Trainer:
     def _count(self, report: Report, result: tuple[Tensor, Tensor, int], batch: KeyedBatch, after: Cursor) -> None:
         logits, value, examples = result
         self.cursor = after
+        if self.publisher is not None:
+            self.publisher.seen(batch.time)
         if logits.numel():
             self.metrics.update(logits.cpu(), _labels(batch).cpu())
         self.place.examples += examples
@@ -396,6 +413,8 @@ class Trainer:
         if self.steps == self._seen:  # fp16 skipped it
             return
         self._seen = self.steps
+        if self.publisher is not None:
+            self.publisher.after_step()
         if evaluate is not None and evaluate_every and (self.steps - self.place.first_step) % evaluate_every == 0:
             report.evaluations.append((self.steps, self.evaluate(evaluate, progress=False)))
             self._log("eval", report.evaluations[-1][1])

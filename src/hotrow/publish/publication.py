@@ -1,0 +1,196 @@
+"""A publication: a numbered set of changed rows, removed keys and dense weights, as values and as bytes.
+
+`encode_body` makes the bytes that one rank sends (message.py cuts them up), `decode_body` checks them and gives views
+into them back: keys rising, values in the wire's precision, no optimizer state. The same content always makes the same
+bytes, whatever tier a row was in; that is what lets a resumed trainer prove that it repeats itself.
+
+A heartbeat and a snapshot's pointer are notes about the publication that is newest: they have its number and change
+no row.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from hotrow.errors import PublishError
+from hotrow.publish.message import checksum
+
+DELTA, HEARTBEAT, ROLLBACK, SNAPSHOT = "delta", "heartbeat", "rollback", "snapshot"
+KINDS = (DELTA, HEARTBEAT, ROLLBACK, SNAPSHOT)
+VALUES = {"fp32": torch.float32, "fp16": torch.float16}
+FORMAT = 1
+_LENGTH = struct.Struct("<I")
+_ALIGN = 16
+
+
+@dataclass(frozen=True)
+class TableChange:
+    """What happened to one table: rows to set, keys to remove. Keys rise and are unique, and no key is in both."""
+
+    keys: Tensor
+    values: Tensor
+    deleted: Tensor
+
+    @property
+    def rows(self) -> int:
+        """Rows set and removed."""
+        return self.keys.numel() + self.deleted.numel()
+
+
+@dataclass(frozen=True)
+class SnapshotPlace:
+    """Where the rows of a publication are as a whole."""
+
+    number: int
+    path: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {"number": self.number, "path": self.path}
+
+    @staticmethod
+    def of(words: Mapping[str, Any] | None) -> SnapshotPlace | None:
+        """From a note's words."""
+        return None if words is None else SnapshotPlace(int(words["number"]), str(words["path"]))
+
+
+@dataclass(frozen=True)
+class Publication:
+    """One publication, whole and checked.
+
+    `step` is the update that it contains, `watermark` the newest event time in it (milliseconds), `cut` the clock's
+    when it was made. `resume` is where a reader that has applied it goes on: give it to `Subscriber(position=)`.
+    """
+
+    kind: str
+    number: int
+    previous: int
+    run: str
+    step: int
+    watermark: int | None
+    cut: float
+    tables: dict[str, TableChange] = field(default_factory=dict)
+    dense: dict[str, Tensor] | None = None
+    snapshot: SnapshotPlace | None = None
+    restores: int | None = None  # of a rollback: the number whose state this is
+    checksum: int = 0
+    resume: tuple[int, int] = (0, 0)  # number, offset
+
+    @property
+    def rows(self) -> int:
+        """Rows set and removed, all tables together."""
+        return sum(change.rows for change in self.tables.values())
+
+
+def encode_body(tables: Mapping[str, TableChange], dense: Mapping[str, Tensor] | None, values: str) -> bytes:
+    """What one rank publishes, as bytes."""
+    blocks: list[bytes] = []
+    heads = []
+    for name, change in sorted(tables.items()):
+        if not change.rows:
+            continue
+        dim = int(change.values.shape[1])
+        heads.append({"name": name, "dim": dim, "rows": change.keys.numel(), "deleted": change.deleted.numel()})
+        wire = to_wire(change.values, values)
+        blocks += [_bytes(change.keys), _bytes(wire), _bytes(change.deleted)]
+    weights = b"" if dense is None else save({name: tensor.contiguous() for name, tensor in dense.items()})
+    head = {"format": FORMAT, "values": values, "tables": heads, "dense": None if dense is None else len(weights)}
+    words = json.dumps(head, separators=(",", ":"), sort_keys=True).encode()
+    start = _LENGTH.pack(len(words)) + words
+    return b"".join(block + bytes(-len(block) % _ALIGN) for block in (start, *blocks, weights))
+
+
+def to_wire(rows: Tensor, values: str) -> Tensor:
+    """Values as they travel: rounded to nearest, and at most what fp16 can hold."""
+    return rows.clamp(-65504.0, 65504.0).to(torch.float16) if values == "fp16" else rows
+
+
+def decode_body(body: bytes) -> tuple[dict[str, TableChange], dict[str, Tensor] | None]:
+    """The other way. PublishError where the bytes do not say what they must."""
+    try:
+        (length,) = _LENGTH.unpack_from(body)
+        head = json.loads(body[_LENGTH.size : _LENGTH.size + length])
+        if head["format"] != FORMAT or head["values"] not in VALUES:
+            raise PublishError(f"a body of format {head['format']} with values {head['values']}; use the same version")
+        reader = _Blocks(body, _padded(_LENGTH.size + length))
+        tables = {}
+        for table in head["tables"]:
+            rows, dim = _count(table["rows"]), _count(table["dim"])
+            keys = reader.take(np.dtype("<i8"), rows)
+            wire = np.dtype("<f2" if head["values"] == "fp16" else "<f4")
+            values = reader.take(wire, rows * dim).reshape(rows, dim)
+            tables[str(table["name"])] = TableChange(
+                keys, values, reader.take(np.dtype("<i8"), _count(table["deleted"]))
+            )
+        dense = None
+        if head["dense"] is not None:
+            dense = load(reader.take(np.dtype("u1"), _count(head["dense"])).numpy().tobytes())
+        if reader.at != len(body):
+            raise PublishError(f"a body has {len(body) - reader.at} bytes too many")
+        return tables, dense
+    except PublishError:
+        raise
+    except Exception as error:  # whatever wrong bytes do to json, struct, numpy or safetensors
+        raise PublishError(f"a body cannot be read: {type(error).__name__}: {error}") from error
+
+
+def join_tables(parts: Iterable[Mapping[str, TableChange]]) -> dict[str, TableChange]:
+    """What several ranks changed, put together. Ranks own different keys, so each key is in one part."""
+    found: dict[str, list[TableChange]] = {}
+    for part in parts:
+        for name, change in part.items():
+            found.setdefault(name, []).append(change)
+    return {name: changes[0] if len(changes) == 1 else _join(changes) for name, changes in found.items()}
+
+
+def _join(changes: Sequence[TableChange]) -> TableChange:
+    keys = torch.cat([change.keys for change in changes])
+    order = torch.argsort(keys)
+    values = torch.cat([change.values for change in changes])
+    deleted = torch.cat([change.deleted for change in changes])
+    return TableChange(keys[order], values[order], deleted.sort().values)
+
+
+def content_checksum(number: int, words: Mapping[str, Any]) -> int:
+    """Of everything in a commit that a repeated run repeats: not the clock, not who sent it."""
+    same = {name: words[name] for name in ("kind", "previous", "step", "watermark", "parts")}
+    return checksum(json.dumps([number, same], separators=(",", ":"), sort_keys=True).encode())
+
+
+class _Blocks:
+    """Arrays one after another in a body."""
+
+    def __init__(self, body: bytes, at: int) -> None:
+        self.body, self.at = bytearray(body), at  # torch wants memory that may be written
+
+    def take(self, dtype: np.dtype[Any], count: int) -> Tensor:
+        """The next array."""
+        end = self.at + count * dtype.itemsize
+        if end > len(self.body):
+            raise PublishError(f"a body is too short: {len(self.body)} bytes, and an array ends at {end}")
+        array = np.frombuffer(self.body, dtype, count, self.at) if count else np.empty(0, dtype)
+        self.at = _padded(end)
+        return torch.from_numpy(array)
+
+
+def _padded(length: int) -> int:
+    return length + -length % _ALIGN
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise PublishError(f"a body has a count of {value!r}")
+    return value
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()

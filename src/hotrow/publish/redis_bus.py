@@ -1,0 +1,128 @@
+"""A bus in Redis: one stream, with its marks in a hash beside it.
+
+An entry's id is `milliseconds-sequence`; its offset here is milliseconds * 2^20 + sequence, which keeps the order
+(Redis gives the same millisecond to no more than a million entries). Redis makes ids rise even when its clock does not.
+A reader blocks in XREAD, so it hears of a message as soon as it is there. Retention by age is XTRIM MINID; by size it
+goes by what Redis says the stream takes. Use a Redis that keeps its data (appendonly yes) and does not evict keys: a
+stream that it lost looks to readers as if they had fallen behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hotrow.errors import BusError, OptionError
+from hotrow.publish.bus import Entry, Retention
+
+_BITS = 20
+_FIELD = b"m"
+_READ_AT_ONCE = 64  # entries; a server answers with all of them in one piece
+_RETAIN_EVERY = 64
+
+
+class RedisBus:
+    """Messages as entries of a stream."""
+
+    def __init__(self, address: str, stream: str, limit: int, retention: Retention) -> None:
+        try:
+            import redis
+        except ModuleNotFoundError:
+            raise OptionError(f"bus={address!r} needs redis-py: pip install hotrow[redis]") from None
+        self.address, self.stream, self.marks = address, stream, f"{stream}:marks"
+        self.limit, self.retention = limit, retention
+        self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
+        try:
+            self._redis: Any = redis.Redis.from_url(address, socket_connect_timeout=2, socket_timeout=10)
+        except ValueError as error:
+            raise OptionError(f"bus={address!r}: {error}; write redis://host:6379/0?stream=name") from None
+        self._appended = 0
+
+    def append(self, data: bytes) -> int:
+        """Put a message at the end."""
+        if len(data) > self.limit:
+            raise BusError(f"a message of {len(data)} bytes is above max_message={self.limit} of {self.stream}")
+        offset = _offset(self._ask("append to", lambda: self._redis.xadd(self.stream, {_FIELD: data})))
+        self._appended += 1
+        if self._appended % _RETAIN_EVERY == 0:
+            self.retain()
+        return offset
+
+    def read(self, offset: int, most_bytes: int = 64 << 20, wait: float = 0.0) -> list[Entry]:
+        """Messages from an offset on."""
+        end = time.monotonic() + wait
+        count = max(1, min(_READ_AT_ONCE, most_bytes // self.limit))
+        after = _id(offset - 1) if offset else "0-0"
+        while True:
+            left = end - time.monotonic()
+            block = max(1, min(5000, int(left * 1000))) if left > 0 else None
+            answer = self._ask("read", functools.partial(self._redis.xread, {self.stream: after}, count, block))
+            entries = answer[0][1] if isinstance(answer, list) and answer else _entries(answer)
+            if entries or left <= 0:
+                return [Entry(_offset(name), fields.get(_FIELD, b"")) for name, fields in entries]
+
+    def newest(self, count: int) -> list[Entry]:
+        """The last messages."""
+        found = self._ask("read", lambda: self._redis.xrevrange(self.stream, count=count))
+        return [Entry(_offset(name), fields.get(_FIELD, b"")) for name, fields in reversed(found)]
+
+    def head(self) -> int:
+        """After the newest."""
+        newest = self._ask("read", lambda: self._redis.xrevrange(self.stream, count=1))
+        return _offset(newest[0][0]) + 1 if newest else 0
+
+    def tail(self) -> int:
+        """The oldest."""
+        oldest = self._ask("read", lambda: self._redis.xrange(self.stream, count=1))
+        return _offset(oldest[0][0]) if oldest else 0
+
+    def retain(self) -> None:
+        """Remove what is older than keep=, or beyond size=."""
+        oldest = int((time.time() - self.retention.seconds) * 1000)
+        self._ask("trim", lambda: self._redis.xtrim(self.stream, minid=f"{oldest}-0"))
+        taken = self._ask("measure", lambda: self._redis.memory_usage(self.stream, samples=0)) or 0
+        if taken > self.retention.size:
+            stays = self._redis.xlen(self.stream) * self.retention.size // taken
+            self._ask("trim", lambda: self._redis.xtrim(self.stream, maxlen=max(1, stays), approximate=False))
+
+    def set_mark(self, name: str, data: bytes | None) -> None:
+        """Set or remove a mark."""
+        if data is None:
+            self._ask("set a mark of", lambda: self._redis.hdel(self.marks, name))
+        else:
+            self._ask("set a mark of", lambda: self._redis.hset(self.marks, name, data))
+
+    def mark(self, name: str) -> bytes | None:
+        """What a mark was last set to."""
+        found: bytes | None = self._ask("read a mark of", lambda: self._redis.hget(self.marks, name))
+        return found
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._redis.close()
+
+    def _ask(self, action: str, question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except self._errors as error:
+            where = self.address.rpartition("@")[2]  # no password in an error
+            raise BusError(f"cannot {action} the stream {self.stream} at {where}: {error}") from error
+
+
+def _entries(answer: Any) -> list[Any]:
+    """A newer protocol answers with a dict, each stream's entries in a list of their own."""
+    if not answer:
+        return []
+    (lists,) = answer.values()
+    return list(lists[0]) if lists and isinstance(lists[0], list) else list(lists)
+
+
+def _offset(name: bytes) -> int:
+    milliseconds, _, sequence = name.decode().partition("-")
+    return (int(milliseconds) << _BITS) + int(sequence)
+
+
+def _id(offset: int) -> str:
+    return f"{offset >> _BITS}-{offset & ((1 << _BITS) - 1)}"

@@ -1,0 +1,269 @@
+"""Putting an older publication back: `hotrow rollback BUS --to N`, and `hotrow release BUS`.
+
+The old state becomes a *new* publication, so that readers go forward as always: every row that was changed after N gets
+the value that it had at N, and every row that came after N is removed. What a row was at N is found in the newest
+publication up to N that has it, or, where retention has removed that, in the newest snapshot up to N; if the bus goes
+back to the first publication, a row that is in none of them was not there.
+
+First the publisher is held: a mark on the bus, which it sees within a fraction of a second, answers, and obeys by not
+publishing (it goes on training). So no publication comes between looking and publishing. `release` removes the mark;
+the trainer's next publication then brings every row to what training has made of it meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hotrow.errors import PublishError
+from hotrow.publish.bus import Bus, open_bus
+from hotrow.publish.delivery import HELD, HOLD
+from hotrow.publish.history import Commit, commits_after, newest_commit, snapshot_of
+from hotrow.publish.message import checksum, note, parts
+from hotrow.publish.publication import (
+    ROLLBACK,
+    SnapshotPlace,
+    TableChange,
+    content_checksum,
+    decode_body,
+    encode_body,
+    join_tables,
+)
+from hotrow.publish.subscriber import bodies_of
+
+ACKNOWLEDGES_WITHIN = 5.0  # seconds; a publisher looks five times a second
+Rows = dict[str, tuple[Tensor, Tensor]]  # keys and values, by table
+# Given where a snapshot is and which keys are wanted: their rows, as far as it has them, and its dense weights.
+ReadSnapshot = Callable[[str, Mapping[str, Tensor]], tuple[Rows, dict[str, Tensor] | None]]
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """What was put back, as which publication."""
+
+    number: int
+    restores: int
+    rows: int
+    deleted: int
+
+
+def rollback(address: str, to: int, read_snapshot: ReadSnapshot | None = None) -> RolledBack:
+    """Publish the state of publication `to` again, and hold the publisher until `release`.
+
+    Where it cannot be done (retention), PublishError says why, and nothing was published or held.
+    """
+    bus = open_bus(address)
+    held_before = bus.mark(HOLD)
+    newest = newest_commit(bus)
+    if newest is None:
+        raise PublishError(f"bus={address!r} has no publication: there is nothing to go back to")
+    if not 0 <= to < newest.number:
+        raise PublishError(f"--to {to}: the newest publication is {newest.number}; give a number below it")
+    try:
+        newest = hold(bus, f"rollback to {to}") or newest
+        plan = _Older(bus, to, newest, read_snapshot)
+        tables, dense = plan.rows(), plan.dense()
+        _publish(bus, newest, to, tables, dense, plan)
+    except BaseException:
+        if held_before is None:
+            bus.set_mark(HOLD, None)
+        raise
+    finally:
+        bus.close()
+    return RolledBack(
+        newest.number + 1,
+        to,
+        sum(change.keys.numel() for change in tables.values()),
+        sum(change.deleted.numel() for change in tables.values()),
+    )
+
+
+def hold(bus: Bus, why: str) -> Commit | None:
+    """Stop the publisher, and wait until it has heard; the newest publication after that."""
+    words = json.dumps({"why": why, "id": secrets.token_hex(8), "since": time.time()}).encode()
+    bus.set_mark(HOLD, words)
+    end = time.monotonic() + ACKNOWLEDGES_WITHIN  # nobody may be there to answer
+    while bus.mark(HELD) != words and time.monotonic() < end:
+        time.sleep(0.05)
+    return newest_commit(bus)
+
+
+def release(address: str) -> bool:
+    """Let the publisher go on; False if it was not held."""
+    bus = open_bus(address)
+    held = bus.mark(HOLD) is not None
+    bus.set_mark(HOLD, None)
+    bus.close()
+    return held
+
+
+class _Older:
+    """What rows were at publication `to`, for those that were changed since."""
+
+    def __init__(self, bus: Bus, to: int, newest: Commit, read_snapshot: ReadSnapshot | None) -> None:
+        self.bus, self.to, self.newest, self.read_snapshot = bus, to, newest, read_snapshot
+        self.commits = commits_after(bus, 0)
+        missing = [n for n in range(to + 1, newest.number + 1) if n not in self.commits]
+        if missing:
+            raise PublishError(
+                f"publication {to} cannot be put back: publication {missing[0]}, which came after it, is not on "
+                "the bus any more, so nobody knows what to undo; keep publications longer (keep=, size= of the bus)"
+            )
+        self.snapshot = self._snapshot()
+        self._weights: dict[str, Tensor] | None = None
+        self._dims: dict[str, int] = {}
+
+    def rows(self) -> dict[str, TableChange]:
+        """Rows to set and keys to remove."""
+        touched: dict[str, list[Tensor]] = {}
+        for number in range(self.to + 1, self.newest.number + 1):
+            for name, change in self._publication(number)[0].items():
+                touched.setdefault(name, []).append(torch.cat([change.keys, change.deleted]))
+                if change.keys.numel():
+                    self._dims[name] = int(change.values.shape[1])  # a snapshot's rows may have state behind it
+        wanted = {name: torch.unique(torch.cat(keys)) for name, keys in touched.items()}
+        found = {name: _Found(keys) for name, keys in wanted.items()}
+        number = self.to
+        while number > 0 and number in self.commits and (self.snapshot is None or number > self.snapshot.number):
+            tables, dense = self._publication(number)
+            self._weights = self._weights if self._weights is not None else dense
+            for name, change in tables.items():
+                if name in found:
+                    found[name].take(change)
+            number -= 1
+        if number > 0 and not (self._weights is not None and all(one.done for one in found.values())):
+            self._from_snapshot(number, found)
+        return {name: one.change() for name, one in found.items()}
+
+    def dense(self) -> dict[str, Tensor] | None:
+        """The weights of `to`; None where there were none yet."""
+        return self._weights
+
+    def _publication(self, number: int) -> tuple[dict[str, TableChange], dict[str, Tensor] | None]:
+        decoded = [decode_body(body) for body in bodies_of(self.bus, self.commits[number])]
+        return join_tables(part for part, _ in decoded), next((d for _, d in decoded if d is not None), None)
+
+    def _snapshot(self) -> SnapshotPlace | None:
+        """The newest one up to `to` that the bus tells of."""
+        places = [place for c in self.commits.values() if (place := snapshot_of(c.words)) and place.number <= self.to]
+        return max(places, key=lambda place: place.number, default=None)
+
+    def _from_snapshot(self, number: int, found: dict[str, _Found]) -> None:
+        if self.snapshot is None or self.snapshot.number < number or self.read_snapshot is None:
+            why = (
+                f"the bus goes back to publication {number + 1} only, and tells of no snapshot between {number} and "
+                f"{self.to}"
+                if self.snapshot is None or self.snapshot.number < number
+                else f"the snapshot at {self.snapshot.path} cannot be read by this command"
+            )
+            raise PublishError(
+                f"publication {self.to} cannot be put back: {why}; go back to a newer one, keep publications longer "
+                "(keep=, size= of the bus), or take snapshots more often (snapshot_every=)"
+            )
+        rows, dense = self.read_snapshot(self.snapshot.path, {name: one.open() for name, one in found.items()})
+        self._weights = self._weights if self._weights is not None else dense
+        for name, (keys, values) in rows.items():
+            order = torch.argsort(keys)
+            found[name].take(TableChange(keys[order], values[order][:, : self._dims[name]], keys[:0]))
+
+
+class _Found:
+    """Values of wanted keys, found from the newest to the oldest."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+        self.known = torch.zeros(keys.numel(), dtype=torch.bool)
+        self.present = torch.zeros(keys.numel(), dtype=torch.bool)
+        self.values: Tensor | None = None
+
+    def open(self) -> Tensor:
+        """Keys of which nothing is known yet."""
+        return self.keys[~self.known]
+
+    def take(self, change: TableChange) -> None:
+        """An older publication: what it has of keys that no newer one had."""
+        places, at = self._places(change.keys)
+        if places.numel():
+            if self.values is None:
+                self.values = torch.zeros(self.keys.numel(), change.values.shape[1], dtype=torch.float32)
+            self.values[places] = change.values[at].to(torch.float32)
+            self.present[places] = True
+            self.known[places] = True
+        gone, _ = self._places(change.deleted)
+        self.known[gone] = True
+
+    def change(self) -> TableChange:
+        """What is to be set and removed: a key of which nothing was found was not there."""
+        values = self.values if self.values is not None else torch.zeros(self.keys.numel(), 1)
+        return TableChange(self.keys[self.present], values[self.present], self.keys[~self.present])
+
+    @property
+    def done(self) -> bool:
+        """Whether everything is known."""
+        return bool(self.known.all())
+
+    def _places(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Where those of `keys` (rising) that are open stand here, and there."""
+        if not keys.numel() or not self.keys.numel():
+            nothing = torch.zeros(0, dtype=torch.int64)
+            return nothing, nothing
+        place = torch.searchsorted(self.keys, keys).clamp(max=self.keys.numel() - 1)
+        good = (self.keys[place] == keys) & ~self.known[place]
+        return place[good], good.nonzero().flatten()
+
+
+def _publish(
+    bus: Bus,
+    newest: Commit,
+    to: int,
+    tables: dict[str, TableChange],
+    dense: dict[str, Tensor] | None,
+    plan: _Older,
+) -> None:
+    number, session = newest.number + 1, secrets.randbits(63)
+    values = str(newest.words.get("values", "fp32"))
+    body = encode_body(tables, dense, values)
+    old = plan.commits.get(to)
+    for message in parts(number, session, 0, 1, body, bus.limit):
+        bus.append(message.encode())
+    words = {
+        **{"kind": ROLLBACK, "previous": newest.number, "restores": to, "run": newest.words["run"], "values": values},
+        **{"step": 0 if old is None else old.step, "watermark": None if old is None else old.words["watermark"]},
+        **{"cut": time.time(), "rows": sum(c.rows for c in tables.values()), "parts": [checksum(body)]},
+    }
+    place = snapshot_of(newest.words)
+    if place is not None:
+        words["snapshot"] = place.to_dict()
+    words["checksum"] = content_checksum(number, words)
+    bus.append(note(number, session, words).encode())
+
+
+def default_snapshot_reader(path: str, wanted: Mapping[str, Tensor]) -> tuple[Rows, dict[str, Tensor] | None]:
+    """Snapshots that are folders with rows as segments (rows/<table>) and dense.safetensors, as checkpoints are."""
+    from safetensors.torch import load_file
+
+    from hotrow import _core
+    from hotrow.tiers.host import core_errors
+
+    folder, rows = Path(path), Rows()
+    for name, keys in wanted.items():
+        parts_of = sorted((folder / "rows" / name).glob("part-*")) or [folder / "rows" / name]
+        kept: list[tuple[Tensor, Tensor]] = []
+        for part in parts_of:
+            with core_errors():
+                reader = _core.SnapshotReader(str(part))
+                while (chunk := reader.next()) is not None:
+                    found = torch.from_numpy(chunk[0])
+                    mine = torch.isin(found, keys)
+                    kept.append((found[mine], torch.from_numpy(chunk[3])[mine]))
+        if kept:
+            rows[name] = torch.cat([k for k, _ in kept]), torch.cat([v for _, v in kept])
+    dense = folder / "dense.safetensors"
+    return rows, load_file(dense) if dense.exists() else None
