@@ -155,7 +155,7 @@ class EmbeddingCollection(nn.Module):
         if training:
             outputs = _Gather.apply(self._anchor, lookup, self._waiting, whole)  # type: ignore[no-untyped-call]
             return outputs, lookup.batch
-        pooled, parts = lookup.gather()
+        pooled, parts = lookup.gather(whole)
         self._release(lookup)
         return [pooled] if whole else parts, lookup.batch
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.errors import BatchError, OptionError, choices
 from hotrow.table.rows import TableRows
-from hotrow.tiers.host import LATE, HostPlan, HostStore, Moved, Update
+from hotrow.tiers.host import LATE, Block, HostPlan, HostStore, Moved, Update
 
 
 class Plan(Protocol):
@@ -115,6 +115,16 @@ class Layout:
             for rows in self.tables
         ]
 
+    @property
+    def sequences(self) -> bool:
+        """Whether a feature is not pooled."""
+        return any(not place.pooled for place in self.places)
+
+    def blocks(self, pooled: Tensor) -> list[Block]:
+        """The same by address, for a plan over DRAM where all features are pooled."""
+        address, size, stride = pooled.data_ptr(), pooled.shape[0], pooled.stride(0)
+        return [(address + 4 * place.begin, size, place.end - place.begin, stride) for place in self.places]
+
     def split(self, pooled: Tensor) -> list[Tensor | None]:
         """Each feature's columns of the pooled matrix; None for a sequence."""
         parts = iter(pooled.split([place.end - place.begin for place in self.places if place.pooled], dim=1))
@@ -178,17 +188,27 @@ class Lookup:
         self.plan.read(late)
         return self
 
-    def gather(self) -> tuple[Tensor, list[Tensor]]:
-        """The pooled matrix [batch, width], and each feature's output: a slice of it, or [ids, dim] for a sequence."""
+    def gather(self, whole: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """The pooled matrix [batch, width], and each feature's output: a slice of it, or [ids, dim] for a sequence.
+
+        With `whole` only the matrix is wanted; of a plan over DRAM alone the slices are then not made.
+        """
         pooled = self._empty(self.batch.size, self.layout.width)
+        if whole and isinstance(self.plan, HostPlan) and not self.layout.sequences:
+            self.plan.gather_blocks(self.layout.blocks(pooled))
+            self._count_late()
+            return pooled, []
         slices = self.layout.split(pooled)
         sequences = iter(self._sequences())
         outputs = [next(sequences) if part is None else part for part in slices]
         self.plan.gather(outputs)
+        self._count_late()
+        return pooled, outputs
+
+    def _count_late(self) -> None:
         self.late_ids = self.plan.late_ids
         if self.late_ids:
             self.late_by_example = self.plan.late_by_example(self.batch.size)
-        return pooled, outputs
 
     def accept(self, gradients: Gradients) -> None:
         """Keep the gradients that backward brought, one or None per feature; a second call adds to them."""

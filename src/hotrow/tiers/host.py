@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -682,25 +681,36 @@ class HostLift:
             self.core.release()
 
 
-@contextmanager
-def core_errors() -> Iterator[None]:
-    """The core's exceptions as HotRow's."""
-    try:
-        yield
-    except _core.BudgetExceeded as error:
-        raise MemoryBudgetError(str(error)) from None
-    except _core.CorruptFile as error:
-        raise CheckpointError(str(error)) from None
-    except _core.IoError as error:
-        raise StorageError(str(error)) from None
-    except _core.GradientNotFinite as error:
-        raise GradientError(str(error)) from None
-    except ValueError as error:
-        raise BatchError(str(error)) from None
+class core_errors:  # noqa: N801 - it reads as a verb, and a generator would cost a microsecond a call
+    """The core's exceptions as HotRow's, inside a `with`."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        for core_kind, ours in _ERRORS:
+            if isinstance(error, core_kind):
+                raise ours(str(error)) from None
+
+
+_ERRORS: list[tuple[type[BaseException], type[Exception]]] = [
+    (_core.BudgetExceeded, MemoryBudgetError),
+    (_core.CorruptFile, CheckpointError),
+    (_core.IoError, StorageError),
+    (_core.GradientNotFinite, GradientError),
+    (ValueError, BatchError),
+]
 
 
 def _feature(jagged: Jagged, pooling: str) -> tuple[int, int, int, int, int, int]:
     values, offsets, weights = jagged.values, jagged.offsets, jagged.weights
+    if (
+        offsets is None and weights is None and values.is_cpu and values.is_contiguous()
+    ):  # most features of most batches
+        count = values.numel()
+        return values.data_ptr(), count, 0, count, 0, POOLINGS[pooling]
     for tensor in (values, offsets, weights):
         if tensor is not None and not (tensor.is_contiguous() and tensor.device.type == "cpu"):
             raise BatchError("ids, offsets and weights must be contiguous CPU tensors; call .cpu().contiguous()")
