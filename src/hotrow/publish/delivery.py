@@ -21,6 +21,7 @@ see, and is never held while the bus is waited for.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 import warnings
@@ -52,6 +53,7 @@ from hotrow.publish.spool import Parcel, Spool, SpoolFull
 HOLD, HELD = "hold", "held"  # marks
 _TICK = 0.2  # seconds between looks at the hold
 _LONGEST_PAUSE = 2.0  # between two tries
+_GIVE_UP = 1.0  # seconds of tries after which nobody waits for a bus at the end of a run
 Keys = dict[str, list[Tensor]]
 
 
@@ -138,6 +140,7 @@ class Delivery:
         self._snapshot: SnapshotPlace | None = None
         self._latest: dict[str, Any] = {}  # what a heartbeat says
         self._beat = self._looked = 0.0
+        self._away_since = math.inf
         self._others: dict[tuple[int, int], dict[int, set[int]]] = {}  # number, rank: by body, chunks still to come
         self._seen_to = 0
         self._stop = False
@@ -190,8 +193,10 @@ class Delivery:
             self._lock.notify_all()
 
     def say(self, words: dict[str, Any]) -> None:
-        """What heartbeats say from now on: step and watermark."""
-        self._latest = words
+        """What heartbeats say from now on, step and watermark; not while something newer is on its way."""
+        with self._lock:
+            if self._next == self.counters.committed + 1 and self._latest:
+                self._latest = words
 
     def announce(self, place: SnapshotPlace) -> None:
         """A snapshot is complete: tell readers, after the publication that it is of."""
@@ -205,11 +210,15 @@ class Delivery:
             self._sent = [parcel for parcel in self._sent if parcel.number > committed]
             self.counters.committed = max(self.counters.committed, committed)
 
-    def flush(self, seconds: float) -> bool:
-        """Wait until nothing waits. False where it took too long; then the rest goes to the spool."""
+    def flush(self, seconds: float, kept: bool = False) -> bool:
+        """Wait until nothing waits; with `kept`, what the spool keeps for a bus that is away does not count."""
+
+        def done() -> bool:
+            safe = kept and not self._queue and time.monotonic() - self._away_since > _GIVE_UP
+            return self._idle() or self.held or self._stop or safe
+
         with self._lock:
-            done = self._lock.wait_for(lambda: self._idle() or self.held or self._stop, seconds)
-            return bool(done)
+            return bool(self._lock.wait_for(done, seconds))
 
     def close(self, seconds: float = 5.0) -> None:
         """Deliver what is left, or keep it in the spool, and end."""
@@ -269,7 +278,7 @@ class Delivery:
                 self._look_at_hold()
                 if not self.held:
                     self._deliver()
-                pause, self.counters.last_error = 0.05, ""
+                pause, self.counters.last_error, self._away_since = 0.05, "", math.inf
             except BusError as error:
                 self._away(error)
                 self._busy = False
@@ -300,6 +309,7 @@ class Delivery:
 
     def _away(self, error: BusError) -> None:
         self.counters.retries += 1
+        self._away_since = min(self._away_since, time.monotonic())
         self.counters.last_error = str(error)
         bus, self._bus = self._bus, None
         if bus is not None:
@@ -394,6 +404,7 @@ class Delivery:
         words["checksum"] = content_checksum(parcel.number, words)
         self.bus().append(note(parcel.number, self.sender.session, words).encode())
         counters = self.counters
+        self._latest = {"step": words["step"], "watermark": words["watermark"]}
         counters.published += 1
         counters.committed = parcel.number
         counters.bytes += len(parcel.body)

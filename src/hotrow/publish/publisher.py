@@ -285,7 +285,6 @@ class Publisher:
             "values": self.options.values,
         }
         delivery.put(Cut(number, words, tables, dense, self.options.values))
-        delivery.say({"step": step, "watermark": watermark})
         self._last, self._cut_step, self._cut_at = number, step, time.monotonic()
         self.pauses = [*self.pauses[-999:], time.perf_counter() - started]
         every = self.options.snapshot_every
@@ -335,7 +334,7 @@ class Publisher:
         if self._delivery is not None:
             if not self.replaying and self.embeddings.steps != self._cut_step:
                 self.cut()
-            self._delivery.flush(seconds)
+            self._delivery.flush(seconds, kept=True)
 
     def close(self) -> None:
         """End the thread; what is not on the bus is in the spool."""
