@@ -20,14 +20,15 @@ What follows from names, types and shapes alone is a Plan. Clients repeat themse
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hotrow.errors import choices
 from hotrow.serve.limits import Limits
-from hotrow.serve.request import Array, Ids, Signature
+from hotrow.serve.request import Array, Ids, PackedIds, Signature
 from hotrow.serve.tensors import Declared, bad, shown
 
 KEYS, DENSE = "keys", "dense"
@@ -62,15 +63,26 @@ class Plan:
     plain: bool  # whether every feature is one id per row from a tensor of its own, in the signature's order
     keys: tuple[int, int, int] | None  # place, rows, features
     dense: tuple[int, int, int] | None  # place, rows, width
+    block: bool = False  # whether a plain plan's tensors come as one array, those of all features together
 
-    def ids(self, elements: Sequence[Array]) -> tuple[Ids, ...]:
-        """The ids of every feature. Requires: `elements` are the declared tensors, flat, in their order."""
+    def in_one_block(self) -> Plan:
+        """A plain plan whose features' tensors lie behind each other and are read as one."""
+        dense = self.dense and (self.dense[0] - len(self.columns) + 1, *self.dense[1:])
+        return replace(self, block=True, dense=dense)
+
+    def ids(self, elements: Sequence[Array]) -> Sequence[Ids]:
+        """The ids of every feature.
+
+        Requires: `elements` are the declared tensors, flat, in their order; in one block: the block, then the others.
+        """
+        if self.block:
+            return PackedIds(elements[0].reshape(-1, self.rows))
         packed: Array | None = None
         if self.keys is not None:
             place, rows, features = self.keys
             packed = np.ascontiguousarray(elements[place].reshape(rows, features).T)
             if features == len(self.columns) and rows == self.rows:
-                return tuple(map(Ids, packed))
+                return PackedIds(packed)
         elif self.plain:
             return tuple(map(Ids, elements[: len(self.columns)]))
         ids = []
@@ -88,7 +100,8 @@ class Plan:
             return None
         place, rows, width = self.dense
         dense = elements[place].reshape(rows, width)
-        if not np.isfinite(dense).all():
+        # A sum is finite only if every element is; one operation where a whole look takes two. It may overflow.
+        if not math.isfinite(np.add.reduce(elements[place])) and not np.isfinite(dense).all():
             row, column = (int(at[0]) for at in np.nonzero(~np.isfinite(dense)))
             raise bad(
                 f"'dense' is {dense[row, column]} at row {row}, column {column}; send finite numbers "

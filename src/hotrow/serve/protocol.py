@@ -28,7 +28,7 @@ from hotrow.serve.backend import ModelInfo
 from hotrow.serve.layout import Layout, Plan
 from hotrow.serve.limits import Limits
 from hotrow.serve.raw import RawColumns
-from hotrow.serve.request import POLICIES, Answer, Array, Request
+from hotrow.serve.request import POLICIES, Answer, Array, Ids, Request
 from hotrow.serve.tensors import (
     BYTES,
     DTYPES,
@@ -48,6 +48,7 @@ PARAMETERS = ("deadline_ms", "timeout", "policy", "raw", "binary_data_output")
 _KEPT, _KEPT_BYTES = 512, 16_384
 _TOP = ("id", "inputs", "outputs", "parameters", "model_name", "model_version")
 _LONGEST_DEADLINE = 3600.0
+_LARGEST, _ONE = np.float32(88), np.float32(1)  # exp(88) is the last that float32 holds
 
 
 class Output(NamedTuple):
@@ -104,6 +105,7 @@ class ModelInputs:
         """The request of a recipe with these elements."""
         wishes = recipe.wishes
         deadline = None if wishes.seconds is None else time.monotonic() + wishes.seconds
+        ids: Sequence[Ids]
         if recipe.plan is None:
             rows, ids, dense, dense_shared = self.raw().columns(recipe.tensors, elements)
         else:
@@ -184,8 +186,11 @@ class Recipe:
                 inline.append(from_list(tensor, data))
             else:
                 size += place[1]
-        plan = inputs.plan(tensors, wishes)
-        return Recipe(tuple(tensors), tuple(places), tuple(inline), size, wishes, plan, _quick(tensors, places))
+        plan, quick = inputs.plan(tensors, wishes), _quick(tensors, places)
+        if plan is not None and plan.plain and plan.columns and quick is not None:
+            features = len(plan.columns)
+            plan, quick = plan.in_one_block(), ((quick[0][0], features * plan.rows, 0), *quick[features:])
+        return Recipe(tuple(tensors), tuple(places), tuple(inline), size, wishes, plan, quick)
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
@@ -309,8 +314,11 @@ def outputs_of(answer: Answer, names: Sequence[str]) -> list[Array]:
 
 def sigmoid(logits: Array) -> Array:
     """Probabilities, without overflow and with small ones exact to rounding."""
-    small = np.exp(-np.abs(logits))
-    return np.where(logits >= 0, np.float32(1), small) / (np.float32(1) + small)  # type: ignore[no-any-return]
+    found = np.negative(logits)
+    np.minimum(found, _LARGEST, out=found)
+    np.exp(found, out=found)
+    found += _ONE
+    return np.reciprocal(found, out=found)
 
 
 def answer_parameters(answer: Answer) -> dict[str, Any]:
@@ -339,9 +347,17 @@ def write(answer: Answer, wishes: Wishes) -> tuple[bytes, int | None]:
     name = "" if wishes.id is None else f'"id":{_dump(wishes.id)},'
     text = (
         f'{{"model_name":{_quoted(answer.model)},"model_version":{_quoted(answer.version)},{name}'
-        f'"parameters":{_dump(answer_parameters(answer))},"outputs":[{",".join(described)}]}}'
+        f'"parameters":{_parameters_text(answer)},"outputs":[{",".join(described)}]}}'
     ).encode()
     return (b"".join([text, *tail]), len(text)) if tail else (text, None)
+
+
+def _parameters_text(answer: Answer) -> str:
+    """answer_parameters as JSON; an encoder is made for every dump, so that the usual three are written without one."""
+    if answer.parameters:
+        return _dump(answer_parameters(answer))
+    compiled = "true" if answer.compiled else "false"
+    return f'{{"publication":{int(answer.publication)},"late_rows":{int(answer.late_rows)},"compiled":{compiled}}}'
 
 
 def _numbers(array: Array) -> list[float | None]:

@@ -14,6 +14,7 @@ request may give them as one matrix (`matrix`, `ids` empty): it travels in one c
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -51,13 +52,32 @@ class Ids(NamedTuple):
     shared: bool = False
 
 
+class PackedIds(Sequence[Ids]):
+    """The ids of a request whose features all have one id per row: a contiguous matrix [features, rows].
+
+    A sequence of Ids like any other; whoever knows it takes `matrix` whole and saves an object for each feature.
+    """
+
+    __slots__ = ("matrix",)
+
+    def __init__(self, matrix: Array) -> None:
+        self.matrix = matrix  # int64
+
+    def __len__(self) -> int:
+        return len(self.matrix)
+
+    def __getitem__(self, number: Any) -> Any:
+        found = self.matrix[number]
+        return tuple(map(Ids, found)) if isinstance(number, slice) else Ids(found)
+
+
 @dataclass(frozen=True)
 class Request:
     """A client's question. `deadline` is on the clock of time.monotonic; None takes the server's default."""
 
     model: str
     rows: int
-    ids: tuple[Ids, ...]  # in the signature's order
+    ids: Sequence[Ids]  # in the signature's order; a tuple or PackedIds
     dense: Array | None = None  # float32
     dense_shared: bool = False
     version: str | None = None  # None: the one in service
