@@ -24,7 +24,7 @@ import torch
 
 from hotrow import _core
 from hotrow.batch import Jagged, KeyedBatch
-from hotrow.serve.request import POLICIES, Array, RefusedError, Request, Signature
+from hotrow.serve.request import POLICIES, Array, PackedIds, RefusedError, Request, Signature
 
 FrameError = _core.FrameError
 
@@ -99,8 +99,9 @@ def write_request(request: Request, id: int, number: int, fingerprint: int, now:
 
 def _keys(request: Request) -> tuple[int, list[Any], int]:
     """Flags, the body's parts and how many features."""
-    if request.matrix is not None:
-        return _PACKED, [np.ascontiguousarray(request.matrix, np.int64)], request.matrix.shape[1]
+    matrix = request.ids.matrix.T if isinstance(request.ids, PackedIds) else request.matrix
+    if matrix is not None:
+        return _PACKED, [np.ascontiguousarray(matrix, np.int64)], matrix.shape[1]
     if all(ids.offsets is None and ids.weights is None and not ids.shared for ids in request.ids):
         return _PACKED | _COLUMNS, [np.ascontiguousarray(ids.values) for ids in request.ids], len(request.ids)
     heads: list[int] = []

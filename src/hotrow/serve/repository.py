@@ -26,7 +26,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ class Version:
     """
 
     path: Path
-    manifest: dict[str, Any]
+    manifest: dict[str, Any] = field(repr=False)
 
     @property
     def model(self) -> str:
