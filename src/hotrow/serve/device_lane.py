@@ -156,13 +156,15 @@ class DeviceLanes:
 
     def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Tensor, int]:
         """As DeviceLane.run, on this thread's lane."""
+        with self.crossing.together():
+            return self.lane().run(batch, policy)
+
+    def lane(self) -> DeviceLane:
+        """This thread's."""
         lane: DeviceLane | None = getattr(self._own, "lane", None)
         if lane is None:
-            lane = DeviceLane(self.reader, self.tower.run, self.dense, self.ladder, self.precision)
-            lane.warm()
-            self._own.lane = lane
-        with self.crossing.together():
-            return lane.run(batch, policy)
+            self._own.lane = lane = DeviceLane(self.reader, self.tower.run, self.dense, self.ladder, self.precision)
+        return lane
 
     def replace_weights(self, state: Mapping[str, Tensor]) -> None:
         """New weights into the storage of the old ones, between two batches."""

@@ -47,6 +47,7 @@ from hotrow.serve.versions import Loader, Model, Models, Version
 log = logging.getLogger(__name__)
 
 FIGURES_SECONDS = 1.0
+SWITCH_SECONDS = 0.0005  # a thread keeps the interpreter from others no longer: a lane that has its logits wants it
 DEADLINE = 1.0  # seconds, where neither request nor version nor option says
 
 
@@ -113,6 +114,7 @@ class EngineProcess:
 
     def start(self) -> None:
         """Listen, and load what is to be loaded. Models that do not load are refused by name; the others serve."""
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._listen()
         self.lanes.start()
         for name in self.options.models or self.models.names():

@@ -35,6 +35,7 @@ class Child:
         self.failed: str | None = None  # why it says that it cannot work
         self.figures: dict[str, Any] = {}
         self.process: subprocess.Popen[bytes] | None = None
+        self.environment: dict[str, str] = {}  # beside ours
         self._heard = heard
         self._pause, self._started, self._again = FIRST_PAUSE, 0.0, 0.0
 
@@ -51,7 +52,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches it once, through us
-            env=os.environ.copy(),
+            env={**os.environ, **self.environment},
         )
         threading.Thread(target=self._listen, args=(self.process,), name=f"hear {self.name}", daemon=True).start()
 

@@ -32,6 +32,7 @@ from rich.status import Status
 from hotrow.config import parse_size
 from hotrow.errors import OptionError, choices
 from hotrow.serve.load import percentile
+from hotrow.serve.mps import Mps
 from hotrow.serve.processes import Child, end
 from hotrow.serve.request import POLICIES
 
@@ -108,6 +109,7 @@ class Server:
         self.folder = tempfile.mkdtemp(prefix="hotrow-serve-")
         self.engines: list[Child] = []
         self.frontends: list[Child] = []
+        self.mps = Mps(self.folder)
         self.versions: dict[str, str] = {}
         self._stop = False
         self._held: list[socket.socket] = []
@@ -130,6 +132,7 @@ class Server:
             if self._status is not None:
                 self._status.stop()
             end([*self.frontends, *self.engines], 1.0)
+            self.mps.stop()
             for held in self._held:
                 held.close()
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -153,9 +156,12 @@ class Server:
         return ports
 
     def _start(self, ports: dict[str, int]) -> None:
+        if self.options.hbm is not None and self.options.processes > 1:
+            self._say(self.mps.start())
         for number in range(self.options.processes):
             options = self._engine_options(number)
             child = Child(f"engine {number}", "hotrow.serve.engine_process", options, self._heard)
+            child.environment = self.mps.environment
             self.engines.append(child)
             child.start()
         self._wait_for(self.engines)
