@@ -131,7 +131,7 @@ def check(engine: Engine, plain: Plain, draw: Draw) -> None:
         raise AssertionError(f"the engine's logits are {apart:.1e} of the largest from the plain model's")
 
 
-def settle(engine: Engine, draw: Draw, seconds: float = 12.0) -> None:
+def settle(engine: Engine, draw: Draw, seconds: float = 8.0) -> None:
     """Run until the cache holds what is hot."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
