@@ -238,14 +238,20 @@ size_t ColdTier::evict(size_t want, bool all) {
       looked += kSlabSlots - 1;
       continue;
     }
+    // The hand is where this group began: what is in it goes, or it would be chosen twice. Before its warmth is looked
+    // at, because readers may have changed that since.
+    if (count && victims[0] == slot) {
+      evict_slots(victims.data(), count);
+      evicted += count;
+      count = 0;
+    }
     if (table_.view_.headers[slot / 4].stamp[slot % 4] == 0 || marks_.pins(slot) || (!all && kept(slot))) continue;
     if (marks_.heat(slot)) {
       marks_.cool(slot);
       continue;
     }
-    const bool round = count && victims[0] == slot;  // the hand is where this group began
-    if (!round) victims[count++] = slot;
-    if (count < victims.size() && !round) continue;
+    victims[count++] = slot;
+    if (count < victims.size()) continue;
     evict_slots(victims.data(), count);
     evicted += count;
     count = 0;

@@ -204,6 +204,37 @@ TEST(a_row_that_is_read_stays_in_dram_and_others_leave) {
   CHECK_EQ(table->cold(all.data(), all.size(), nullptr), 3000u);
 }
 
+// Few rows in many slots, so that the hand goes round, and takes its time, while readers warm what it has chosen.
+TEST(rows_that_are_read_while_they_are_chosen_to_leave_leave_once) {
+  testing::TempFolder folder;
+  auto table = make(RowType::kHalf, std::make_shared<Budget>(size_t{64} << 20), folder / "ssd");
+  const Keys all = keys_up_to(40), more = keys_up_to(60000);
+  fill(*table, more);
+  evict_all(*table);
+  const auto expected = converted(RowType::kHalf, values_of(all));
+  std::atomic<bool> stop{false};
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> readers;
+  for (uint64_t seed : {1, 2})
+    readers.emplace_back([&, seed] {
+      Random random(seed);
+      while (!stop) {
+        const size_t i = random.below(200);  // each row about once while the hand goes round
+        const auto row = read(*table, {i < all.size() ? all[i] : 1});
+        wrong += i < all.size() && std::memcmp(row.data(), expected.data() + i * kDim, kDim * sizeof(float)) != 0;
+      }
+    });
+  for (const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(400);
+       std::chrono::steady_clock::now() < end;) {
+    evict_all(*table);
+    table->prefetch(all.data(), all.size());
+  }
+  stop = true;
+  for (auto& reader : readers) reader.join();
+  CHECK_EQ(wrong, 0);
+  CHECK_EQ(table->size(), more.size());
+}
+
 // Lanes read while others bring rows up, rows leave, and new values are assigned: every row is one of the two that its
 // key ever had, whole, whatever its tier.
 TEST(lanes_read_whole_rows_beside_prefetch_eviction_and_assignment) {
