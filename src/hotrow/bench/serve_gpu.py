@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from hotrow.errors import OptionError
 from hotrow.kernels.layout import RowLayout
 from hotrow.models import DLRM
 from hotrow.nn import EmbeddingCollection, Recommender
+from hotrow.serve.device_lane import DeviceLane
 from hotrow.serve.engine import Engine
 from hotrow.serve.export import export
 from hotrow.serve.mps import Mps
@@ -116,10 +117,11 @@ def make_model(path: Path) -> Plain:
     return Plain(weights, tower)
 
 
-def open_engine(folder: str, precision: str = PRECISION) -> Engine:
+def open_engine(folder: str, sizes: Sequence[int] = SIZES, lanes: int = 1) -> Engine:
     """The exported model with a tenth of its rows in HBM."""
     room = int(TABLES * rows_of_a_table() * SHARE) * slot_bytes(RowLayout(DIM)) + (1 << 20)
-    return Engine(Path(folder) / "repository" / "dlrm", memory=Memory(hbm=room), precision=precision, ladder=SIZES)
+    path = Path(folder) / "repository" / "dlrm"
+    return Engine(path, memory=Memory(hbm=room), precision=PRECISION, ladder=sizes, lanes=lanes)
 
 
 def check(engine: Engine, plain: Plain, draw: Draw) -> None:
@@ -171,10 +173,10 @@ def additions(engine: Engine, draw: Draw, folder: str) -> Iterator[Result | str]
     with_graphs = float(np.median(times(engine.answer, batches)))
     lanes = engine._lanes
     assert lanes is not None
-    bare = type(lanes.lane())(lanes.reader, lanes.tower.run, DENSE, (1024,), PRECISION, graphs=False)
+    bare = DeviceLane(lanes.reader, lanes.tower.run, DENSE, (1024,), PRECISION, graphs=False)
     without = float(np.median(times(lambda batch: bare.run(batch, "wait"), batches)))
     yield lower("serve/gpu/graphs", "ms at 1,024 rows", with_graphs, "without graphs", without)
-    exact = type(bare)(lanes.reader, lanes.tower.run, DENSE, (1024,), "fp32")
+    exact = DeviceLane(lanes.reader, lanes.tower.run, DENSE, (1024,), "fp32")
     yield lower(
         "serve/gpu/fp32", "ms at 1,024 rows",
         float(np.median(times(lambda batch: exact.run(batch, "wait"), batches))), "tf32", with_graphs,
@@ -183,7 +185,10 @@ def additions(engine: Engine, draw: Draw, folder: str) -> Iterator[Result | str]
     alone = times(engine.answer, small).sum()
     joined = times(engine.answer, [join(small[at : at + 64]) for at in range(0, 256, 64)]).sum()
     yield higher("serve/gpu/join", "k requests/s of 16 rows", 256 / joined, "one at a time", 256 / alone)
-    speeds = {(size, count): parallel(engine, draw, size, count) for size in (1024, 16_384) for count in (1, 2, 4)}
+    more = open_engine(folder, sizes=(1024, 16_384), lanes=4)
+    settle(more, draw)
+    speeds = {(size, count): parallel(more, draw, size, count) for size in (1024, 16_384) for count in (1, 2, 4)}
+    more.close()
     for size in (1024, 16_384):
         best = max((2, 4), key=lambda count: speeds[size, count])
         name = f"serve/gpu/lanes/{size}"
@@ -211,7 +216,6 @@ def parallel(engine: Engine, draw: Draw, size: int, count: int, seconds: float =
     until = [0.0]
 
     def work(number: int) -> None:
-        engine.answer(batches[number])  # makes the lane
         ready.wait()
         at = number
         while time.perf_counter() < until[0]:
@@ -260,7 +264,7 @@ def processes(folder: str, count: int, mps: Mps | None) -> float:
 
 def worker(folder: str) -> None:
     """One of them: says when it is ready, and waits to be told."""
-    engine, draw = open_engine(folder), Draw(os.getpid())
+    engine, draw = open_engine(folder, sizes=(1024, 4096)), Draw(os.getpid())
     settle(engine, draw, 3.0)
     print("ready", flush=True)
     sys.stdin.readline()

@@ -7,13 +7,14 @@ a pinned place for the logits. A batch takes the smallest room it fits; one that
 the host learns what HBM lacked and has it filled in (table/hot_read.py). Rows of a room behind the batch hold what was
 there before: a tower is row-wise, and nobody reads them.
 
-A lane belongs to one thread. Lanes share the rows, the weights and nothing else; graphs know the weights' addresses, so
-new weights are copied into the same storage.
+A lane runs one batch at a time, on whatever thread has it. Lanes share the rows, the weights and nothing else; graphs
+know the weights' addresses, so new weights are copied into the same storage. Lanes and their rooms are captured before
+traffic comes, one after the other: a capture does not bear what another one does to the device beside it.
 """
 
 from __future__ import annotations
 
-import threading
+import queue
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -35,7 +36,7 @@ WARM_UP = 3  # runs of a tower before it is captured: libraries choose algorithm
 
 
 class DeviceLane:
-    """One lane: `run` from its thread alone."""
+    """One lane: one `run` at a time."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class Room:
 
 
 class DeviceLanes:
-    """The lanes of an engine: each thread that comes gets its own."""
+    """The lanes of an engine: a batch takes one that is free, and waits if none is."""
 
     def __init__(
         self,
@@ -143,28 +144,30 @@ class DeviceLanes:
         dense: int,
         ladder: Sequence[int] | None,
         precision: str,
+        lanes: int = 1,
     ) -> None:
         assert embeddings.hot is not None
         self.reader = HotReader(embeddings.layout, embeddings.hot)
         self.tower, self.dense, self.ladder, self.precision = tower, dense, ladder or LADDER, precision
         self.crossing = Crossing()
-        self._own = threading.local()
+        self.free: queue.SimpleQueue[DeviceLane] = queue.SimpleQueue()
+        for _ in range(lanes):
+            lane = DeviceLane(self.reader, tower.run, dense, self.ladder, precision)
+            lane.warm()
+            self.free.put(lane)
 
     def takes(self, batch: KeyedBatch) -> bool:
         """Whether lanes run such batches."""
         return batch.size > 0 and self.reader.takes(batch)
 
     def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Tensor, int]:
-        """As DeviceLane.run, on this thread's lane."""
-        with self.crossing.together():
-            return self.lane().run(batch, policy)
-
-    def lane(self) -> DeviceLane:
-        """This thread's."""
-        lane: DeviceLane | None = getattr(self._own, "lane", None)
-        if lane is None:
-            self._own.lane = lane = DeviceLane(self.reader, self.tower.run, self.dense, self.ladder, self.precision)
-        return lane
+        """As DeviceLane.run, on a free lane."""
+        lane = self.free.get()
+        try:
+            with self.crossing.together():
+                return lane.run(batch, policy)
+        finally:
+            self.free.put(lane)
 
     def replace_weights(self, state: Mapping[str, Tensor]) -> None:
         """New weights into the storage of the old ones, between two batches."""

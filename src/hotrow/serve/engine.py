@@ -10,9 +10,9 @@ The version's rows become a collection that is never trained: all in DRAM, or wi
 folder, whose segments are links to the repository's where the disk is the same, or cached in HBM. Nothing is ever
 written into the repository.
 
-Any thread may call anything here, several at once: lanes do. Rows in DRAM and SSD are read side by side. On a GPU each
-thread has a lane of captured graphs (device_lane.py) for batches of one id a feature; other batches look their rows up
-one at a time there, and towers run side by side.
+Any thread may call anything here, several at once: lanes do. Rows in DRAM and SSD are read side by side. On a GPU
+`lanes` of captured graphs (device_lane.py) take batches of one id a feature; other batches look their rows up one at a
+time there, and towers run side by side.
 `replace_weights` is seen by batches whole or not at all. `close` waits for nobody: batches that are under way end well.
 """
 
@@ -81,7 +81,7 @@ class Engine:
     `path` is a model's folder, "repository/ctr"; without `version` its newest that is whole is taken. `memory` says
     where rows lie, as in training; `device` where the tower runs (without it, where the rows come out). `towers`, where
     given, makes what runs the tower out of the original graph. On a GPU with hbm=, `precision` is what towers compute
-    in (fp32, tf32, bf16, fp16) and `ladder` the batch sizes that are captured.
+    in (fp32, tf32, bf16, fp16), `ladder` the batch sizes that are captured, and `lanes` how many batches run at once.
 
     >>> import tempfile, torch, hotrow as hr
     >>> embeddings = hr.EmbeddingCollection([hr.Table("user", dim=4), hr.Table("item", dim=4)])
@@ -104,6 +104,7 @@ class Engine:
         towers: Any = None,
         precision: str = "fp32",
         ladder: Sequence[int] | None = None,
+        lanes: int = 1,
     ) -> None:
         self.source, embeddings = _open(Path(path), version, memory, device)
         beside = device is not None and embeddings.hot is None  # the tower on a GPU, rows in DRAM
@@ -116,7 +117,7 @@ class Engine:
         if embeddings.hot is not None and embeddings.device.type == "cuda":
             from hotrow.serve.device_lane import DeviceLanes
 
-            self._lanes = DeviceLanes(embeddings, original, self.signature.dense, ladder, precision)
+            self._lanes = DeviceLanes(embeddings, original, self.signature.dense, ladder, precision, lanes)
         # What is not for those lanes looks through the HBM cache one batch at a time.
         self._finding: Callable[[], AbstractContextManager[Any]] = nullcontext
         if embeddings.hot is not None:

@@ -114,6 +114,12 @@ def open_version(folder: Path, options: Mapping[str, Any]) -> ServedVersion:
     precision, most = options.get("precision", "fp32"), int(options.get("max_rows", 1024))
     ladder = [size for size in LADDER if size < most] + [most]
     engine = Engine(
-        folder.parent, folder.name, memory=Memory(**where), towers=towers, precision=precision, ladder=ladder
+        folder.parent,
+        folder.name,
+        memory=Memory(**where),
+        towers=towers,
+        precision=precision,
+        ladder=ladder,
+        lanes=int(options.get("lanes", 1)),
     )
     return ServedVersion(engine)

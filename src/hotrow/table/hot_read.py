@@ -42,7 +42,7 @@ from hotrow.tiers.host import LATE
 
 HALF_LIFE = 4096.0  # rounds of the filler
 FIRST_KEYS, ROUND_KEYS = 1 << 15, 1 << 11  # keys of a round while there are empty slots, and afterwards
-PAUSE, DUTY, LONGEST = 0.005, 4, 0.1  # seconds between two rounds: at least, times the last one's own, at most
+PAUSE, DUTY, LONGEST = 0.02, 4, 0.1  # seconds between two rounds: at least, times the last one's own, at most
 PIECE_KEYS = 1 << 14  # missing rows that are put into their places while the next are read
 
 
