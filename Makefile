@@ -7,7 +7,7 @@ SOURCES := $(shell find core src -name '*.cpp' -o -name '*.h' -o -name '*.py' 2>
 CORE_BUILD := build/core
 FORMATTED := $(shell find core -name '*.cpp' -o -name '*.h')
 
-.PHONY: help demo test bench lint sanitize core-test wheel soak format clean
+.PHONY: help demo test redis-server bench lint sanitize core-test wheel soak format clean
 
 help:
 	@echo "make demo      train a model on a synthetic click log, in about a minute"
@@ -51,8 +51,15 @@ $(VENV)/.stamp-bench: $(VENV)/.stamp-hotrow
 demo: $(VENV)/.stamp-hotrow
 	@$(BIN)/hotrow demo
 
-test: lint core-test
+test: lint core-test redis-server
 	@$(BIN)/python -m pytest -m "not soak and not gpu"
+
+# The tests of the remote tier and of the Redis bus start servers of their own. Without the program they are skipped;
+# root on a Debian gets it here, and nobody else is asked for a password.
+redis-server:
+	@command -v redis-server >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "installing redis-server" && \
+	  { apt-get -qq update; RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install redis-server; } \
+	    </dev/null >/dev/null 2>&1; } || echo "there is no redis-server: tests that need one are skipped"
 
 bench: $(VENV)/.stamp-bench
 	@$(BIN)/hotrow bench rows
