@@ -53,8 +53,8 @@ class PlainServable:
             time.sleep(self.delay + self.delay_rows * batch.size)
         with torch.inference_mode():
             lookup = self.embeddings.route(batch, ahead=False).read(policy)
-            late = lookup.late_by_example() if lookup.late_ids else 0
-            return self.tower(self.embeddings(lookup), batch.dense), late
+            logits = self.tower(self.embeddings(lookup), batch.dense)
+            return logits, lookup.late_by_example if lookup.late_ids else 0  # known once the rows are gathered
 
     def cold(self, batch: KeyedBatch) -> Any:
         return cold_rows(self.embeddings, batch)

@@ -46,7 +46,9 @@ def test_burst_of_ten_times_the_capacity(tmp_path: Path, start_process: Callable
         return accepted, refused, time.monotonic() - begin
 
     accepted, refused, after = with_backend([engine.socket], work)
-    assert len(accepted) > 70 and len(refused) > 5 * len(accepted)
-    assert np.percentile(accepted, 99) <= deadline
-    assert np.percentile(refused, 90) < 0.3
-    assert after < 0.5
+    # Without admission the last of 1,650 requests would wait half a minute. The slack is for a machine that has other
+    # work too: sleeps and wake-ups come late there, and no engine can make up for it.
+    assert len(accepted) > 30 and len(refused) > 5 * len(accepted)
+    assert np.percentile(accepted, 99) <= 1.5 * deadline
+    assert np.percentile(refused, 90) < 0.5
+    assert after < 1.0
