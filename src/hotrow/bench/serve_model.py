@@ -89,7 +89,7 @@ def write_plain(trainer: hr.Trainer, path: Path) -> None:
 
 def _layers(name: str, mlp: Any) -> dict[str, torch.Tensor]:
     found = [layer for layer in mlp.modules() if isinstance(layer, torch.nn.Linear)]
-    parts = {}
+    parts: dict[str, torch.Tensor] = {}
     for number, layer in enumerate(found):
         parts |= {f"{name}.{number}.weight": layer.weight, f"{name}.{number}.bias": layer.bias}
     return parts

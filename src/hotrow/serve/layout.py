@@ -65,6 +65,17 @@ class Plan:
     dense: tuple[int, int, int] | None  # place, rows, width
     block: bool = False  # whether a plain plan's tensors come as one array, those of all features together
 
+    @property
+    def whole(self) -> bool:
+        """Whether `keys` has every feature's id of every row: a request's matrix as it is."""
+        return self.keys is not None and self.keys[1:] == (self.rows, len(self.columns))
+
+    def matrix(self, elements: Sequence[Array]) -> Array:
+        """The ids of all features, [rows, features]. Requires: `whole`."""
+        assert self.keys is not None
+        place, rows, features = self.keys
+        return elements[place].reshape(rows, features)
+
     def in_one_block(self) -> Plan:
         """A plain plan whose features' tensors lie behind each other and are read as one."""
         dense = self.dense and (self.dense[0] - len(self.columns) + 1, *self.dense[1:])

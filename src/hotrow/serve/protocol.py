@@ -105,14 +105,19 @@ class ModelInputs:
         """The request of a recipe with these elements."""
         wishes = recipe.wishes
         deadline = None if wishes.seconds is None else time.monotonic() + wishes.seconds
-        ids: Sequence[Ids]
+        matrix: Array | None = None
+        ids: Sequence[Ids] = ()
         if recipe.plan is None:
             rows, ids, dense, dense_shared = self.raw().columns(recipe.tensors, elements)
         else:
             plan = recipe.plan
             arrays: Sequence[Array] = elements  # type: ignore[assignment]
-            rows, ids, dense, dense_shared = plan.rows, plan.ids(arrays), plan.dense_of(arrays), plan.dense_shared
-        return Request(self.info.name, rows, ids, dense, dense_shared, version, deadline, wishes.policy)
+            if plan.whole:
+                matrix = plan.matrix(arrays)
+            else:
+                ids = plan.ids(arrays)
+            rows, dense, dense_shared = plan.rows, plan.dense_of(arrays), plan.dense_shared
+        return Request(self.info.name, rows, ids, dense, dense_shared, version, deadline, wishes.policy, matrix)
 
     def plan(self, tensors: Sequence[Declared], wishes: Wishes) -> Plan | None:
         """The plan of these tensors, or None when they are raw columns."""
