@@ -110,12 +110,12 @@ nb::tuple join_frames(nb::list pieces, uint32_t features, uint32_t dense, uint32
 // parts: (id, first row, rows, late).
 nb::bytes make_answers(const std::vector<std::tuple<uint64_t, uint64_t, uint32_t, uint32_t>>& parts,
                        nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> logits, uint32_t tasks,
-                       uint32_t version, uint64_t publication, bool compiled) {
+                       uint32_t version, uint64_t publication, uint64_t highest, int64_t watermark, bool compiled) {
   if (logits.shape(1) != std::max<uint32_t>(1, tasks)) throw FrameError("answers: logits must be [rows, tasks]");
   std::vector<AnswerPart> found;
   found.reserve(parts.size());
   for (const auto& [id, first, rows, late] : parts) found.push_back({id, first, rows, late});
-  const AnswerCommon common{version, publication, compiled, tasks};
+  const AnswerCommon common{version, publication, highest, watermark, compiled, tasks};
   const uint64_t size = answers_size(found, common);
   nb::object out = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
   if (!out.is_valid()) throw nb::python_error();
@@ -133,7 +133,8 @@ void bind_serving(nb::module_& m) {
   m.def("join_frames", &join_frames, nb::arg("pieces"), nb::arg("features"), nb::arg("dense"), nb::arg("fingerprint"),
         nb::arg("most_ids"), "Requests (or rows of them) as the columns of one batch.");
   m.def("make_answers", &make_answers, nb::arg("parts"), nb::arg("logits").noconvert(), nb::arg("tasks"),
-        nb::arg("version"), nb::arg("publication"), nb::arg("compiled"), "Answers as frames, one after the other.");
+        nb::arg("version"), nb::arg("publication"), nb::arg("highest"), nb::arg("watermark"), nb::arg("compiled"),
+        "Answers as frames, one after the other.");
 }
 
 }  // namespace hotrow::bindings

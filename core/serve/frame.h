@@ -59,13 +59,15 @@ static_assert(sizeof(FeatureHead) == 8);
 
 struct AnswerHead {
   FrameHead frame;
-  uint32_t version;  // the engine's number for the version that answered
-  uint32_t late;     // ids answered by policy
-  uint64_t publication;
+  uint32_t version;      // the engine's number for the version that answered
+  uint32_t late;         // ids answered by policy
+  uint64_t publication;  // the oldest that a part of the answer is from
+  uint64_t highest;      // the newest; the same unless a remote store or several batches answered
+  int64_t watermark;     // event time of `publication`, milliseconds; INT64_MIN: not known
   uint32_t rows;
   uint32_t tasks;  // 0: logits are [rows]
 };
-static_assert(sizeof(AnswerHead) == 40);
+static_assert(sizeof(AnswerHead) == 56);
 
 // A frame that does not fit its own lengths, or not the model.
 struct FrameError : std::runtime_error {

@@ -200,6 +200,8 @@ void answers(std::span<const AnswerPart> parts, const AnswerCommon& common, cons
                           common.version,
                           part.late,
                           common.publication,
+                          common.highest,
+                          common.watermark,
                           part.rows,
                           common.tasks};
     std::memcpy(out, &head, sizeof head);

@@ -63,6 +63,8 @@ struct AnswerPart {
 struct AnswerCommon {
   uint32_t version;
   uint64_t publication;
+  uint64_t highest;
+  int64_t watermark;
   bool compiled;
   uint32_t tasks;  // 0: logits are [rows]
 };

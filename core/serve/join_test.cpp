@@ -104,7 +104,7 @@ TEST(mutated_frames_are_joined_or_refused_and_never_read_outside) {
 TEST(answers_outside_of_the_logits_are_an_error) {
   const float logits[] = {1, 2, 3};
   const AnswerPart part{1, 2, 2, 0};
-  const AnswerCommon common{1, 0, false, 0};
+  const AnswerCommon common{1, 0, 0, 0, false, 0};
   std::vector<uint8_t> out(answers_size({&part, 1}, common));
   CHECK_THROWS(FrameError, answers({&part, 1}, common, logits, 3, out.data()));
 }

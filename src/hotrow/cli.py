@@ -274,6 +274,13 @@ def serve(
     max_batch: Annotated[int, typer.Option(min=1, help="rows of a joined batch")] = 1024,
     max_wait: Annotated[str, typer.Option(help="the longest that a request waits for others, such as 2ms")] = "2ms",
     poll: Annotated[str, typer.Option(help="look for new versions so often, such as 5s; 0s is never")] = "0s",
+    bus: Annotated[
+        list[str] | None,
+        typer.Option(help="follow a trainer's publications: dir:/path, redis://..., kafka://..., or model=address"),
+    ] = None,
+    stale_after: Annotated[
+        str | None, typer.Option(help="an alarm when answers are made from data older than this, such as 10s")
+    ] = None,
     token: Annotated[
         str | None, typer.Option(help="for loading and unloading off loopback", envvar="HOTROW_TOKEN")
     ] = None,
@@ -307,6 +314,8 @@ def serve(
         max_batch=max_batch,
         max_wait=parse_seconds(max_wait, "--max-wait"),
         poll=parse_seconds(poll, "--poll"),
+        bus=tuple(bus or ()),
+        stale_after=None if stale_after is None else parse_seconds(stale_after, "--stale-after"),
         token=token,
         drain=parse_seconds(drain, "--drain"),
         loader=loader,

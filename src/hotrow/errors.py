@@ -19,6 +19,10 @@ class OptionError(HotRowError, ValueError):
     """An option that does not exist, or a value that it cannot take."""
 
 
+class ClosedError(OptionError):
+    """Something that was closed is asked for an answer."""
+
+
 class DataError(HotRowError, ValueError):
     """Input data that is malformed: names the file, the line and the column where there is one."""
 

@@ -23,6 +23,8 @@ from hotrow.config import parse_size
 from hotrow.errors import OptionError
 from hotrow.table.policies import parse_time
 
+SCHEMES = ("dir", "redis", "rediss", "kafka")
+
 
 class Entry(NamedTuple):
     """A message on a bus."""
@@ -87,7 +89,7 @@ def open_bus(address: str) -> Bus:
     (0, [b'first'])
     """
     scheme = address.partition(":")[0]
-    if scheme not in ("dir", "redis", "rediss", "kafka"):
+    if scheme not in SCHEMES:
         raise OptionError(
             f"bus={address!r}: give dir:/path, redis://host:6379/0?stream=name or kafka://host:9092/topic"
         )

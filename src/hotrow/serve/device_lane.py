@@ -26,7 +26,6 @@ from hotrow.batch import Jagged, KeyedBatch
 from hotrow.errors import OptionError, choices
 from hotrow.nn import EmbeddingCollection
 from hotrow.serve.tower import OriginalTower
-from hotrow.serve.towers import Crossing
 from hotrow.table.hot_read import HotReader
 
 Tower = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
@@ -149,7 +148,6 @@ class DeviceLanes:
         assert embeddings.hot is not None
         self.reader = HotReader(embeddings.layout, embeddings.hot)
         self.tower, self.dense, self.ladder, self.precision = tower, dense, ladder or LADDER, precision
-        self.crossing = Crossing()
         self.free: queue.SimpleQueue[DeviceLane] = queue.SimpleQueue()
         for _ in range(lanes):
             lane = DeviceLane(self.reader, tower.run, dense, self.ladder, precision)
@@ -164,14 +162,13 @@ class DeviceLanes:
         """As DeviceLane.run, on a free lane."""
         lane = self.free.get()
         try:
-            with self.crossing.together():
-                return lane.run(batch, policy)
+            return lane.run(batch, policy)
         finally:
             self.free.put(lane)
 
-    def replace_weights(self, state: Mapping[str, Tensor]) -> None:
-        """New weights into the storage of the old ones, between two batches."""
-        with self.crossing.alone(), torch.inference_mode():
+    def set_weights(self, state: Mapping[str, Tensor]) -> None:
+        """New weights into the storage of the old ones. Requires: no batch runs."""
+        with torch.inference_mode():
             torch.cuda.synchronize(self.reader.device)
             for name, weight in self.tower.weights.items():
                 weight.copy_(state[name])

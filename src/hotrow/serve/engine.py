@@ -13,7 +13,8 @@ written into the repository.
 Any thread may call anything here, several at once: lanes do. Rows in DRAM and SSD are read side by side. On a GPU
 `lanes` of captured graphs (device_lane.py) take batches of one id a feature; other batches look their rows up one at a
 time there, and towers run side by side.
-`replace_weights` is seen by batches whole or not at all. `close` waits for nobody: batches that are under way end well.
+`apply` puts a publication in service between two batches (switch.py says how), from one thread; `replace_weights` is
+seen by batches whole or not at all. `close` waits for nobody: batches that are under way end well.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hotrow.batch import KeyedBatch
 from hotrow.config import Memory
-from hotrow.errors import BatchError, CheckpointError, OptionError
+from hotrow.errors import BatchError, CheckpointError, ClosedError, OptionError, PublishError
 from hotrow.features import FeatureSpec
 from hotrow.nn import EmbeddingCollection
 from hotrow.optim import SGD
+from hotrow.publish.publication import Publication
 from hotrow.serve import archive
 from hotrow.serve.repository import (
     MANIFEST,
@@ -48,7 +50,9 @@ from hotrow.serve.repository import (
     pass_over,
 )
 from hotrow.serve.request import Signature
+from hotrow.serve.switch import Fresh, prepare
 from hotrow.serve.tower import OriginalTower, Tower, TowerInputs
+from hotrow.serve.towers import Crossing, Towers
 from hotrow.tiers.host import HostStore, count_cold, prefetch_all
 
 if TYPE_CHECKING:
@@ -64,6 +68,16 @@ class Late:
 
     ids: int
     by_row: Tensor | None
+
+
+class Answered(NamedTuple):
+    """Logits of a batch, what was answered by policy, whether a compiled bucket or a captured graph gave them, and
+    which publication the rows and the weights are of."""
+
+    logits: Tensor
+    late: Late
+    compiled: bool
+    fresh: Fresh
 
 
 @dataclass(frozen=True)
@@ -113,6 +127,10 @@ class Engine:
         self.features: FeatureSpec | None = self.source.features()
         original = _tower(self.source, embeddings, self.device)
         self._live: _Live | None = _Live(embeddings, original, original if towers is None else towers(original))
+        self.fresh = Fresh.of(int(self.source.manifest["publication"]), self.source.manifest["trained"]["watermark"])
+        self._crossing = Crossing()
+        # Whether a batch's tower may run after the rows are switched, with the weights that it took before.
+        self._apart = self.device.type == "cpu" and isinstance(self._live.towers, (OriginalTower, Towers))
         self._lanes: DeviceLanes | None = None
         if embeddings.hot is not None and embeddings.device.type == "cuda":
             from hotrow.serve.device_lane import DeviceLanes
@@ -133,6 +151,11 @@ class Engine:
     def model(self) -> str:
         """The model's name."""
         return self.source.model
+
+    @property
+    def publication(self) -> int:
+        """The publication that is in service; 0 without any."""
+        return self.fresh.publication
 
     @property
     def embeddings(self) -> EmbeddingCollection:
@@ -159,7 +182,7 @@ class Engine:
 
     def lookup(self, batch: KeyedBatch | Columns) -> dict[str, Tensor]:
         """The vectors that the tower would be fed: [rows, dim], or for a sequence [rows, length, dim] and its mask."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self._finding(), self._crossing.together():
             return self._find(self._open(), self.keyed(batch), "wait")[0]
 
     def run(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, Late]:
@@ -168,21 +191,31 @@ class Engine:
         With "wait", rows on SSD are waited for. With "initial" or "default" nothing waits for the disk: whoever has a
         deadline calls `warm` first, and takes what is there when the time is up.
         """
-        return self.answer(batch, policy)[:2]
+        answered = self.answer(batch, policy)
+        return answered.logits, answered.late
 
-    def answer(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, Late, bool]:
-        """As `run`, and whether a compiled bucket or a captured graph gave the logits."""
+    def answer(self, batch: KeyedBatch, policy: str = "wait") -> Answered:
+        """As `run`, and what gave the logits: see Answered."""
         live = self._open()
-        with torch.inference_mode():
+        with torch.inference_mode(), ExitStack() as crossing:
             dense = self._dense(batch)
-            if self._lanes is not None and self._lanes.takes(batch):
-                logits, by_row, ids = self._lanes.run(batch, policy)
-                return logits, Late(ids, by_row if ids else None), True
-            vectors, late = self._find(live, batch, policy)
-            if hasattr(live.towers, "answer"):
-                logits, compiled = live.towers.answer(vectors, dense)
-                return logits, late, compiled
-            return live.towers.run(vectors, dense), late, False
+            lanes = self._lanes
+            if lanes is not None and lanes.takes(batch):
+                with self._crossing.together():
+                    logits, by_row, ids = lanes.run(batch, policy)
+                    return Answered(logits, Late(ids, by_row if ids else None), True, self.fresh)
+            with self._finding():
+                crossing.enter_context(self._crossing.together())
+                fresh, weights = self.fresh, live.towers.weights if self._apart else None  # type: ignore[attr-defined]
+                vectors, late = self._find(live, batch, policy)
+            if self._apart:
+                crossing.close()
+            if isinstance(live.towers, OriginalTower):
+                return Answered(live.towers.run(vectors, dense, weights), late, False, fresh)
+            if isinstance(live.towers, Towers):
+                logits, compiled = live.towers.answer(vectors, dense, weights)
+                return Answered(logits, late, compiled, fresh)
+            return Answered(live.towers.run(vectors, dense), late, False, fresh)
 
     def cold(self, batch: KeyedBatch) -> int:
         """How many of a batch's ids have rows on SSD alone. Quick: the disk is not asked."""
@@ -208,14 +241,56 @@ class Engine:
 
         `state` is a tower's state dict. Needs no export and no compilation.
         """
+        change = self._fit(self._open(), state)
+        with self._crossing.alone():
+            change()
+
+    def apply(self, publication: Publication) -> None:
+        """Put a publication in service: batches that begin afterwards see all of it, those before nothing.
+
+        It follows the one in service; one that is here already, or a heartbeat, changes the watermark at most. What
+        does not fit is an error and changes nothing. One thread at a time.
+        """
         live = self._open()
-        fitting = live.original.fit(state)
-        if self._lanes is not None:
-            self._lanes.replace_weights(fitting)  # into the same storage, which the graphs know
-        else:
-            live.original.replace_weights(fitting)
-        if live.towers is not live.original and hasattr(live.towers, "replace_weights"):
-            live.towers.replace_weights(fitting)
+        if publication.number <= self.fresh.publication:
+            if publication.number == self.fresh.publication and publication.watermark is not None:
+                self.fresh = self.fresh._replace(watermark=publication.watermark)
+            return
+        if publication.previous != self.fresh.publication:
+            raise PublishError(
+                f"publication {publication.number} follows {publication.previous}, but {self.fresh.publication} is in "
+                "service; apply those between first"
+            )
+        switch = prepare(publication, live.embeddings)
+        change = None if publication.dense is None else self._fit(live, publication.dense)
+        with ExitStack() as alone:
+            refresh = None
+            if self._lanes is not None:
+                refresh = alone.enter_context(self._lanes.reader.refreshing(switch.touched))
+            alone.enter_context(self._crossing.alone())
+            switch.rows()
+            if refresh is not None:
+                refresh()
+            if change is not None:
+                change()
+            self.fresh = switch.fresh
+
+    def _fit(self, live: _Live, state: Mapping[str, Tensor]) -> Callable[[], None]:
+        """What takes other weights into service; call it when no batch is at the crossing."""
+        fitting, towers = live.original.fit(state), live.towers
+        arranged = towers.arrange(fitting) if isinstance(towers, Towers) else None
+
+        def change() -> None:
+            if self._lanes is not None:
+                self._lanes.set_weights(fitting)  # into the same storage, which the graphs know
+            else:
+                live.original.set_weights(fitting)
+            if isinstance(towers, Towers) and arranged is not None:
+                towers.set_weights(arranged)
+            elif towers is not live.original and hasattr(towers, "replace_weights"):
+                towers.replace_weights(fitting)
+
+        return change
 
     def close(self) -> None:
         """Let go of rows and weights; calls after it are refused."""
@@ -238,11 +313,13 @@ class Engine:
         return f"Engine({str(self.source.path)!r})"
 
     def _find(self, live: _Live, batch: KeyedBatch, policy: str) -> tuple[dict[str, Tensor], Late]:
-        """Rows of a batch, pooled, sequences padded to one length; and which of them a policy answered."""
+        """Rows of a batch, pooled, sequences padded to one length; and which of them a policy answered.
+
+        Requires: `_finding`, then the crossing, are held.
+        """
         embeddings = live.embeddings
-        with self._finding():
-            lookup = embeddings.route(batch, ahead=False).read(policy)
-            vectors: dict[str, Tensor] = embeddings(lookup)
+        lookup = embeddings.route(batch, ahead=False).read(policy)
+        vectors: dict[str, Tensor] = embeddings(lookup)
         late = Late(lookup.late_ids, lookup.late_by_example)
         if self.device == embeddings.device:
             return vectors, late
@@ -266,7 +343,7 @@ class Engine:
     def _open(self) -> _Live:
         live = self._live
         if live is None:
-            raise OptionError(f"the engine of {self.source.path} is closed; make a new hr.Engine")
+            raise ClosedError(f"the engine of {self.source.path} is closed; make a new hr.Engine")
         return live
 
 

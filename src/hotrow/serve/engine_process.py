@@ -38,6 +38,7 @@ from hotrow import _core
 from hotrow.errors import OptionError
 from hotrow.serve import frames
 from hotrow.serve.engine_socket import Connection
+from hotrow.serve.freshness import Alarm
 from hotrow.serve.lanes import Frame, Lanes, LineKey, refuse
 from hotrow.serve.misses import Misses
 from hotrow.serve.request import POLICIES, RefusedError
@@ -69,6 +70,7 @@ class EngineOptions:
     queue_rows: int = 262_144
     queue_bytes: int = 512 << 20
     miss_workers: int = 4
+    stale_after: float | None = None  # seconds: an alarm when what a version answers from is older
     poll: float = 0.0  # seconds between looks at the repository; 0: never
     drain: float = 10.0  # seconds
 
@@ -103,6 +105,7 @@ class EngineProcess:
             self._models_changed,
         )
         self.lanes = Lanes(options.lanes, options.threads, self.queue)
+        self.alarms: dict[str, Alarm] = {}
         self.connections: set[Connection] = set()
         self.loaded = False  # whether the first load of all models is over
         self.started = time.time()
@@ -173,6 +176,7 @@ class EngineProcess:
     def _tick(self) -> None:
         polled = time.monotonic()
         while not self._stopped.wait(FIGURES_SECONDS):
+            self._look_at_ages()
             figures = self.figures()
             self._broadcast({"figures": figures})
             self.tell("figures", **figures)
@@ -180,6 +184,19 @@ class EngineProcess:
                 for problem in self.models.poll():
                     self.tell("refused", why=problem)
                 polled = time.monotonic()
+
+    def _look_at_ages(self) -> None:
+        """Say it when a model that follows a bus has grown too old, and when it has not any more."""
+        for model in self.models.by_name.values():
+            follower = None if model.current is None else getattr(model.current.servable, "follower", None)
+            if follower is None:
+                continue
+            alarm = self.alarms.setdefault(model.name, Alarm(self.options.stale_after))
+            age = follower.age(time.time())
+            if (news := alarm.look(age)) is not None:
+                why = f" ({follower.state}{': ' + follower.why if follower.why else ''})" if news else ""
+                log.warning("model %s answers from data that is %.1f s old%s", model.name, age, why)
+                self.tell("stale" if news else "fresh", model=model.name, age=age, why=follower.why)
 
     # --- requests ---
 
@@ -345,12 +362,25 @@ class EngineProcess:
                     "model": model.name,
                     "version": v.name,
                     "publication": v.publication,
+                    "freshness": self._freshness(model, v),
                     **dataclasses.asdict(v.counts),
                     "tower": v.servable.figures() if hasattr(v.servable, "figures") else {},
                 }
                 for model in self.models.by_name.values()
                 for v in model.versions.values()
             ],
+        }
+
+    def _freshness(self, model: Model, version: Version) -> dict[str, Any]:
+        """How old a version is and was lately, and what its follower has done."""
+        follower = getattr(version.servable, "follower", None)
+        fresh = getattr(version.servable, "fresh", None)
+        alarm = self.alarms.get(model.name)
+        return {
+            "age": None if fresh is None else fresh.age(time.time()),
+            "ages": version.ages.percentiles(),
+            "stale": alarm is not None and alarm.on and version is model.current,
+            "follower": None if follower is None else follower.figures(),
         }
 
     def _models_changed(self) -> None:

@@ -58,6 +58,7 @@ class Choices:
     default_rows: dict[str, list[float]]
     features: FeatureSpec | None
     wrote: Callable[[int], object] = field(default=lambda rows: None)
+    publication: int = 0
 
 
 def export(
@@ -72,6 +73,7 @@ def export(
     deadline: float | None = None,
     default_rows: DefaultRows | None = None,
     progress: Callable[[int], object] | None = None,
+    publication: int = 0,
 ) -> Version:
     """Write `model` as the next version of `path`, such as "repository/ctr", for `hr.Engine` and `hotrow serve`.
 
@@ -79,7 +81,8 @@ def export(
     the tower reads comes from the spec or the tower (`tower.dense_features`), else say `dense_features`. `values` is
     how rows are stored. `policy` says what happens to a row that would come after the request's deadline (`deadline`
     seconds, or the server's): "wait", "initial" or "default", the row in `default_rows` by table (zeros without).
-    `progress` hears how many rows each chunk had.
+    `progress` hears how many rows each chunk had. `publication` is the number whose rows these are: a server that
+    follows the bus begins there (`hr.Publish(snapshot=lambda n: hr.export(model, path, publication=n).path)`).
 
     >>> import tempfile, torch, hotrow as hr
     >>> embeddings = hr.EmbeddingCollection([hr.Table("user", dim=4), hr.Table("item", dim=4)])
@@ -103,6 +106,7 @@ def export(
         _default_rows(embeddings, default_rows or {}),
         features,
         progress or (lambda rows: None),
+        _publication(publication),
     )
     _check_spec(embeddings, features)
     traced = trace(model.tower, TowerInputs.of(embeddings, dense := _dense(model, features, dense_features)))
@@ -154,7 +158,7 @@ def _write(
             "policy": chosen.policy,
             "deadline": chosen.deadline,
             "trained": {"step": embeddings.steps, "watermark": embeddings.watermark},
-            "publication": 0,
+            "publication": chosen.publication,
             "files": _fingerprints(draft),
         },
     )
@@ -240,6 +244,12 @@ def _deadline(deadline: float | None) -> float | None:
     if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not 0 < deadline < math.inf:
         raise OptionError(f"deadline={deadline!r}: give seconds above 0, such as 0.05, or None for the server's")
     return float(deadline)
+
+
+def _publication(number: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 53:
+        raise OptionError(f"publication={number!r}: give the number of a publication, or 0 for none")
+    return number
 
 
 def _default_rows(embeddings: EmbeddingCollection, given: DefaultRows) -> dict[str, list[float]]:

@@ -34,11 +34,12 @@ MOST_IDS = 1 << 27  # of a joined batch: 1 GiB of keys
 
 _PACKED, _COLUMNS, _DENSE_SHARED = 1, 2, 4  # a request's flags
 _COMPILED = 1  # an answer's
+_UNKNOWN = -(1 << 63)  # a watermark
 _ONE, _JAGGED, _SHARED = 0, 1, 2  # kinds of a feature
 
 _FRAME = struct.Struct("<IHBBQ")
 _REQUEST = struct.Struct("<IHBBQIIIIqII")
-_ANSWER = struct.Struct("<IHBBQIIQII")
+_ANSWER = struct.Struct("<IHBBQIIQQqII")
 _REFUSAL = struct.Struct("<IHBBQIIq")  # status, length of the message, retry after in microseconds
 HEAD_BYTES = _FRAME.size
 
@@ -72,6 +73,8 @@ class AnswerFrame(NamedTuple):
     publication: int
     late_rows: int
     compiled: bool
+    highest: int  # publication
+    watermark: int | None  # event time of `publication`, milliseconds
 
 
 # --- a front end writes requests and reads answers ---
@@ -126,11 +129,12 @@ def _feature_heads(features: int) -> struct.Struct:
 
 def read_answer(chunk: Chunk, offset: int) -> AnswerFrame:
     """The answer that is there. Its logits are a view of the chunk."""
-    _, _, _, flags, _, version, late, publication, rows, tasks = _ANSWER.unpack_from(chunk, offset)
+    head = _ANSWER.unpack_from(chunk, offset)
+    _, _, _, flags, _, version, late, publication, highest, watermark, rows, tasks = head
     logits = np.frombuffer(chunk, np.float32, rows * max(1, tasks), offset + _ANSWER.size)
-    return AnswerFrame(
-        logits.reshape(rows, tasks) if tasks else logits, version, publication, late, bool(flags & _COMPILED)
-    )
+    shaped = logits.reshape(rows, tasks) if tasks else logits
+    known = None if watermark == _UNKNOWN else watermark
+    return AnswerFrame(shaped, version, publication, late, bool(flags & _COMPILED), highest, known)
 
 
 # --- an engine reads requests and writes answers ---
@@ -178,12 +182,19 @@ def _checked(kind: type[_T], **fields: Any) -> _T:
 
 
 def write_answers(
-    parts: list[AnswerPart], logits: Array, version: int, publication: int = 0, compiled: bool = False
+    parts: list[AnswerPart],
+    logits: Array,
+    version: int,
+    publication: int = 0,
+    compiled: bool = False,
+    highest: int | None = None,
+    watermark: int | None = None,
 ) -> bytes:
     """The answers of several requests of one batch, one after the other; logits are [rows] or [rows, tasks] float32."""
+    newest, known = publication if highest is None else highest, _UNKNOWN if watermark is None else watermark
     tasks = 0 if logits.ndim == 1 else logits.shape[1]
     flat = np.ascontiguousarray(logits, np.float32).reshape(len(logits), max(1, tasks))
-    answers: bytes = _core.make_answers(parts, flat, tasks, version, publication, compiled)
+    answers: bytes = _core.make_answers(parts, flat, tasks, version, publication, newest, known, compiled)
     return answers
 
 

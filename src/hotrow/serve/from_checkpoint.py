@@ -67,10 +67,16 @@ def export_checkpoint(
             folder / name,
             features=checkpoint.features(),
             progress=view.advance,
-            **options,
+            **{"publication": _publication(checkpoint), **options},
         )
     finally:
         durable.remove(scratch)
+
+
+def _publication(checkpoint: Checkpoint) -> int:
+    """The publication whose rows the checkpoint has; 0 where it is not at one."""
+    published = checkpoint.manifest.get("publish")
+    return int(published["number"]) if published is not None and published["whole"] else 0
 
 
 def _embeddings(checkpoint: Checkpoint, scratch: Path, view: RowsView) -> EmbeddingCollection:

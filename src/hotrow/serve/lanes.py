@@ -27,6 +27,7 @@ from hotrow.errors import HotRowError, OptionError
 from hotrow.serve import frames
 from hotrow.serve.load import Histogram
 from hotrow.serve.request import Array, RefusedError
+from hotrow.serve.switch import Fresh
 from hotrow.serve.tensorbatch import Ask, Batch, Piece, TensorBatch
 from hotrow.serve.versions import Model, Version
 
@@ -126,20 +127,23 @@ class Lanes:
             key.fingerprint,
         )
         start = time.monotonic()
-        logits, late, compiled = version.run(joined, key.policy)
+        logits, late, compiled, fresh = version.run(joined, key.policy)
         values: Array = logits.float().numpy() if logits.device.type == "cpu" else logits.float().cpu().numpy()
         end = time.monotonic()
         if len(values) != joined.size:
             raise OptionError(f"the tower gave {len(values)} logits for {joined.size} rows")
-        self._answer(pieces, values, late, version, compiled)
+        self._answer(pieces, values, late, version, (compiled, fresh))
         self._count(version, batch, pieces, late, compiled, (begin, start, end, time.monotonic()))
+        version.ages.note(fresh, len(pieces))
 
-    def _answer(self, pieces: Sequence[Piece], logits: Array, late: Any, version: Version, compiled: bool) -> None:
+    def _answer(
+        self, pieces: Sequence[Piece], logits: Array, late: Any, version: Version, made: tuple[bool, Fresh]
+    ) -> None:
         """Split the logits; one send for each front end."""
-        lates = _late_by_piece(pieces, late)
+        lates, (compiled, fresh) = _late_by_piece(pieces, late), made
         whole: dict[int, tuple[Sender, list[frames.AnswerPart]]] = {}
         parts_of: list[tuple[Ask, int]] = []
-        ready = {id(piece) for piece in self.queue.finish_pieces(pieces, logits, lates)}
+        ready = {id(piece) for piece in self.queue.finish_pieces(pieces, logits, lates, fresh)}
         row = 0
         for piece, count in zip(pieces, lates, strict=True):
             ask = piece.ask
@@ -154,12 +158,10 @@ class Lanes:
                     parts_of.append((ask, ask.late))
             row += piece.rows
         for sender, parts in whole.values():
-            sender.send(frames.write_answers(parts, logits, version.number, version.publication, compiled))
+            sender.send(_frame(parts, logits, version, compiled, fresh))
         for ask, count in parts_of:
             parts = [(ask.content.id, 0, ask.rows, count)]
-            ask.content.sender.send(
-                frames.write_answers(parts, ask.logits, version.number, version.publication, compiled)
-            )
+            ask.content.sender.send(_frame(parts, ask.logits, version, compiled, ask.fresh))
 
     def _count(
         self,
@@ -198,6 +200,11 @@ def refuse(queue: TensorBatch, ask: Ask, why: RefusedError) -> None:
     """End a request without an answer, unless it has ended."""
     if queue.finish(ask):
         ask.content.sender.send(frames.write_refusal(ask.content.id, why))
+
+
+def _frame(parts: list[frames.AnswerPart], logits: Array, version: Version, compiled: bool, fresh: Fresh) -> bytes:
+    publication, watermark, highest = fresh
+    return frames.write_answers(parts, logits, version.number, publication, compiled, highest, watermark)
 
 
 def _total(late: Any) -> int:

@@ -126,10 +126,10 @@ class Histogram:
     def __init__(self) -> None:
         self.counts = [0] * self.STEPS
 
-    def note(self, seconds: float) -> None:
-        """One more."""
+    def note(self, seconds: float, times: int = 1) -> None:
+        """So many more."""
         step = int(4 * math.log2(seconds * 1e6)) if seconds > 1e-6 else 0
-        self.counts[min(step, self.STEPS - 1)] += 1
+        self.counts[min(step, self.STEPS - 1)] += times
 
 
 def percentile(counts: Sequence[int], part: float) -> float:

@@ -74,6 +74,16 @@ TABLE: dict[str, Metric] = {
     "hotrow_cache_ids_total": Metric("counter", (*_MODEL, "tier"), "Ids by where their row was: hbm, dram, ssd, none"),
     "hotrow_publication": Metric("gauge", _MODEL, "The publication that answers"),
     "hotrow_freshness_seconds": Metric("gauge", _MODEL, "Now less the event-time watermark of that publication"),
+    "hotrow_freshness_quantile_seconds": Metric(
+        "gauge", (*_MODEL, "quantile"), "The same for each answer, over the last half to whole minute; worst engine"
+    ),
+    "hotrow_stale": Metric("gauge", _MODEL, "1 while that is above --stale-after; engines with it"),
+    "hotrow_bus_publications_total": Metric("counter", _MODEL, "Publications that were put in service"),
+    "hotrow_bus_rows_total": Metric("counter", _MODEL, "Rows that they set or removed"),
+    "hotrow_bus_switch_seconds_total": Metric("counter", _MODEL, "Seconds of making them ready and switching"),
+    "hotrow_bus_bad_messages_total": Metric("counter", _MODEL, "Messages put into quarantine"),
+    "hotrow_bus_errors_total": Metric("counter", _MODEL, "Times that the bus did not answer"),
+    "hotrow_bus_reloads_total": Metric("counter", _MODEL, "Snapshots opened because the bus had gone on without us"),
     "hotrow_engine_restarts_total": Metric("counter", (), "Engine processes that died and were started again"),
 }
 

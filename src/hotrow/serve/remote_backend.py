@@ -59,7 +59,9 @@ class EngineLink(asyncio.BufferedProtocol):
         self._send(frames.write_request(request, id, number, fingerprint, time.monotonic()))
         answer: frames.AnswerFrame = await self._wait(id, request.rows)
         model, version = self.names[answer.version]
-        return Answer(answer.logits, model, version, answer.publication, answer.late_rows, answer.compiled)
+        return Answer(
+            answer.logits, model, version, answer.publication, answer.late_rows, answer.compiled, _says(answer)
+        )
 
     def number(self, request: Request) -> tuple[int, int]:
         """The engine's number for the model or its version, and the signature's fingerprint."""
@@ -348,8 +350,49 @@ def add_figures(engines: Sequence[dict[str, Any]]) -> Figures:
                 put(tower["padded_rows"], "hotrow_padding_rows_total", *labels)
                 put(tower["compile_queue"], "hotrow_compile_queue")
                 put(tower["compile_seconds"], "hotrow_compile_seconds_total", *labels)
-            totals[("hotrow_publication", *labels)] = version["publication"]
+            put_freshness(totals, labels, version)
     return totals
+
+
+def _says(answer: frames.AnswerFrame) -> dict[str, str | int | float]:
+    """An answer's further parameters: how old it is, and the newest publication in it where there are several."""
+    says: dict[str, str | int | float] = {}
+    if answer.watermark is not None:
+        says["freshness_ms"] = max(0, int(time.time() * 1000) - answer.watermark)
+    if answer.highest != answer.publication:
+        says["publication_highest"] = answer.highest
+    return says
+
+
+_BUS = {  # a follower's count → the metric's name
+    "publications": "hotrow_bus_publications_total",
+    "rows": "hotrow_bus_rows_total",
+    "switch_seconds": "hotrow_bus_switch_seconds_total",
+    "corrupt": "hotrow_bus_bad_messages_total",
+    "bus_errors": "hotrow_bus_errors_total",
+    "reloads": "hotrow_bus_reloads_total",
+}
+
+
+def put_freshness(totals: dict[tuple[str, ...], float], labels: tuple[str, str], version: Mapping[str, Any]) -> None:
+    """Of several engines the oldest counts: the lowest publication, the greatest age."""
+    number = ("hotrow_publication", *labels)
+    totals[number] = min(version["publication"], totals.get(number, version["publication"]))
+    says = version.get("freshness") or {}
+
+    def worst(value: float, *key: str) -> None:
+        totals[key] = max(value, totals.get(key, 0.0))
+
+    if says.get("age") is not None:
+        worst(says["age"], "hotrow_freshness_seconds", *labels)
+    for quantile, seconds in says.get("ages", {}).items():
+        worst(seconds, "hotrow_freshness_quantile_seconds", *labels, quantile)
+    follower = says.get("follower")
+    if follower is not None:
+        key = ("hotrow_stale", *labels)
+        totals[key] = totals.get(key, 0.0) + says["stale"]
+        for name, metric in _BUS.items():
+            totals[(metric, *labels)] = totals.get((metric, *labels), 0.0) + follower[name]
 
 
 def _rows(link: EngineLink) -> int:

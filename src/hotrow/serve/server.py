@@ -31,6 +31,7 @@ from rich.status import Status
 
 from hotrow.config import parse_size
 from hotrow.errors import OptionError, choices
+from hotrow.publish.bus import SCHEMES
 from hotrow.serve.load import percentile
 from hotrow.serve.mps import Mps
 from hotrow.serve.processes import Child, end
@@ -65,6 +66,8 @@ class ServeOptions:
     max_batch: int = 1024  # rows
     max_wait: float = 0.002
     poll: float = 0.0
+    bus: tuple[str, ...] = ()  # addresses, or model=address
+    stale_after: float | None = None
     token: str | None = None
     drain: float = 10.0
     loader: str | None = None
@@ -89,8 +92,37 @@ class ServeOptions:
         for name in ("dram", "hbm"):
             if (size := getattr(self, name)) is not None:
                 parse_size(size, name)
+        if self.stale_after is not None and not (self.stale_after > 0 and self.bus):
+            raise OptionError(
+                f"--stale-after {self.stale_after:g}s: give seconds above 0, and the bus that the model follows (--bus)"
+            )
+        self.buses()
         if self.ssd is not None and self.dram is None:
             raise OptionError("--ssd without --dram: say how much memory rows may take, such as --dram 4GiB")
+
+    def buses(self) -> dict[str, str]:
+        """The bus of each model that follows one. An address without a model is for the only one there is."""
+        from hotrow.serve.repository import Repository
+
+        found: dict[str, str] = {}
+        names = list(self.models) or Repository(self.repository).models() if self.bus else []
+        for given in self.bus:
+            name, _, address = given.partition("=")
+            if ":" in name or not address:
+                if len(names) != 1:
+                    raise OptionError(
+                        f"--bus {given}: the repository has {', '.join(names) or 'no model'}; say which model follows "
+                        "it, such as --bus ctr=dir:/data/publications"
+                    )
+                name, address = names[0], given
+            elif name not in names:
+                raise OptionError(f"--bus {given}: there is no model {name!r}; {choices(name, names)}")
+            if name in found:
+                raise OptionError(f"--bus {given}: model {name!r} follows {found[name]} already")
+            if address.partition(":")[0] not in SCHEMES:
+                raise OptionError(f"--bus {given}: {choices(address.partition(':')[0], SCHEMES)}, such as dir:/path")
+            found[name] = address
+        return found
 
     def lane_threads(self) -> int:
         """Of each lane: what it was told, or its share of the cores beside the front ends."""
@@ -189,8 +221,10 @@ class Server:
             "socket": self._socket(number),
             "repository": options.repository,
             "models": list(options.models),
+            "stale_after": options.stale_after,
             "options": {
                 **tiers,
+                "bus": options.buses(),
                 "compile": options.compile,
                 "artifacts": options.artifacts,
                 "precision": options.precision,
@@ -255,6 +289,10 @@ class Server:
         event = said.get("event")
         if event == "refused":
             self._say(f"[yellow]{child.name}: {escape(str(said['why']))}[/]")
+        elif event == "stale":
+            self._say(f"[bold red]{escape(said['model'])} is {said['age']:.1f} s old[/] {escape(str(said['why']))}")
+        elif event == "fresh":
+            self._say(f"{escape(said['model'])} is fresh again: {said['age']:.1f} s")
         elif event == "loaded":
             self.versions[said["model"]] = said["version"]
             self._say(f"{child.name}: model [bold]{escape(said['model'])}[/] version {escape(said['version'])}")
@@ -315,8 +353,24 @@ class Speed:
         recent = [max(0, a - b) for a, b in zip(latency, before[4], strict=True)]
         return (
             f"{models}  ·  {requests / seconds:,.0f} requests/s  ·  p99 {percentile(recent, 0.99) * 1e3:.1f} ms  ·  "
-            f"{rows / max(1.0, batches):,.0f} rows a batch"
+            f"{rows / max(1.0, batches):,.0f} rows a batch{_freshness(found, versions)}"
         )
+
+
+def _freshness(figures: list[dict[str, Any]], versions: dict[str, str]) -> str:
+    """The publication and the age of the models that follow a bus, for the status line."""
+    words = []
+    for name, version in sorted(versions.items()):
+        parts = [v for f in figures for v in f["versions"] if (v["model"], v["version"]) == (name, version)]
+        if not any(part["freshness"]["follower"] for part in parts):
+            continue
+        ages = [part["freshness"]["age"] for part in parts if part["freshness"]["age"] is not None]
+        states = {part["freshness"]["follower"]["state"] for part in parts if part["freshness"]["follower"]}
+        told = [f"publication {min(part['publication'] for part in parts)}"]
+        told += [f"{max(ages):.1f} s old"] if ages else []
+        told += sorted(states - {"following"})
+        words.append(f"  ·  {name}: {', '.join(told)}" if len(versions) > 1 else f"  ·  {', '.join(told)}")
+    return "".join(words)
 
 
 def hold_port(host: str, port: int, name: str) -> socket.socket:

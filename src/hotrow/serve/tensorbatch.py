@@ -54,7 +54,19 @@ class QueueLimits:
 class Ask:
     """A request inside the engine. Whoever made it gets `answer` or `refuse` called, once."""
 
-    __slots__ = ("admitted", "arrived", "content", "deadline", "late", "left", "logits", "patient", "rows", "size")
+    __slots__ = (
+        "admitted",
+        "arrived",
+        "content",
+        "deadline",
+        "fresh",
+        "late",
+        "left",
+        "logits",
+        "patient",
+        "rows",
+        "size",
+    )
 
     def __init__(self, content: Any, rows: int, size: int, deadline: float, patient: bool = False) -> None:
         self.content, self.rows, self.size = content, rows, size
@@ -64,6 +76,7 @@ class Ask:
         self.left = 1  # pieces not yet answered
         self.logits: Any = None  # where the pieces' answers are put together
         self.late = 0  # summed over its pieces
+        self.fresh: Any = None  # what its pieces were answered from, put together by `merged`
         self.admitted = False
 
 
@@ -261,10 +274,12 @@ class TensorBatch:
             until = at if until is None else min(until, at)
         return None, until
 
-    def finish_pieces(self, pieces: Sequence[Piece], logits: Any, lates: Sequence[int]) -> list[Piece]:
+    def finish_pieces(
+        self, pieces: Sequence[Piece], logits: Any, lates: Sequence[int], fresh: Any = None
+    ) -> list[Piece]:
         """The pieces were run: those with which a request is complete and still to be answered.
 
-        What belongs to a request of several pieces is put together in its `logits` and `late`.
+        What belongs to a request of several pieces is put together in its `logits`, `late` and `fresh`.
         """
         ready, row = [], 0
         with self._changed:
@@ -275,6 +290,7 @@ class TensorBatch:
                         ask.logits = np.empty((ask.rows, *logits.shape[1:]), np.float32)
                     ask.logits[piece.first : piece.first + piece.rows] = logits[row : row + piece.rows]
                     ask.late += late
+                    ask.fresh = fresh if ask.fresh is None else ask.fresh.merged(fresh)
                 row += piece.rows
                 ask.left -= 1
                 if ask.left == 0 and self._finish(ask):

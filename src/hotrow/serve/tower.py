@@ -208,9 +208,15 @@ class OriginalTower:
         """The weights of now, by name. A value: it is replaced whole, never changed."""
         return self._weights
 
-    def run(self, vectors: Mapping[str, Tensor], dense: Tensor | None) -> Tensor:
-        """Logits, [rows] or [rows, tasks]. Requires: vectors of the widths it was made for, on its device."""
-        arguments = [*self._constants, *self._weights.values(), *[vectors[name] for name in self._names]]
+    def run(
+        self, vectors: Mapping[str, Tensor], dense: Tensor | None, weights: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """Logits, [rows] or [rows, tasks], with the weights of now, or some that `weights` gave before.
+
+        Requires: vectors of the widths it was made for, on its device.
+        """
+        chosen = self._weights if weights is None else weights
+        arguments = [*self._constants, *chosen.values(), *[vectors[name] for name in self._names]]
         if self.inputs.dense:
             assert dense is not None
             arguments.append(dense)
@@ -219,7 +225,11 @@ class OriginalTower:
 
     def replace_weights(self, state: Mapping[str, Tensor]) -> None:
         """Run with other weights from the next call on. All of them, or none: one that does not fit changes nothing."""
-        self._weights = self.fit(state)
+        self.set_weights(self.fit(state))
+
+    def set_weights(self, fitting: dict[str, Tensor]) -> None:
+        """Run with what `fit` gave."""
+        self._weights = fitting
 
     def fit(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights of a tower's state dict as this graph takes them, or an error that names the first wrong one."""

@@ -128,15 +128,24 @@ class Towers:
         """Logits of a batch, `[rows]` or `[rows, tasks]`."""
         return self.answer(vectors, dense)[0]
 
-    def answer(self, vectors: Mapping[str, Tensor], dense: Tensor | None = None) -> tuple[Tensor, bool]:
-        """Logits of a batch, and whether buckets alone gave them."""
+    @property
+    def weights(self) -> Weights:
+        """Those of now: on a CPU a value, which is replaced whole."""
+        return self._weights
+
+    def answer(
+        self, vectors: Mapping[str, Tensor], dense: Tensor | None = None, weights: Weights | None = None
+    ) -> tuple[Tensor, bool]:
+        """Logits of a batch with the weights of now, or on a CPU with some that `weights` gave before; and whether
+        buckets alone gave them."""
         inputs = self.graph.flatten(vectors, dense)
         shape = self.graph.shape_of(inputs)
         if not shape.rows:
-            return self.graph(self._weights, inputs), False
+            return self.graph(weights or self._weights, inputs), False
         parts = self._plans.get(shape) or self._make_plan(shape)
         self._traffic.count(shape)
-        with torch.inference_mode(), self._running() as weights:
+        with torch.inference_mode(), self._running() as newest:
+            weights = weights or newest
             if len(parts) == 1:
                 logits = self._run_part(parts[0], shape, inputs, weights)
             else:
@@ -154,8 +163,15 @@ class Towers:
 
         What `state` lacks keeps the value it has now.
         """
+        self.set_weights(self.arrange(state))
+
+    def arrange(self, state: Mapping[str, Tensor]) -> Weights:
+        """Weights by name as `set_weights` takes them."""
         now = dict(zip(self.graph.names, self._weights, strict=True))
-        fresh = self.graph.arrange({**now, **state}, self.device)
+        return self.graph.arrange({**now, **state}, self.device)
+
+    def set_weights(self, fresh: Weights) -> None:
+        """Run with what `arrange` gave, from the next run on."""
         if self._gate is None:
             self._weights = fresh  # runs under way keep the tuple they took
             return

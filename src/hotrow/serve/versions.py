@@ -27,7 +27,9 @@ from torch import Tensor
 
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.errors import HotRowError, OptionError, choices
+from hotrow.serve.freshness import Ages
 from hotrow.serve.request import Array, RefusedError, Signature
+from hotrow.serve.switch import Fresh
 from hotrow.serve.tensorbatch import Group
 
 WARM_SIZES = (1, 8, 64, 512)
@@ -39,8 +41,8 @@ class Servable(Protocol):
     signature: Signature
 
     def run(self, batch: KeyedBatch, policy: str) -> Any:
-        """Logits [rows] or [rows, tasks], and how many ids came too late: (logits, late), or with `compiled` third.
-        `late` is a number, or one for each row."""
+        """Logits [rows] or [rows, tasks], and how many ids came too late: (logits, late), or with `compiled` third and
+        what it was answered from (Fresh) fourth. `late` is a number, or one for each row."""
         ...
 
 
@@ -84,6 +86,7 @@ class Version:
     name: str
     servable: Any
     counts: VersionCounts = field(default_factory=VersionCounts)
+    ages: Ages = field(default_factory=Ages)  # of what it answered from
     sizes: dict[int, list[float]] = field(default_factory=dict)  # power of two of the rows → executions, seconds
 
     def __post_init__(self) -> None:
@@ -96,10 +99,11 @@ class Version:
         """The newest that it has applied."""
         return int(getattr(self.servable, "publication", 0))
 
-    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, int | Any, bool]:
-        """Logits, late ids (a number or one for each row), and whether a bucket answered."""
+    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, int | Any, bool, Fresh]:
+        """Logits, late ids (a number or one for each row), whether a bucket answered, and the publication that did."""
         result = self.servable.run(batch, policy)
-        return result[0], result[1], bool(result[2]) if len(result) > 2 else False
+        fresh = result[3] if len(result) > 3 else Fresh.of(self.publication, None)
+        return result[0], result[1], bool(result[2]) if len(result) > 2 else False, fresh
 
 
 class Model:
@@ -263,7 +267,7 @@ def warm(version: Version, group: Group, most: int) -> None:
         for _ in range(3):
             begin = time.monotonic()
             with torch.inference_mode():
-                logits, _, _ = version.run(batch, "initial")
+                logits = version.run(batch, "initial")[0]
             seconds = time.monotonic() - begin
         if logits.shape[0] != rows:
             raise OptionError(f"the tower gave {logits.shape[0]} logits for {rows} rows")

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ from hotrow import _core
 from hotrow.batch import KeyedBatch
 from hotrow.kernels import move
 from hotrow.kernels.find import find
-from hotrow.kernels.insert import choose_in_order, place
+from hotrow.kernels.insert import choose_in_order, erase, place
 from hotrow.kernels.read import Lists, put, read
 from hotrow.kernels.touch import first_score
 from hotrow.table.hot import Group, HotRows, on, to_device, to_host
@@ -112,9 +112,53 @@ class HotReader:
         with self.lock, self.gate.writing():
             yield
 
+    @contextmanager
+    def refreshing(self, changed: Mapping[int, Tensor]) -> Iterator[Callable[[], None]]:
+        """Inside it no row comes up. Change the rows of these keys (by id of their store) below, then call what this
+        gives: rows of theirs that are here become what is below, or go, where there is none in DRAM."""
+        parts = [part for group in self.hot.groups if (part := _Changed(group, changed)).count]
+
+        def refresh() -> None:
+            for part in parts:
+                part.refresh(self.gate)
+
+        with self.lock:
+            yield refresh
+
     def close(self) -> None:
         """End the filler."""
         self.filler.close()
+
+
+class _Changed:
+    """A group's keys whose rows change below."""
+
+    def __init__(self, group: Group, changed: Mapping[int, Tensor]) -> None:
+        nothing = torch.empty(0, dtype=torch.int64)
+        self.group, self.keys = group, [changed.get(id(store), nothing) for store in group.stores]
+        self.bounds = [0, *itertools.accumulate(keys.numel() for keys in self.keys)]
+        self.count, device = self.bounds[-1], group.tier.device
+        if self.count:
+            self._keys = _up(torch.cat(self.keys).numpy(), device)
+            self._bounds = _up(np.array(self.bounds, dtype=np.int32), device)
+            self._rows = torch.empty(self.count, group.width, dtype=torch.float32, pin_memory=device.type == "cuda")
+
+    def refresh(self, gate: Gate) -> None:
+        """Requires: the reader's lock, and that nobody reads."""
+        tier, there = self.group.tier, torch.zeros(self.count, dtype=torch.bool)
+        for store, keys, (begin, end) in zip(
+            self.group.stores, self.keys, itertools.pairwise(self.bounds), strict=True
+        ):
+            if begin < end:
+                there[begin:end] = store.read_raw(keys, self._rows[begin:end])
+        incoming, stay = to_device(self._rows, tier.device), to_device(there, tier.device)
+        with gate.writing():
+            slots = find(tier.index, self._keys, self._bounds)
+            nowhere = torch.full_like(slots, -1)
+            move.deliver(tier.source(), torch.where(stay, slots, nowhere), self.group.width, incoming)
+            erase(tier.index, torch.where(stay, nowhere, slots))
+        if tier.device.type == "cuda":
+            torch.cuda.current_stream(tier.device).synchronize()
 
 
 class GroupFeatures:

@@ -173,7 +173,7 @@ def test_answer_rows_must_lie_in_the_logits() -> None:
     with pytest.raises(frames.FrameError, match="not in the logits"):
         frames.write_answers([(3, 1, 3, 0)], np.zeros(3, np.float32), 1)
     with pytest.raises(TypeError):
-        _core.make_answers([(3, 0, 3, 0)], np.zeros((3, 1)), 1, 1, 0, False)  # doubles
+        _core.make_answers([(3, 0, 3, 0)], np.zeros((3, 1)), 1, 1, 0, 0, 0, False)  # doubles
 
 
 def test_refusal_comes_back_as_it_was() -> None:
