@@ -11,5 +11,6 @@ from hotrow.data.shape import Shape
 from hotrow.data.source import Cursor, Source
 from hotrow.data.synthetic import SyntheticClicks as synthetic
 from hotrow.data.text import text
+from hotrow.data.world import Drift
 
-__all__ = ["Cursor", "OnRay", "Shape", "Source", "TextLayout", "on_ray", "parquet", "synthetic", "text"]
+__all__ = ["Cursor", "Drift", "OnRay", "Shape", "Source", "TextLayout", "on_ray", "parquet", "synthetic", "text"]

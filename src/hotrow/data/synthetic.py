@@ -23,7 +23,7 @@ from hotrow.batch import Jagged, KeyedBatch
 from hotrow.data.shape import CRITEO_SHAPE, Shape
 from hotrow.data.source import Cursor, check_batch_size, cursor_number, match_cursor
 from hotrow.data.split import Part, Parts, Unit, whole_batches
-from hotrow.data.world import Examples, World
+from hotrow.data.world import Drift, Examples, World
 from hotrow.errors import DataError, OptionError
 from hotrow.features.keys import offsets_of
 
@@ -35,7 +35,8 @@ class SyntheticClicks:
     """A source of `examples` synthetic examples, the first of which is number `offset` of the stream.
 
     keys: how many distinct keys there are, over all features. drift: 0 for a truth that stays, up to 1 for item effects
-    that are new every day. shape: names, sizes and counts of the features.
+    that are new every day, or a `Drift` for users' tastes that move and items that come and go too. shape: names, sizes
+    and counts of the features.
 
     >>> train = SyntheticClicks(examples=10_000, keys=1_000_000_000)
     >>> test = SyntheticClicks(examples=2_000, offset=10_000, keys=1_000_000_000)
@@ -49,7 +50,7 @@ class SyntheticClicks:
     offset: int = 0
     seed: int = 0
     keys: int = 10_000_000
-    drift: float = 0.0
+    drift: float | Drift = 0.0
     shape: Shape = field(default_factory=Shape)
 
     def __post_init__(self) -> None:
@@ -69,7 +70,7 @@ class SyntheticClicks:
         offset: int = 0,
         seed: int = 0,
         keys: int = 10_000_000,
-        drift: float = 0.0,
+        drift: float | Drift = 0.0,
     ) -> SyntheticClicks:
         """The same in Criteo's shape: 13 dense features and 26 sparse ones, C1 to C26.
 
@@ -171,7 +172,8 @@ class SyntheticClicks:
 
     @cached_property
     def _stamp(self) -> str:
-        text = json.dumps([self.seed, self.keys, float(self.drift), dataclasses.asdict(self.shape)])
+        drift = dataclasses.asdict(self.drift) if isinstance(self.drift, Drift) else float(self.drift)
+        text = json.dumps([self.seed, self.keys, drift, dataclasses.asdict(self.shape)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _find_start(self, cursor: Cursor | None) -> int:
