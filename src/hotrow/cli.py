@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from hotrow.nn import EmbeddingCollection
+    from hotrow.train.windows import Window
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,7 +61,9 @@ Examples:
 
     hotrow train job.toml --ray 10.0.0.5:6379   # read and make features on a Ray cluster, to the same result
 
-Ctrl-C stops after a whole step, and saves there.
+    hotrow train job.toml --follow   # wait for more events (a growing folder of Parquet, Kafka, Redis Streams)
+
+Ctrl-C stops after a whole step, and saves there; with --follow, SIGTERM does too.
 """
 
 
@@ -86,6 +89,7 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
     trace: Annotated[str | None, typer.Option(help="write a trace for ui.perfetto.dev to this file")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="as so many processes on this machine")] = 1,
+    follow: Annotated[bool, typer.Option("--follow", help="wait for more events instead of ending")] = False,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -106,7 +110,7 @@ def train(
     from hotrow.train.interrupt import Interrupted
     from hotrow.train.stages import table
 
-    loaded = load_job(job, ray)
+    loaded = load_job(job, ray, follow)
     team = loaded.trainer.team
     if ranks > 1 and team is not None and team.ranks.world != ranks:
         raise OptionError(f"--ranks {ranks}, but the launcher started {team.ranks.world}; leave --ranks out")
@@ -122,7 +126,9 @@ def train(
         go_on = f"; go on with `hotrow train {job} --resume`" if stop.checkpoint is not None else ""
         where = f"saved to [bold]{stop.checkpoint}[/]{go_on}" if stop.checkpoint is not None else escape(stop.why)
         console.print(f"[bold]stopped[/] after step {stop.step:,}; {where}", highlight=False, soft_wrap=True)
-        raise typer.Exit(130) from None
+        if stop.report is not None and stop.report.windows:
+            console.print(_curve(stop.report.windows), highlight=False)
+        raise typer.Exit(0 if loaded.follows and stop.checkpoint is not None else 130) from None
     if report.resumed_from is not None:
         console.print(f"[bold]resumed[/] after step {report.resumed_from:,}", highlight=False)
     console.print(
@@ -135,6 +141,8 @@ def train(
         if figures:
             shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items() if name != "examples")
             console.print(f"{split:>6}: {shown}", highlight=False)
+    if report.windows:
+        console.print(_curve(report.windows), highlight=False)
     if report.saves:
         console.print(
             f"{len(report.saves)} checkpoints on the way; the longest pause was {report.longest_pause * 1000:.0f} ms",
@@ -142,6 +150,13 @@ def train(
         )
     if loaded.output:
         console.print(f"saved to [bold]{loaded.output}[/]; look inside with `hotrow inspect {loaded.output}`")
+
+
+def _curve(windows: list[Window]) -> str:
+    """Progressive validation, first and last points."""
+    shown = [f"{window.auc:.4f}" for window in windows]
+    shown = shown if len(shown) <= 8 else [*shown[:2], "...", *shown[-5:]]
+    return f"AUC of predictions before they were learned from, {len(windows)} windows: {' '.join(shown)}"
 
 
 EXPORT_HELP = """Write a checkpoint into a repository, as the next version of a model that a server opens.

@@ -1,7 +1,7 @@
 """A job file: a whole training run in TOML, for `hotrow train job.toml`. docs/jobs.md has every option.
 
     [data]
-    source = "criteo"                # synthetic, parquet, criteo, criteo-tsv or avazu
+    source = "criteo"                # synthetic, parquet, criteo, criteo-tsv, avazu; to follow: parquet, kafka, redis
     path = "train/*.csv"
     test = "test/*.csv"              # evaluated at the end (and every evaluate_every steps)
     [embeddings]
@@ -32,13 +32,14 @@ import torch
 from hotrow import data, optim
 from hotrow._core import set_threads
 from hotrow.config import Initial, Memory, check_options
-from hotrow.data import Source
+from hotrow.data import FollowSource, Source
 from hotrow.data.synthetic import SyntheticClicks
 from hotrow.errors import OptionError, choices
 from hotrow.features import FeatureSpec
 from hotrow.models import build_tower
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.parallel.ranks import Ranks, join_ranks
+from hotrow.publish.publisher import Publish
 from hotrow.table import Table
 from hotrow.train.report import Report
 from hotrow.train.trainer import Trainer
@@ -49,7 +50,8 @@ else:
     import tomli as tomllib
 
 TEXT_LAYOUTS = ("criteo", "criteo-tsv", "avazu")
-SOURCES = ("synthetic", "parquet", *TEXT_LAYOUTS)
+SOURCES = ("synthetic", "parquet", "kafka", "redis", *TEXT_LAYOUTS)
+FOLLOWED = ("parquet", "kafka", "redis")
 SECTIONS = {
     "data": [
         "source",
@@ -63,6 +65,8 @@ SECTIONS = {
         "keys",
         "drift",
         "ray",
+        "follow",
+        "flush",
     ],
     "embeddings": ["dim", "optimizer", "initial", "seed", "pooling"],
     "tower": None,
@@ -78,7 +82,9 @@ SECTIONS = {
         "log_dir",
         "lookahead",
         "trace",
+        "window",
     ],
+    "publish": ["bus", "every_steps", "every_seconds", "values", "spool", "spool_size", "memory", "heartbeat"],
     "memory": ["dram", "hbm", "ssd"],
     "checkpoints": ["folder", "every", "keep"],
     "ranks": ["timeout", "wire"],
@@ -105,8 +111,18 @@ class Job:
     evaluate_every: int | None
     output: str | None
 
+    @property
+    def follows(self) -> bool:
+        """Whether the source never ends."""
+        return isinstance(self.source, FollowSource)
+
     def run(self, progress: bool = True, resume: bool = False) -> tuple[Report, dict[str, float] | None]:
         """Train (from the newest checkpoint on, with `resume`), evaluate, save. Returns report and test metrics."""
+        if self.follows and self.trainer.checkpoints is None:
+            raise OptionError(
+                "--follow needs checkpoints, or nothing is left when it ends: give the job [checkpoints] with folder = "
+                '"runs/ctr"'
+            )
         if resume and self.trainer.checkpoints is None:
             raise OptionError('--resume needs checkpoints: give the job [checkpoints] with folder = "runs/ctr"')
         report = self.trainer.fit(
@@ -126,9 +142,11 @@ class Job:
         return report, tested
 
 
-def load_job(path: str | os.PathLike[str], ray: str | None = None) -> Job:
-    """Read a job file and build what it describes. `ray` is a cluster's address, in place of the file's."""
+def load_job(path: str | os.PathLike[str], ray: str | None = None, follow: bool = False) -> Job:
+    """Read a job file and build what it describes. `ray` and `follow` take the place of the file's."""
     values = _read(Path(path))
+    if follow:
+        values.setdefault("data", {})["follow"] = True
     if ray is not None:
         options = values.setdefault("data", {})
         options["ray"] = {**_ray_options(options.get("ray", {})), "address": ray}
@@ -175,20 +193,17 @@ def build_job(values: Mapping[str, Any]) -> Job:
     if ranks is not None:
         ranks.agree("the job file", values)
         _share_cores()
-    source, test = _sources(dict(values.get("data", {})))
-    sample = next(iter(source.batches()), None)
-    if sample is None:
-        raise OptionError(f"[data] has no examples: {source.describe()}")
-    if "ray" in values.get("data", {}):
-        chosen = _ray_options(values["data"]["ray"])
-        source, test = data.on_ray(source, **chosen), None if test is None else data.on_ray(test, **chosen)
-    embeddings = _embeddings(values, list(sample[0].ids), ranks)
-    dense = sample[0].dense
-    record = {"tower": values.get("tower", {}), "dense_features": 0 if dense is None else dense.shape[1]}
-    tower = build_recorded_tower(record, embeddings)
     train, saves = dict(values.get("train", {})), dict(values.get("checkpoints", {}))
     if saves and "folder" not in saves:
         raise OptionError('[checkpoints] needs folder=, such as folder = "runs/ctr"')
+    source, test = _sources(dict(values.get("data", {})), saves.get("folder"))
+    names, dense = _shape(source)
+    if "ray" in values.get("data", {}):
+        chosen = _ray_options(values["data"]["ray"])
+        source, test = data.on_ray(source, **chosen), None if test is None else data.on_ray(test, **chosen)
+    embeddings = _embeddings(values, names, ranks)
+    record = {"tower": values.get("tower", {}), "dense_features": dense}
+    tower = build_recorded_tower(record, embeddings)
     trainer = Trainer(
         Recommender(embeddings, tower),
         _dense_optimizer(train.get("dense_optimizer", {}), tower),
@@ -201,6 +216,8 @@ def build_job(values: Mapping[str, Any]) -> Job:
         keep=saves.get("keep", 3),
         lookahead=train.get("lookahead"),
         trace=train.get("trace"),
+        publish=_publish(values.get("publish")),
+        window=train.get("window"),
     )
     trainer.job = record
     return Job(
@@ -214,7 +231,26 @@ def build_job(values: Mapping[str, Any]) -> Job:
     )
 
 
-def _sources(options: dict[str, Any]) -> tuple[Source, Source | None]:
+def _shape(source: Source) -> tuple[list[str], int]:
+    """The names of the features that give ids, and how many dense ones there are."""
+    if isinstance(source, FollowSource):  # perhaps there is no event yet
+        return list(source.features.id_names), len(source.features.dense_names)
+    sample = next(iter(source.batches()), None)
+    if sample is None:
+        raise OptionError(f"[data] has no examples: {source.describe()}")
+    dense = sample[0].dense
+    return list(sample[0].ids), 0 if dense is None else dense.shape[1]
+
+
+def _publish(options: Mapping[str, Any] | None) -> Publish | None:
+    if options is None:
+        return None
+    if "bus" not in options:
+        raise OptionError('[publish] needs bus=, such as bus = "dir:/data/publications"')
+    return Publish(**options)
+
+
+def _sources(options: dict[str, Any], home: str | None = None) -> tuple[Source, Source | None]:
     kind = options.get("source", "synthetic")
     if kind not in SOURCES:
         raise OptionError(f"[data] source={kind!r}: {choices(kind, SOURCES)}")
@@ -229,14 +265,37 @@ def _sources(options: dict[str, Any]) -> tuple[Source, Source | None]:
         raise OptionError(f'[data] source={kind!r} needs path=, such as path = "train/*.{kind}"')
     spec = FeatureSpec.load(options["features"]) if "features" in options else None
     common: dict[str, Any] = {"batch_size": batch_size, "on_error": options.get("on_error", "raise")}
+    if kind in FOLLOWED and spec is None:
+        raise OptionError(f"[data] source={kind!r} needs features=, the path of a feature spec in JSON")
+    if options.get("follow", False):
+        return _followed(kind, options, spec, home), None
+    if kind in ("kafka", "redis"):
+        raise OptionError(f"[data] source={kind!r} never ends: say so with follow = true, or hotrow train --follow")
     if kind == "parquet":
-        if spec is None:
-            raise OptionError("[data] source='parquet' needs features=, the path of a feature spec in JSON")
+        assert spec is not None
         chosen = spec
         opened = [data.parquet(options[p], features=chosen, **common) for p in ("path", "test") if p in options]
     else:
         opened = [data.text(options[p], layout=kind, features=spec, **common) for p in ("path", "test") if p in options]
     return opened[0], opened[1] if len(opened) > 1 else None
+
+
+def _followed(kind: str, options: dict[str, Any], spec: FeatureSpec | None, home: str | None) -> Source:
+    """A source that waits for more."""
+    if kind not in FOLLOWED:
+        raise OptionError(f"[data] follow = true with source={kind!r}: {choices(kind, FOLLOWED)}")
+    for name in ("ray", "test"):
+        if name in options:
+            raise OptionError(f"[data] {name}={options[name]!r} with follow = true: leave one of them out")
+    assert spec is not None
+    return data.follow(
+        options["path"],
+        spec,
+        batch_size=options.get("batch_size", 4096),
+        on_error=options.get("on_error", "raise"),
+        flush=options.get("flush", 1.0),
+        journal=None if home is None else Path(home) / ".follow",
+    )
 
 
 def _ray_options(given: Any) -> dict[str, Any]:

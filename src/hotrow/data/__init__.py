@@ -1,10 +1,11 @@
 """Data: events in, as batches with a resumable cursor.
 
 `parquet`, `text` and `synthetic` each make a `Source`; docs/data.md is the guide. `on_ray` moves a source's work to a
-cluster; docs/ray.md.
+cluster; docs/ray.md. `follow` waits for more; docs/online.md.
 """
 
 from hotrow.data.cluster import OnRay, on_ray
+from hotrow.data.follow import FollowSource, follow
 from hotrow.data.layouts import TextLayout
 from hotrow.data.parquet import parquet
 from hotrow.data.shape import Shape
@@ -13,4 +14,17 @@ from hotrow.data.synthetic import SyntheticClicks as synthetic
 from hotrow.data.text import text
 from hotrow.data.world import Drift
 
-__all__ = ["Cursor", "Drift", "OnRay", "Shape", "Source", "TextLayout", "on_ray", "parquet", "synthetic", "text"]
+__all__ = [
+    "Cursor",
+    "Drift",
+    "FollowSource",
+    "OnRay",
+    "Shape",
+    "Source",
+    "TextLayout",
+    "follow",
+    "on_ray",
+    "parquet",
+    "synthetic",
+    "text",
+]

@@ -93,9 +93,7 @@ class World:
             raise OptionError(f"seed={self.seed!r}; give an integer from 0 to 2**64 - 1")
         if not isinstance(self.keys, int) or isinstance(self.keys, bool) or self.keys >= 1 << 53:
             raise OptionError(f"keys={self.keys!r}; give an integer below 2**53")
-        if not isinstance(self.drift, Drift) and (
-            not isinstance(self.drift, (int, float)) or not 0 <= self.drift <= 1
-        ):
+        if not isinstance(self.drift, Drift) and (not isinstance(self.drift, (int, float)) or not 0 <= self.drift <= 1):
             raise OptionError(
                 f"drift={self.drift!r}; give a number from 0 (none) to 1 (new item effects every day), or a Drift"
             )

@@ -55,6 +55,7 @@ class Contents:
     rng: Tensor
     gpu_rng: Tensor | None
     features: FeatureSpec | None
+    windows: dict[str, Any] | None
 
 
 def load(
@@ -149,6 +150,7 @@ def read(checkpoint: Checkpoint, ranks: Ranks | None = None) -> Contents:
         scaler = packing.unpack(manifest["scaler"], state)
         figures = [packing.unpack(manifest["metrics"]["state"], state)]
         figures += [packing.unpack(other["metrics"], state) for other in manifest.get("ranks", [])]
+        windows = None if "windows" not in manifest else _listed(packing.unpack(manifest["windows"], state))
         # A rank beyond those that wrote it goes on with the random state that it has.
         mine = "" if ranks is None or ranks.first else f"ranks.{ranks.rank}."
         rng = state["rng.cpu"] if not mine else state.get(f"{mine}rng.cpu", torch.get_rng_state())
@@ -160,18 +162,21 @@ def read(checkpoint: Checkpoint, ranks: Ranks | None = None) -> Contents:
             f"{checkpoint.path} has a random state of {rng.numel()} bytes and this torch uses "
             f"{torch.get_rng_state().numel()}; load it with the torch that made it"
         )
-    return Contents(dense, optimizer, scaler, metrics, rng, state.get(f"{mine}rng.cuda"), features)
+    return Contents(dense, optimizer, scaler, metrics, rng, state.get(f"{mine}rng.cuda"), features, windows)
 
 
 def _metrics(figures: dict[str, Any]) -> Metrics:
     metrics = Metrics()
-    metrics.load_state(
-        {
-            metric: {name: v.tolist() if isinstance(v, Tensor) else v for name, v in parts.items()}
-            for metric, parts in figures.items()
-        }
-    )
+    metrics.load_state(_listed(figures))
     return metrics
+
+
+def _listed(figures: dict[str, Any]) -> dict[str, Any]:
+    """Tensors as lists."""
+    return {
+        metric: {name: v.tolist() if isinstance(v, Tensor) else v for name, v in parts.items()}
+        for metric, parts in figures.items()
+    }
 
 
 def _metrics_of(saved: list[Metrics], ranks: Ranks | None) -> Metrics:
@@ -269,6 +274,10 @@ def apply(trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, Table
     trainer.model.embeddings.watermark = checkpoint.manifest.get("watermark")
     trainer.metrics, trainer.cursor = contents.metrics, checkpoint.manifest["cursor"]
     trainer.place = Place(**checkpoint.manifest["fit"])
+    if trainer.windows is not None:
+        trainer.windows.begin()
+        if contents.windows is not None:
+            trainer.windows.load_state(contents.windows)
     trainer.features = contents.features or trainer.features
     torch.set_rng_state(contents.rng)
     if contents.gpu_rng is not None and trainer.model.embeddings.device.type == "cuda":

@@ -78,9 +78,13 @@ def run(
     pipeline = Pipeline(embeddings, ahead or Ahead(0))
     batches = ((Travelling(batch, after), _bytes(batch)) for batch, after in source.batches(cursor))
     with closing(pipeline.travel(batches)) as travelled:  # read, route, fetch, stage
-        for item in travelled:
-            lookup = pipeline.land(item)
-            yield compute(lookup), item.batch, item.after
+        try:
+            for item in travelled:
+                lookup = pipeline.land(item)
+                yield compute(lookup), item.batch, item.after
+        finally:
+            if (end := getattr(source, "end", None)) is not None:  # a source that never ends by itself
+                end()
 
 
 class Pipeline:

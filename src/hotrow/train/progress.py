@@ -11,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from hotrow.config import in_units
 from hotrow.train.stages import brief
 
+SHOWN = ("logloss", "auc", "window auc")
+
 
 def human(count: float) -> str:
     """A count for people.
@@ -78,7 +80,7 @@ class ProgressView:
         """
         self.last_line = time.perf_counter()
         seconds = max(1e-9, self.last_line - self.started)
-        figures = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("logloss", "auc") if name in metrics)
+        figures = "  ".join(f"{name} {metrics[name]:.4f}" for name in SHOWN if name in metrics)
         status = f"{human(examples / seconds)} examples/s  {human(ids / seconds)} ids/s  {figures}"
         if saving is not None:
             status += f"  saving step {saving:,}"

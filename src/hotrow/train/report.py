@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hotrow.data import Cursor
 from hotrow.train.stages import StageReport
+from hotrow.train.windows import Window
 
 
 @dataclass
@@ -33,7 +34,8 @@ class Report:
     """What a call of `fit` did: its steps and losses, its speed, where it stopped, the checkpoints it made.
 
     `metrics` are those of the last epoch, with what an interrupted run had seen of it before it was resumed. `stages`
-    says what each stage of the pipeline did: seconds busy and waiting, bytes, share of the time.
+    says what each stage of the pipeline did: seconds busy and waiting, bytes, share of the time. `windows` are the points
+    of progressive validation (`Trainer(window=)`).
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -47,6 +49,7 @@ class Report:
     saves: list[SaveReport] = field(default_factory=list, repr=False)
     resumed_from: int | None = None
     stages: list[StageReport] = field(default_factory=list, repr=False)
+    windows: list[Window] = field(default_factory=list, repr=False)
 
     @property
     def examples_per_second(self) -> float:

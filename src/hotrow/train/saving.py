@@ -117,6 +117,8 @@ def capture(trainer: Trainer, folder: Path, notes: dict[str, Any] | None = None)
         "fit": asdict(trainer.place),
         "notes": _plain("notes=", notes or {}),
     }
+    if trainer.windows is not None:
+        fields["windows"] = packing.pack(_metric_tensors(trainer.windows.state()), tensors[STATE], "windows")
     if trainer.publisher is not None and (published := trainer.publisher.state()) is not None:
         fields["publish"] = published
     features = None if trainer.features is None else trainer.features.to_json()

@@ -46,6 +46,7 @@ from hotrow.train.stages import Stages
 from hotrow.train.team import Team
 from hotrow.train.tensorboard import open_writer
 from hotrow.train.traffic import Traffic
+from hotrow.train.windows import Windows
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Counted = tuple[tuple[Tensor, Tensor, int], KeyedBatch, Cursor]  # logits, loss, examples of a batch, and its end
@@ -70,7 +71,9 @@ class Trainer:
     number, and 0 does one thing after another. `trace` is a file for a trace of every `fit`, which
     https://ui.perfetto.dev opens.
 
-    `publish` sends rows and weights to servers while training goes on (docs/online.md).
+    `publish` sends rows and weights to servers while training goes on (docs/online.md). `window` is a number of
+    examples, or event time ("1h"), after each of which there is a point of progressive validation: the AUC and log loss
+    of the predictions made before they were learned from (`report.windows`).
 
     >>> import hotrow as hr
     >>> clicks = hr.data.synthetic.criteo_like(examples=2048, batch_size=256)
@@ -97,6 +100,7 @@ class Trainer:
         lookahead: int | None = None,
         trace: str | os.PathLike[str] | None = None,
         publish: Publish | None = None,
+        window: int | str | None = None,
     ) -> None:
         if precision not in PRECISIONS:
             raise OptionError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
@@ -124,6 +128,9 @@ class Trainer:
         self.checkpoint_every = checkpoint_every
         self.scaler = torch.amp.GradScaler(model.embeddings.device.type, enabled=precision == "fp16")
         self.metrics = Metrics()
+        self.windows = None if window is None else Windows(window)
+        if self.windows is not None and model.embeddings.ranks is not None:
+            raise OptionError(f"window={window!r} with ranks: each sees a part of the examples; leave window= out")
         self.cursor: Cursor | None = None
         self.place = Place()
         self.features: FeatureSpec | None = None
@@ -175,11 +182,15 @@ class Trainer:
         report = Report(resumed_from=self._begin(source, cursor, resume))
         first, saves, start = self.steps, len(self.saver.reports), time.perf_counter()
         total = None if source.examples is None else source.examples * epochs
+        ends: Callable[[], None] | None = getattr(source, "end", None)  # of one that never does by itself
+        if ends is not None and self.team is not None:
+            raise OptionError(f"{source.describe()}: a stream is followed by one process; leave --ranks out")
         source = source if self.team is None else self.team.source(source)
         progress = progress and self._speaks
         stages = Stages()
         view = ProgressView("train", total, progress, done=self.place.examples)
-        self._interrupts = Interrupts()
+        self._interrupts = Interrupts(ends)
+        seen = 0 if self.windows is None else len(self.windows.points)
         with trace.recording(self.trace), self._interrupts, view:
             traffic = Traffic(self.model.embeddings)
             while not self._stops(steps):
@@ -204,8 +215,10 @@ class Trainer:
             report.stages = stages.report(report.seconds)
             if self.publisher is not None:
                 self.publisher.finish()
+            if self.windows is not None:
+                report.windows = self.windows.points[seen:]
             if self._interrupts.asked:
-                self._interrupted()
+                self._interrupted(report)
             if progress:
                 self._show(view, report, stages)
             self.saver.wait()
@@ -335,6 +348,8 @@ class Trainer:
         if checkpoint is not None:
             return checkpoint.step
         self.metrics.reset()
+        if self.windows is not None:
+            self.windows.begin()
         self.cursor, self.place = cursor, Place(first_step=self.steps)
         return None
 
@@ -353,6 +368,8 @@ class Trainer:
 
     def _show(self, view: ProgressView, report: Report, stages: Stages) -> None:
         metrics, running = self.metrics.compute(), self.saver.running
+        if self.windows is not None and self.windows.points:
+            metrics |= {"window auc": self.windows.points[-1].auc}
         view.update(report.examples, report.ids, metrics, running, stages.utilisation())
 
     def _gives_up(self) -> bool:
@@ -360,15 +377,21 @@ class Trainer:
         asked = self._interrupts.seconds
         return asked is not None and (not self._waiting or asked > interrupt.PATIENCE)
 
-    def _interrupted(self) -> NoReturn:
+    def stop(self) -> None:
+        """End a running `fit` as Ctrl-C does: after a whole step, with a checkpoint, by `Interrupted`. Any thread."""
+        self._interrupts.ask()
+
+    def _interrupted(self, report: Report) -> NoReturn:
         """Ctrl-C: save what is whole, and say where it is."""
         half, folder = len(self._waiting), self.checkpoints
         self.forget()
         if folder is None:
-            raise Interrupted(self.steps, None, "nothing was saved: there is no checkpoints=")
+            raise Interrupted(self.steps, None, "nothing was saved: there is no checkpoints=", report)
         if half:  # they drew from the random state, which a checkpoint would have
             why = f"{half} of {self.accumulate} batches of the next step had been computed, and no more came"
-            raise Interrupted(self.steps, None, f"nothing was saved: {why}. Earlier checkpoints are as they were")
+            raise Interrupted(
+                self.steps, None, f"nothing was saved: {why}. Earlier checkpoints are as they were", report
+            )
         try:
             self.saver.wait()
             newest = next(iter(list_checkpoints(folder)), None)
@@ -376,8 +399,8 @@ class Trainer:
                 self.saver.check_home(folder)
                 newest = self.save(notes={"interrupted": True}).path
         except HotRowError as error:
-            raise Interrupted(self.steps, None, f"no checkpoint was written: {error}") from error
-        raise Interrupted(self.steps, newest)
+            raise Interrupted(self.steps, None, f"no checkpoint was written: {error}", report) from error
+        raise Interrupted(self.steps, newest, report=report)
 
     def _commit(self, report: Report) -> None:
         """Make the step for which gradients wait; what its batches were is then part of the run."""
@@ -392,12 +415,21 @@ class Trainer:
         if self.publisher is not None:
             self.publisher.seen(batch.time)
         if logits.numel():
-            self.metrics.update(logits.cpu(), _labels(batch).cpu())
+            scores, labels = logits.cpu(), _labels(batch).cpu()
+            self.metrics.update(scores, labels)
+            if self.windows is not None:
+                self._window(self.windows, scores, labels, batch.time)
         self.place.examples += examples
         report.losses.append(float(value))
         self._loss = float(value) * examples / max(1, batch.size)  # of this rank's batch
         report.examples += examples
         report.ids += batch.id_count()
+
+    def _window(self, windows: Windows, logits: Tensor, labels: Tensor, time: Tensor | None) -> None:
+        before = windows.points[-1] if windows.points else None
+        windows.update(logits, labels, time, self.steps)
+        if windows.points and (newest := windows.points[-1]) is not before:
+            self._log("window", {"auc": newest.auc, "logloss": newest.logloss})
 
     def _reduce(self, report: Report) -> None:
         """What the whole job did, out of what this rank did."""
