@@ -69,16 +69,17 @@ Ctrl-C stops after a whole step, and saves there; with --follow, SIGTERM does to
 
 @app.command()
 def demo(
-    output: Annotated[str, typer.Option(help="where the trained model goes")] = "runs/demo",
-    examples: Annotated[int, typer.Option(min=4096, help="how many examples to train on")] = 1_000_000,
+    output: Annotated[str, typer.Option(help="where everything goes")] = "runs/demo",
+    seconds: Annotated[float | None, typer.Option(min=8, help="how long it takes, about")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="go on serving at the end, until Ctrl-C")] = False,
 ) -> None:
-    """Train DLRM on a synthetic click log with over a million keys, in about a minute.
+    """Learn a drifting click log with rows beyond memory, serve it, publish what is learned; a report page.
 
-    Example: hotrow demo --examples 300000
+    Example: hotrow demo --seconds 60
     """
     from hotrow.demo import demo as run
 
-    run(output, examples)
+    run(output, seconds, keep)
 
 
 @app.command(help=TRAIN_HELP)

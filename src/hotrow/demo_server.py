@@ -1,0 +1,153 @@
+"""The demo's server: `hotrow serve` as a process, and how what the trainer learns gets into it.
+
+Where `hotrow serve` follows a bus (--bus), publications flow into it. Where it does not, new versions are exported every
+few seconds and found by --poll: `flow_options` and `Versions` are the one place that knows the difference.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hotrow.errors import HotRowError
+from hotrow.nn import Recommender
+
+
+def follows_a_bus() -> bool:
+    """Whether `hotrow serve` of this release has --bus."""
+    from hotrow.serve.server import ServeOptions
+
+    return "bus" in ServeOptions.__dataclass_fields__
+
+
+def flow_options(bus: str) -> list[str]:
+    """How the server is told to take up what is new."""
+    return ["--bus", bus] if follows_a_bus() else ["--poll", "1s"]
+
+
+@dataclass
+class DemoServer:
+    """`hotrow serve` on ports of its own."""
+
+    repository: Path
+    bus: str
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    port: int = 0
+    metrics: int = 0
+
+    @property
+    def address(self) -> str:
+        """Host and port of HTTP."""
+        return f"127.0.0.1:{self.port}"
+
+    def start(self, patience: float = 60.0) -> None:
+        """Start it and wait until it answers."""
+        self.port, self.metrics = _free_port(), _free_port()
+        command = [sys.executable, "-m", "hotrow", "serve", str(self.repository), "--http", str(self.port)]
+        command += ["--grpc", "-1", "--metrics", str(self.metrics), "--no-compile", "--max-wait", "1ms"]
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen([*command, *flow_options(self.bus)], stdout=log, stderr=log)
+        end = time.monotonic() + patience
+        while time.monotonic() < end and self.process.poll() is None:
+            if self.ready():
+                return
+            time.sleep(0.1)
+        raise HotRowError(f"hotrow serve did not start; {self.log} has what it said")
+
+    def ready(self) -> bool:
+        """Whether it answers."""
+        try:
+            line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
+            line.request("GET", "/v2/health/ready")
+            return line.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def stop(self) -> None:
+        """End it."""
+        if self.process is not None:
+            self.process.terminate()
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+@dataclass
+class Versions:
+    """Exports a new version every so often, where the server follows no bus. Called between steps, by the trainer's
+    thread; the watermark of every version is kept, for freshness."""
+
+    model: Recommender
+    path: Path
+    every: float = 8.0
+    watermarks: dict[str, int] = field(default_factory=dict)
+    _next: float = field(default_factory=time.monotonic)
+
+    def tick(self, watermark: int | None) -> None:
+        """Export if it is time."""
+        if watermark is None or time.monotonic() < self._next + self.every:
+            return
+        from hotrow.serve.export import export
+
+        version = export(self.model, self.path, values="fp16")
+        self.watermarks[str(version.number)] = watermark
+        self._next = time.monotonic()
+
+
+@dataclass
+class Load:
+    """The load generator's process, and its answers as they come."""
+
+    address: str
+    folder: Path
+    bodies: list[str]
+    rate: float = 40.0
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    process: subprocess.Popen[bytes] | None = None
+    _read: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self, seconds: float) -> None:
+        """Begin to ask."""
+        requests = self.folder / "requests.json"
+        requests.write_text(json.dumps(self.bodies))
+        self.out.write_text("")
+        command = [sys.executable, "-m", "hotrow.demo_load", self.address, str(requests), str(self.out)]
+        self.process = subprocess.Popen([*command, str(seconds), str(self.rate)])
+
+    @property
+    def out(self) -> Path:
+        """Its answers."""
+        return self.folder / "answers.jsonl"
+
+    def poll(self) -> list[dict[str, Any]]:
+        """All answers so far."""
+        with self._lock, open(self.out) as file:
+            file.seek(self._read)
+            while (line := file.readline()).endswith("\n"):
+                self.answers.append(json.loads(line))
+                self._read = file.tell()
+            return self.answers
+
+    def stop(self) -> None:
+        """End it."""
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait(10)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
