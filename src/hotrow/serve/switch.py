@@ -157,8 +157,8 @@ def _table(number: int, rows: TableRows, change: TableChange, limited: bool) -> 
             f"publication {number} has rows of dim {change.values.shape[1]} for table {name!r}, which has dim {dim}; "
             "serve the version that the trainer trains"
         )
-    for keys in (change.keys.numpy(), change.deleted.numpy()):
-        if not (keys[1:] > keys[:-1]).all():
+    for given in (change.keys.numpy(), change.deleted.numpy()):
+        if not (given[1:] > given[:-1]).all():
             raise PublishError(f"publication {number} has keys of table {name!r} twice or out of order")
     values = change.values.to(torch.float32).contiguous()
     plain = values.numpy()
