@@ -10,7 +10,7 @@ FORMATTED := $(shell find core -name '*.cpp' -o -name '*.h')
 .PHONY: help demo test redis-server bench lint sanitize core-test wheel soak format clean
 
 help:
-	@echo "make demo      train a model on a synthetic click log, in about a minute"
+	@echo "make demo      learn, spill to SSD, serve and publish, in about two minutes; KEEP=1 goes on serving"
 	@echo "make test      lint, C++ tests, Python tests"
 	@echo "make bench     hotrow bench rows, beside FBGEMM and torch"
 	@echo "make lint      ruff, mypy, import-linter, clang-format"

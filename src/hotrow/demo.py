@@ -186,10 +186,10 @@ def _model(log: SyntheticClicks, memory: Memory) -> Recommender:
 
 def _measure(home: Path) -> float:
     """Examples a second of training alone, on a model that is thrown away."""
-    log = SyntheticClicks(examples=BATCH * 12, batch_size=BATCH, keys=KEYS, drift=DRIFT)
+    log = SyntheticClicks(examples=1 << 40, batch_size=BATCH, keys=KEYS, drift=DRIFT)
     trainer = Trainer(_model(log, Memory(dram=DRAM, ssd=str(home / "measured"))))
-    trainer.fit(log, steps=4, progress=False)
-    report = trainer.fit(log, cursor=trainer.cursor, progress=False)
+    trainer.fit(log, steps=2, progress=False)
+    report = trainer.fit(Live(log, 1.5), cursor=trainer.cursor, progress=False)
     shutil.rmtree(home / "measured", ignore_errors=True)
     return report.examples_per_second
 

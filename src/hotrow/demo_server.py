@@ -49,7 +49,7 @@ class DemoServer:
         """Host and port of HTTP."""
         return f"127.0.0.1:{self.port}"
 
-    def start(self, patience: float = 60.0) -> None:
+    def start(self, patience: float = 300.0) -> None:
         """Start it and wait until it answers."""
         self.port, self.metrics = _free_port(), _free_port()
         command = [sys.executable, "-m", "hotrow", "serve", str(self.repository), "--http", str(self.port)]

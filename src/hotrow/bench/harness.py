@@ -32,7 +32,7 @@ BENCHES = {
     "hbm": "hot rows in HBM against FBGEMM TBE and HierarchicalKV (needs a GPU)",
     "ranks": "two ranks against one, a core each; bytes that travel",
     "read": "decoding and features on Ray workers against in-process (needs the extra ray)",
-    "serve": "hotrow serve under load, beside LitServe, Ray Serve and the bare tower (extras serve, bench)",
+    "online": "live against frozen on a drifting log; freshness on each bus; rows from a Redis cluster",
     "eviction": "which rows to keep in DRAM: hit rates of eviction policies on Zipf traces",
 }
 

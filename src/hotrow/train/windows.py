@@ -5,7 +5,8 @@ is the prediction, so it costs nothing but counting. A total over the whole run 
 counted in windows, and each window's AUC and log loss are a point of a curve.
 
 A window is so many examples, or so much event time. Both are cut inside of batches, so the curve is a function of the
-stream of examples alone: not of the batch size, the clock, or interruptions (a checkpoint holds the window under way).
+stream of examples alone: not of the batch size (but for the last bits of a log loss, which is a sum of floats), the
+clock, or interruptions (a checkpoint holds the window under way).
 With event time a window is a fixed stretch of it (every full hour, say), an example that comes late counts in the
 window that is open, and a stretch without examples has no point.
 
