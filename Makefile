@@ -42,14 +42,18 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-hotrow
 	@$(PIP) --no-build-isolation -e '.[test,lint,tensorboard,ray,serve,redis,kafka]'
 	@touch $@
 
+$(VENV)/.stamp-serve: $(VENV)/.stamp-hotrow
+	@$(PIP) --no-build-isolation -e '.[serve]'
+	@touch $@
+
 $(VENV)/.stamp-bench: $(VENV)/.stamp-hotrow
 	@$(PIP) --no-build-isolation -e '.[bench]'
 	@touch $@
 
 # --- what people run ------------------------------------------------------------------------------------------------
 
-demo: $(VENV)/.stamp-hotrow
-	@$(BIN)/hotrow demo
+demo: $(VENV)/.stamp-serve
+	@$(BIN)/hotrow demo $(if $(KEEP),--keep)
 
 test: lint core-test redis-server
 	@$(BIN)/python -m pytest -m "not soak and not gpu"

@@ -4,8 +4,8 @@
     FollowSource                                                features, batches, cursors
 
 A cursor holds, for each part of the feed (a Kafka partition, a stream, a folder), the message (or file) and how many of
-its rows are behind it; and how many examples the stream has given so far. The trainer saves it with the rows of the same
-step, so that after a crash every event is learned from once.
+its rows are behind it; and how many examples the stream has given so far. The trainer saves it with the rows of the
+same step, so that after a crash every event is learned from once.
 
 A batch that does not fill up within `flush` seconds of its first event is given as it is, so that a quiet stream is
 learned from too. That is the one thing here which a clock decides, and a resumed run that cut its batches elsewhere

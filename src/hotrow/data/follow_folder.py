@@ -1,8 +1,8 @@
 """A growing folder of Parquet files, read in the order of their names.
 
 Whoever writes them writes elsewhere (or under a name that the pattern does not match, such as `.part`) and renames, so
-that a file appears whole; it never changes afterwards. Names rise: one that sorts before a file that has been begun would
-never be read, and is an error instead. Files that have been read may be removed.
+that a file appears whole; it never changes afterwards. Names rise: one that sorts before a file that has been begun
+would never be read, and is an error instead. Files that have been read may be removed.
 
 To know late files after a restart too, one would have to remember all names; the files that are behind us are looked at
 once, when a pass begins, and later ones are noticed against those.

@@ -2,8 +2,8 @@
 
 `kafka://host:9092/topic`. The cursor in the checkpoint is the one truth about what has been learned from, so nothing is
 committed to Kafka and the consumer is assigned, not subscribed. A place is a record's offset, for each partition.
-Records that retention has removed before they were read are an error. Partitions that are added later are noticed when a
-pass begins.
+Records that retention has removed before they were read are an error. Partitions that are added later are noticed when
+a pass begins.
 """
 
 from __future__ import annotations
