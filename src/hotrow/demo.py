@@ -6,8 +6,8 @@
     follow    training goes on as clicks happen and publishes; the server takes it up while it answers
     look      the model of the beginning, frozen, on the same clicks; a report page
 
-Times are shares of HOTROW_DEMO_SECONDS (110). Everything is written below `output`; what was there of an earlier demo is
-removed first.
+Times are shares of HOTROW_DEMO_SECONDS (110). Everything is written below `output`; what was there of an earlier demo
+is removed first.
 """
 
 from __future__ import annotations
@@ -350,8 +350,8 @@ def _page(
     plots = [
         Plot(
             "AUC: predict, then learn",
-            "Each point is a window of clicks, predicted before the model learned from them. The frozen model is the one "
-            "with which serving began.",
+            "Each point is a window of clicks, predicted before the model learned from them. The frozen model is "
+            "the one with which serving began.",
             [
                 Line("live", LIVE, aucs),
                 Line("frozen", FROZEN, frozen),
@@ -437,7 +437,8 @@ def _summary(console: Console, figures: dict[str, Any], path: Path) -> None:
     view = View(show_header=False, box=None, padding=(0, 2))
     view.add_row(
         "AUC on unseen clicks",
-        f"[bold green]{figures['auc_live']:.4f}[/] live, [bold red]{figures['auc_frozen']:.4f}[/] frozen when serving began",
+        f"[bold green]{figures['auc_live']:.4f}[/] live, [bold red]{figures['auc_frozen']:.4f}[/] frozen when serving "
+        "began",
     )
     view.add_row(
         "best reachable AUC", f"{figures['best_auc']:.4f}  (what the log's own truth scores: clicks are random)"

@@ -1,7 +1,7 @@
 """The demo's server: `hotrow serve` as a process, and how what the trainer learns gets into it.
 
-Where `hotrow serve` follows a bus (--bus), publications flow into it. Where it does not, new versions are exported every
-few seconds and found by --poll: `flow_options` and `Versions` are the one place that knows the difference.
+Where `hotrow serve` follows a bus (--bus), publications flow into it. Where it does not, new versions are exported
+every few seconds and found by --poll: `flow_options` and `Versions` are the one place that knows the difference.
 """
 
 from __future__ import annotations

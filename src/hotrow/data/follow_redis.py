@@ -1,8 +1,8 @@
 """Events in a Redis stream, each entry with its events in one field (`value`, unless the address says otherwise).
 
 `redis://host:6379/0?stream=clicks&field=value`. A place is an entry's id. Where entries after it may have been trimmed
-(the entry itself is gone, and there are others behind it), going on would skip events, and is an error. While the server
-is away the feed waits: nothing is lost, it is still there.
+(the entry itself is gone, and there are others behind it), going on would skip events, and is an error. While the
+server is away the feed waits: nothing is lost, it is still there.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class Report:
     """What a call of `fit` did: its steps and losses, its speed, where it stopped, the checkpoints it made.
 
     `metrics` are those of the last epoch, with what an interrupted run had seen of it before it was resumed. `stages`
-    says what each stage of the pipeline did: seconds busy and waiting, bytes, share of the time. `windows` are the points
-    of progressive validation (`Trainer(window=)`).
+    says what each stage of the pipeline did: seconds busy and waiting, bytes, share of the time. `windows` are the
+    points of progressive validation (`Trainer(window=)`).
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
