@@ -92,3 +92,25 @@ def test_batches_that_are_not_one_id_each_are_not_taken(device: str) -> None:
     jagged = {**asked.ids, "item": Jagged(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]))}
     assert not reader.takes(KeyedBatch(jagged))
     reader.close()
+
+
+def test_rows_that_change_below_are_brought_up_to_date(device: str) -> None:
+    embeddings = collection(device)
+    assert embeddings.hot is not None
+    reader = HotReader(embeddings.layout, embeddings.hot)
+    generator = np.random.default_rng(5)
+    lane, asked = reader.lane(16), batch(generator, 16)
+    lane.find(asked)
+    reader.filler.round()
+    user, item, place = embeddings.tables
+    changed, gone = torch.arange(0, KEYS, 2), torch.arange(1, 9, 2)
+    touched = {id(user.store): torch.cat([changed, gone]), id(place.store): changed}
+    with reader.refreshing(touched) as refresh:
+        user.store.assign(changed, torch.full((changed.numel(), 4), 7.0))
+        user.store.erase(gone)
+        place.store.assign(changed, torch.full((changed.numel(), 8), -7.0))
+        refresh()
+    found, _ = lane.find(asked)
+    assert torch.equal(found.cpu(), expected(embeddings, asked))
+    assert lane.misses < lane.ids  # what was here is still here
+    reader.close()
