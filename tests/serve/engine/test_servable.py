@@ -27,7 +27,10 @@ def exported(tmp_path: Path) -> Iterator[tuple[hr.Recommender, EngineProcess]]:
     for rows in embeddings.tables:
         rows.assign(torch.arange(500), torch.randn(500, 4))
     hr.export(model, tmp_path / "repository" / "ctr")
-    engine = EngineProcess(EngineOptions(str(tmp_path / "e.sock"), str(tmp_path / "repository"), lanes=2, threads=1))
+    options = {"compile": False, "artifacts": str(tmp_path / "artifacts")}  # buckets have their own tests
+    engine = EngineProcess(
+        EngineOptions(str(tmp_path / "e.sock"), str(tmp_path / "repository"), lanes=2, threads=1, options=options)
+    )
     engine.start()
     yield model.eval(), engine
     engine.stop()
