@@ -41,7 +41,7 @@ class PlainDLRM(nn.Module):
         """Logits."""
         bottom = self.bottom(dense)
         vectors = torch.cat([bottom.unsqueeze(1), self.rows(keys + self.first)], dim=1)
-        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)[:, self.pairs]
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
         return self.top(torch.cat([bottom, products], dim=1)).squeeze(1)  # type: ignore[no-any-return]
 
 

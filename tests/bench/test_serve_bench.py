@@ -1,0 +1,45 @@
+"""The serving bench from front to back: a real server and a real load, for moments, without peers."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from hotrow.bench import serve, serve_model
+from hotrow.bench.harness import Result
+from hotrow.bench.load_client import part_of
+from hotrow.bench.serve import Point, best_pair
+from hotrow.errors import OptionError
+
+
+def test_answers_are_compared_and_a_burst_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_model, "KEYS", 200)
+    monkeypatch.setattr(serve, "BURST_CONNECTIONS", 64)
+    monkeypatch.setenv("HOTROW_BENCH_SCALE", "0.1")
+    monkeypatch.setenv("HOTROW_BENCH_ONLY", "same,burst")
+    rows = {row.name: row for row in serve.results() if isinstance(row, Result)}
+    assert {"serve/same", "serve/burst", "serve/burst/after"} <= set(rows)
+    assert rows["serve/same"].value <= rows["serve/same"].peer_value
+    assert rows["serve/burst/offered"].ratio > 1
+    assert all(row.value > 0 for row in rows.values() if row.peer == "capacity")
+
+
+def test_ours_is_the_fastest_point_whose_p99_is_no_worse_than_that_of_their_fastest() -> None:
+    theirs = {4: Point(700, 0.010), 32: Point(650, 0.080)}
+    ours = {4: Point(1500, 0.004), 16: Point(2200, 0.009), 32: Point(2600, 0.020)}
+    assert best_pair(ours, theirs) == (ours[16], theirs[4])
+    assert best_pair({4: Point(1500, 0.050)}, theirs)[0].p99 == 0.050
+
+
+def test_percentiles_are_those_of_the_sorted_times() -> None:
+    times = [i / 1000 for i in range(1000, 0, -1)]
+    assert part_of(times, 0.99) == pytest.approx(0.991)
+    assert part_of(times, 0.5) == pytest.approx(0.501)
+    assert part_of([], 0.99) == 0
+
+
+def test_an_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTROW_BENCH_ONLY", "same,none")
+    with pytest.raises(OptionError, match="tensorbatch"):
+        serve.wanted_parts()
