@@ -102,7 +102,7 @@ def test_rows_that_change_below_are_brought_up_to_date(device: str) -> None:
     lane, asked = reader.lane(16), batch(generator, 16)
     lane.find(asked)
     reader.filler.round()
-    user, item, place = embeddings.tables
+    user, _, place = embeddings.tables
     changed, gone = torch.arange(0, KEYS, 2), torch.arange(1, 9, 2)
     touched = {id(user.store): torch.cat([changed, gone]), id(place.store): changed}
     with reader.refreshing(touched) as refresh:
