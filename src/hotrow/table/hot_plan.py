@@ -198,11 +198,10 @@ class HotPlan:
         self._step = None
         return any(counts)
 
-    late_ids = 0
-
     def read(self, late: str = "wait") -> None:
-        """Only read: no row is held, so that they are found when they are gathered."""
-        self._reads = True
+        """Only read: no row is held, so that they are found when they are gathered; those on SSD alone are then waited
+        for, or answered by the policy `late`."""
+        self._reads, self._late = True, late
 
     def _read(self, outputs: Sequence[Tensor]) -> None:
         """Find the rows; those that are missing are copied for this batch alone. Nobody may change any meanwhile.
