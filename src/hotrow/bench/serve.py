@@ -87,8 +87,12 @@ def results() -> Iterator[Result | str]:
     with tempfile.TemporaryDirectory(prefix="hotrow-bench-") as folder:
         yield "training and exporting W-serve"
         bench = Bench(Path(folder))
-        if "same" in wanted:
-            yield from same(bench)
+        if wanted & {"same", "burst"}:
+            with bench.serve(ROWS) as server:
+                if "same" in wanted:
+                    yield from same(bench, server)
+                if "burst" in wanted:
+                    yield from burst(bench, server)
         if "requests" in wanted:
             for peer in PEERS:
                 yield from requests(bench, peer)
@@ -96,8 +100,6 @@ def results() -> Iterator[Result | str]:
             yield from tensorbatch(bench)
         if "tower" in wanted:
             yield from tower(Path(folder) / "dlrm")
-        if "burst" in wanted:
-            yield from burst(bench)
         if "unseen_shape" in wanted:
             yield from unseen_shape(bench)
 
@@ -118,15 +120,14 @@ def scale() -> float:
 # --- the rows ---
 
 
-def same(bench: Bench) -> Iterator[Result | str]:
+def same(bench: Bench, server: ServerProcess) -> Iterator[Result | str]:
     """What the server answers beside what the trainer says."""
     yield "comparing answers"
     asked = model.questions(ROWS, 200, seed=2) + model.questions(1, 100, seed=3)
-    with bench.serve(ROWS) as server:
-        worst = 0.0
-        for question, request in zip(asked, model.for_hotrow(asked), strict=True):
-            answer = probabilities(server, request, len(question.keys))
-            worst = max(worst, float(np.abs(answer - bench.trainer.predict(question.batch()).numpy()).max()))
+    worst = 0.0
+    for question, request in zip(asked, model.for_hotrow(asked), strict=True):
+        answer = probabilities(server, request, len(question.keys))
+        worst = max(worst, float(np.abs(answer - bench.trainer.predict(question.batch()).numpy()).max()))
     if worst > 1e-6:
         raise ServerError(f"answers differ from trainer.predict by {worst:.2e}, more than 1e-6")
     yield lower("serve/same", "largest difference, 1e-9", max(worst, 1e-12) * 1e9, "bar", 1e3)
@@ -191,18 +192,17 @@ def tower(folder: Path) -> Iterator[Result | str]:
     yield higher("serve/tower", "requests/s", median(rates), "bare", median(loops), spread(rates))
 
 
-def burst(bench: Bench) -> Iterator[Result | str]:
+def burst(bench: Bench, server: ServerProcess) -> Iterator[Result | str]:
     """Ten times the capacity for a few seconds, between two looks at the capacity."""
     path, _ = bench.requests(ROWS, deadline_ms=DEADLINE_MS)
-    with bench.serve(ROWS) as server:
-        yield "measuring the capacity"
-        load(server, path, closed(CONNECTIONS[1]))
-        steady = load(server, path, closed(CONNECTIONS[1]))[0]
-        yield f"{BURST} times {steady['rate']:,.0f} requests/s"
-        seconds = max(1.0, 3 * scale())
-        flood = {"connections": BURST_CONNECTIONS, "seconds": seconds, "rate": BURST * steady["rate"]}
-        after = {"connections": CONNECTIONS[1], "seconds": 1.0}
-        during, recovered = load(server, path, flood, after)
+    yield "measuring the capacity"
+    load(server, path, closed(CONNECTIONS[1]))
+    steady = load(server, path, closed(CONNECTIONS[1]))[0]
+    yield f"{BURST} times {steady['rate']:,.0f} requests/s"
+    seconds = max(1.0, 3 * scale())
+    flood = {"connections": BURST_CONNECTIONS, "seconds": seconds, "rate": BURST * steady["rate"]}
+    after = {"connections": CONNECTIONS[1], "seconds": 1.0}
+    during, recovered = load(server, path, flood, after)
     offered = during["sent"] / during["seconds"]
     yield higher("serve/burst/offered", "requests/s", offered, "capacity", steady["rate"])
     yield lower("serve/burst", "p99 of accepted, ms", during["p99"] * 1e3, "deadline", float(DEADLINE_MS))

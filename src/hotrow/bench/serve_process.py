@@ -25,7 +25,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 from hotrow.bench import load_client
 from hotrow.errors import HotRowError
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 
 
 class ServerError(HotRowError):
