@@ -4,7 +4,7 @@ Each is written as its own users would: the model is an `nn.Embedding` with all 
 plain forms: one gather for 26 features) and the DLRM tower; the server's own batching joins requests into one forward.
 A body is the keys (int64 [rows, 26]) and then the dense features (float32 [rows, 13]) as raw bytes, an answer the
 probabilities (float32): the binary form that both have (a bytes body in LitServe's FastAPI, a Starlette request in
-Ray). Batches of at most 16 requests with 2 ms of patience, LitServe with one worker, Ray with one replica: a choice, not
+Ray). Batches of at most 16 requests, 2 ms of patience, LitServe with one worker, Ray with one replica: a choice, not
 a search for their best settings on this machine.
 
 Started as `python -m hotrow.bench.serve_peers litserve|ray PORT WEIGHTS`; it prints "ready" when it serves.
