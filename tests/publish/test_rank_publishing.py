@@ -16,15 +16,13 @@ from readers import Reader, rows_of
 from runs import DropoutTower, clicks
 
 import hotrow as hr
-from hotrow.parallel.ranks import joined
 from hotrow.publish.bus import open_bus
 from hotrow.publish.history import commits_after
 from hotrow.publish.message import PART, Message
 
 
-def train(bus: str, folder: str, steps: int, crash: int | None) -> dict[str, Any]:
+def train(ranks: hr.Ranks, bus: str, folder: str, steps: int) -> dict[str, Any]:
     """What each rank does: its rows at the end, and its counters."""
-    ranks = joined()
     tables = [hr.Table("user", dim=4), hr.Table("item", dim=4)]
     embeddings = hr.EmbeddingCollection(tables, optimizer=hr.optim.Adam(lr=0.01), seed=3, ranks=ranks)
     torch.manual_seed(0)
@@ -35,7 +33,7 @@ def train(bus: str, folder: str, steps: int, crash: int | None) -> dict[str, Any
     trainer = hr.Trainer(
         hr.Recommender(embeddings, tower), optimizer, checkpoints=folder, checkpoint_every=4, publish=publish
     )
-    trainer.fit(clicks(1280), steps=crash or steps, resume=True, progress=False)
+    trainer.fit(clicks(1280), steps=steps, resume=True, progress=False)
     assert trainer.publisher is not None
     trainer.publisher.delivery.flush(30)
     counters = trainer.publisher.counters
@@ -54,10 +52,10 @@ def crew() -> Any:
 
 def test_ranks_publish_under_one_number_and_repeat_themselves(crew: Crew, tmp_path: Path) -> None:
     bus = f"dir:{tmp_path / 'bus'}"
-    crew.run(train, bus, str(tmp_path / "a"), 6, 6)
+    crew.run(train, bus, str(tmp_path / "a"), 6)
     before = commits_after(open_bus(bus), 0)
     assert sorted(before) == [1, 2, 3] and all(len(commit.parts) == 2 for commit in before.values())
-    said = crew.run(train, bus, str(tmp_path / "a"), 9, None)
+    said = crew.run(train, bus, str(tmp_path / "a"), 9)
     assert [(one["replayed"], one["differed"]) for one in said] == [(1, 0), (1, 0)]  # from the checkpoint at 4
     reader = Reader(bus)
     reader.catch_up(5)
@@ -69,7 +67,7 @@ def test_ranks_publish_under_one_number_and_repeat_themselves(crew: Crew, tmp_pa
 
 def test_a_publication_without_its_commit_is_not_there(crew: Crew, tmp_path: Path) -> None:
     bus = f"dir:{tmp_path / 'bus'}"
-    crew.run(train, bus, str(tmp_path / "a"), 4, None)
+    crew.run(train, bus, str(tmp_path / "a"), 4)
     messages = [Message.decode(entry.data) for entry in open_bus(bus).read(0)]
     assert {message.rank for message in messages if message.kind == PART} == {0, 1}
     last = max((tmp_path / "bus").glob("*.msg"))  # the commit of 2
