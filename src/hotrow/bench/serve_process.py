@@ -42,12 +42,7 @@ class ServerProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServerProcess:
-        environment = {
-            **os.environ,
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "COLUMNS": "200",
-            "RAY_raylet_start_wait_time_s": "240",
-        }
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "200"}
         self.process = subprocess.Popen(
             self._command, stdout=self._log, stderr=self._log, start_new_session=True, env=environment
         )
