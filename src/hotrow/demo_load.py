@@ -1,8 +1,8 @@
 """The demo's load generator: a process of its own that asks a server for the clicks of users on candidates.
 
-    python -m hotrow.demo_load ADDRESS requests.json out.jsonl SECONDS RATE
+    python demo_load.py ADDRESS requests.json out.jsonl SECONDS RATE
 
-It sends the bodies of requests.json in turn, at a steady rate whatever the answers take (a request that is due is sent
+Run as a file: it needs nothing of the package, whose import takes longer than its work. It sends the bodies of requests.json in turn, at a steady rate whatever the answers take (a request that is due is sent
 as soon as the one before is answered, and its time counts from when it was due), and writes a line an answer: when,
 milliseconds, version, publication and freshness where the server names them, or the error.
 """

@@ -118,13 +118,17 @@ class Load:
     _read: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def start(self, seconds: float) -> None:
-        """Begin to ask."""
+    def start(self, seconds: float, patience: float = 60.0) -> None:
+        """Begin to ask, and wait for the first answer."""
         requests = self.folder / "requests.json"
         requests.write_text(json.dumps(self.bodies))
         self.out.write_text("")
-        command = [sys.executable, "-m", "hotrow.demo_load", self.address, str(requests), str(self.out)]
+        program = str(Path(__file__).with_name("demo_load.py"))
+        command = [sys.executable, program, self.address, str(requests), str(self.out)]
         self.process = subprocess.Popen([*command, str(seconds), str(self.rate)])
+        end = time.monotonic() + patience
+        while not self.poll() and self.process.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
 
     @property
     def out(self) -> Path:
