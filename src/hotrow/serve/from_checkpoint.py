@@ -103,7 +103,7 @@ def _definition(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load_weights(checkpoint: Checkpoint, tower: nn.Module) -> None:
     weights, mine = checkpoint.tensors(DENSE), tower.state_dict()
-    for name in [*weights, *mine]:
+    for name in sorted({*weights, *mine}):  # a file's own order is no order
         shapes = [_shape(tensors.get(name)) for tensors in (weights, mine)]
         if shapes[0] != shapes[1]:
             raise CheckpointError(
