@@ -2,9 +2,10 @@
 
     python demo_load.py ADDRESS requests.json out.jsonl SECONDS RATE
 
-Run as a file: it needs nothing of the package, whose import takes longer than its work. It sends the bodies of requests.json in turn, at a steady rate whatever the answers take (a request that is due is sent
-as soon as the one before is answered, and its time counts from when it was due), and writes a line an answer: when,
-milliseconds, version, publication and freshness where the server names them, or the error.
+Run as a file: it needs nothing of the package, whose import takes longer than its work. It sends the bodies of
+requests.json in turn, at a steady rate whatever the answers take (a request that is due is sent as soon as the one
+before is answered, and its time counts from when it was due), and writes a line an answer: when, milliseconds, version,
+publication and freshness where the server names them, or the error.
 """
 
 from __future__ import annotations
