@@ -87,7 +87,6 @@ class HotReader:
         self.groups = [GroupFeatures(group, layout, hot.device) for group in hot.groups]
         for group in hot.groups:
             group.tier.half_life = HALF_LIFE
-        self.filler = Filler(self)
         self.lanes = 0
         self.lock = threading.Lock()  # held by who brings rows up
         self.filler = Filler(self)
