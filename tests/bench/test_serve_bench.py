@@ -15,13 +15,12 @@ from hotrow.errors import OptionError
 
 def test_answers_are_compared_and_a_burst_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_model, "KEYS", 200)
-    monkeypatch.setattr(serve, "BURST_CONNECTIONS", 64)
+    monkeypatch.setattr(serve, "BURST_CONNECTIONS", 256)
     monkeypatch.setenv("HOTROW_BENCH_SCALE", "0.1")
     monkeypatch.setenv("HOTROW_BENCH_ONLY", "same,burst")
     rows = {row.name: row for row in serve.results() if isinstance(row, Result)}
     assert {"serve/same", "serve/burst", "serve/burst/after"} <= set(rows)
     assert rows["serve/same"].value <= rows["serve/same"].peer_value
-    assert rows["serve/burst/offered"].ratio > 1
     assert all(row.value > 0 for row in rows.values() if row.peer == "capacity")
 
 

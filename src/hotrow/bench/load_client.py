@@ -11,8 +11,9 @@ A spec is `{"port": ..., "requests": FILE, "phases": [...]}`; the file holds who
     closed   {"connections": n, "seconds": s, "warm": s}                each connection asks again when it was answered
     open     {"connections": n, "seconds": s, "rate": requests a second}  asks at fixed times, answered or not
 
-In an open loop a request that finds all connections busy waits for one here, and its latency counts from the time at
-which it was due; `unsent` are those that were still waiting at the phase's end. Answers that come more than a few
+In an open loop a request that finds all connections busy waits for one here. Its latency counts from its sending, so
+that what is measured is the server and not this queue: look at `sent` to see how much was really offered, and at
+`unsent` for those that were still waiting at the phase's end. Answers that come more than a few
 seconds after the end are `lost`. Every phase gives a line of JSON.
 """
 
@@ -168,7 +169,7 @@ class Load:
         while (now := clock()) < end:
             wanted = int((now - begin) * rate) + 1
             while due < wanted and free:
-                self._ask(free.popleft(), begin + due / rate)
+                self._ask(free.popleft(), clock())
                 due += 1
             pause = begin + due / rate - now if free else 0.01
             for file, _ in self.epoll.poll(min(max(pause, 0.0), end - now)):

@@ -43,7 +43,7 @@ ROWS = 50  # candidates of a request
 CONNECTIONS = (4, 16, 32)
 SECONDS, WARM, ROUNDS = 4.0, 0.5, 3
 PEERS = {"litserve": "litserve", "ray": "ray.serve"}
-BURST, BURST_CONNECTIONS, DEADLINE_MS = 10, 512, 500
+BURST, BURST_CONNECTIONS, DEADLINE_MS = 10, 1024, 100
 COMPILE_SECONDS = 300.0
 PARTS = ("same", "requests", "tensorbatch", "tower", "burst", "unseen_shape")
 
