@@ -149,7 +149,7 @@ def demo(
             frozen = _frozen(engine, run, learned)
         figures = _figures(run, learned, best, frozen, load, live)
         path = home / "report.html"
-        path.write_text(_page(figures, run, frozen, load, live["watermarks"], best))
+        path.write_text(_page(figures, run, frozen, load, live, best))
         (home / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
         _summary(console, figures, path)
         if keep:
@@ -246,7 +246,7 @@ def _follow(
         publisher = trainer.publisher
         trainer.each_step = lambda: versions.tick(publisher.watermark)
     report = trainer.fit(source, cursor=first.cursor)
-    counters = trainer.publisher.counters
+    counters, until = trainer.publisher.counters, time.time()
     trainer.publisher.close()
     time.sleep(min(1.0, source.seconds / 20))  # the server answers with the last of them
     return {
@@ -254,6 +254,7 @@ def _follow(
         "publications": getattr(counters, "published", 0),
         "rows": getattr(counters, "rows", 0),
         "watermarks": versions.watermarks,
+        "until": until,
         "answers": len(load.poll()),
     }
 
@@ -299,7 +300,7 @@ def _figures(
     run: Run, learned: int, best: float, frozen: list[tuple[float, float]], load: Load, live: dict[str, Any]
 ) -> dict[str, Any]:
     answers = [answer for answer in load.poll() if "error" not in answer]
-    ages = [age for answer in answers if (age := _age(answer, live["watermarks"])) is not None]
+    ages = [age for _, age in _ages(answers, live["watermarks"], live["until"])]
     after = [(at, window) for at, window in run.windows if window.examples > learned]
     warm = [window for _, window in run.windows if window.examples <= learned]
     first, last = run.samples[0], run.samples[-1]
@@ -324,6 +325,13 @@ def _figures(
     }
 
 
+def _ages(answers: list[dict[str, Any]], watermarks: dict[str, int], until: float) -> list[tuple[float, float]]:
+    """When, and the age in ms: of answers from the first publication that the server took up to the last click."""
+    fresh = [answer for answer in answers if (answer.get("publication") or answer.get("version") in watermarks)]
+    found = [(answer["at"], _age(answer, watermarks)) for answer in fresh if answer["at"] <= until]
+    return [(at, age) for at, age in found if age is not None]
+
+
 def _age(answer: dict[str, Any], watermarks: dict[str, int]) -> float | None:
     """Milliseconds from the newest event in the answering model to the answer, or None where it is not known."""
     if answer.get("freshness_ms") is not None:
@@ -344,7 +352,7 @@ def _page(
     run: Run,
     frozen: list[tuple[float, float]],
     load: Load,
-    watermarks: dict[str, int],
+    live: dict[str, Any],
     best: float,
 ) -> str:
     aucs = [(at, window.auc) for at, window in run.windows]
@@ -352,7 +360,7 @@ def _page(
     answers = [answer for answer in load.poll() if "error" not in answer]
     zero = time.time() - run.now
     moments = [(answer["at"] - zero, answer["ms"]) for answer in answers]
-    ages = [(answer["at"] - zero, age / 1000) for answer in answers if (age := _age(answer, watermarks)) is not None]
+    ages = [(at - zero, age / 1000) for at, age in _ages(answers, live["watermarks"], live["until"])]
     rates, hits = _rates(run.samples)
     plots = [
         Plot(
@@ -386,7 +394,7 @@ def _page(
         ),
         Plot(
             "Freshness",
-            "Seconds from the newest click in the answering model to its answer.",
+            "Seconds from the newest click in the answering model to its answer, from the first publication on.",
             _spread(ages),
             floor=0,
         ),

@@ -68,7 +68,7 @@ class RedisFeed:
                 entries = [entry for part in answer.values() for some in part for entry in some]
             else:
                 entries = answer[0][1] if answer else []
-            messages = [message for entry, fields in entries for message in self._message(entry, fields, rejects)]
+            messages = [message for entry in entries for message in self._message(entry[0], entry[1], rejects)]
             name = entries[-1][0].decode() if entries else name
             yield messages
 
@@ -76,8 +76,7 @@ class RedisFeed:
         """What is left of the entry that the place stands in; and that nothing behind it is lost."""
         found = self._redis.xrange(self.stream, name, name)
         if found:
-            entry, fields = found[0]
-            return [] if row == ALL else self._message(entry, fields, rejects, first=row)
+            return [] if row == ALL else self._message(found[0][0], found[0][1], rejects, row)
         newest = self._redis.xrevrange(self.stream, count=1)
         if row == ALL and (not newest or newest[0][0].decode() == name):
             return []
