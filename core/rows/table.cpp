@@ -375,6 +375,7 @@ void Table::insert(Fresh fresh, const int64_t* keys, const uint64_t* hashes, uin
       __atomic_store_n(&group.key[lane], keys[i], __ATOMIC_RELAXED);
       if (from >= kRefused) {
         store_initial(keys[i], row);
+        if (given_) store_row(row, given_->of(i), given_->floats);
         group.stamp[lane] = from == kFresh ? stamp_of(expiry_.oldest(shard)) : 0;
         group.count[lane] = 0;
         if (tier_) tier_->marks().reset(slot, from == kFresh ? tier_->epoch() : kClean, kNoPlace);
@@ -499,7 +500,15 @@ void Table::assign(const int64_t* keys, size_t count, const float* rows, int row
     throw std::invalid_argument("assign: " + std::to_string(count - grouping.size()) +
                                 " duplicate keys; give each key once");
   std::lock_guard lock(writer_);
-  create(grouping, slots.data());
+  const Given given{grouping, rows, row_floats};
+  given_ = &given;
+  try {
+    create(grouping, slots.data());
+  } catch (...) {
+    given_ = nullptr;
+    throw;
+  }
+  given_ = nullptr;
   if (tier_) tier_->touch(slots.data(), slots.size());
   note_changed(slots.data(), slots.size());
   const auto& cuts = grouping.cuts();

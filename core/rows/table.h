@@ -259,6 +259,16 @@ class Table : public BudgetMember {
   LineArena index_memory_;
   std::vector<ShardIndex> shards_;
   RowView view_;
+  // What new rows are to hold from the first moment that a reader can find them; set by assign, under writer_.
+  struct Given {
+    const Grouping& grouping;
+    const float* rows;
+    int floats;
+    const float* of(size_t unique) const {
+      return rows + size_t{grouping.run()[grouping.run_begin()[unique]]} * static_cast<size_t>(floats);
+    }
+  };
+  const Given* given_ = nullptr;
   mutable Writer writer_;
   struct SlotBlock {
     uint32_t next = 0, end = 0;
