@@ -36,7 +36,7 @@ from hotrow.config import Memory, format_size
 from hotrow.data import Drift, Shape
 from hotrow.data.synthetic import SyntheticClicks
 from hotrow.demo_page import Line, Plot, page
-from hotrow.demo_server import DemoServer, Load, Versions, follows_a_bus
+from hotrow.demo_server import CANDIDATES, DemoServer, Load, Versions, follows_a_bus, requests
 from hotrow.demo_stream import Live
 from hotrow.errors import OptionError
 from hotrow.models import DLRM
@@ -54,7 +54,7 @@ DRAM = "48MiB"
 DRIFT = Drift(items=0.9, tastes=0.9, new_items=0.25)
 SHARES = {"learn": 0.24, "follow": 0.5}
 PACE = 0.5  # of the speed that training has alone: the server and the load need the rest
-DAYS, WINDOWS, CANDIDATES = 5, 20, 20
+DAYS, WINDOWS = 5, 20
 LIVE, FROZEN, BEST, GREY = "#0b7a53", "#b3261e", "#1f5fbf", "#5b6673"
 
 
@@ -135,7 +135,7 @@ def demo(
     export(model, repository / "ctr", values="fp16")
     server = DemoServer(repository, bus, home / "server.log")
     say("[bold]serving[/] it: starting hotrow serve")
-    load = Load("", home, _requests(log, learned))
+    load = Load("", home, requests(log, learned))
     try:
         server.start()
         load.address = server.address
@@ -257,27 +257,6 @@ def _follow(
         "until": until,
         "answers": len(load.poll()),
     }
-
-
-def _requests(log: SyntheticClicks, start: int, count: int = 200) -> list[str]:
-    """Bodies of requests: a user in a context, and candidates."""
-    bodies = []
-    for number in range(count):
-        batch = log.batch(start + number * CANDIDATES, CANDIDATES)
-        inputs: list[dict[str, Any]] = []
-        for name, jagged in batch.ids.items():
-            length = CANDIDATES if name == "item" else 1
-            values = jagged.values[:length].tolist()
-            shape = [length]
-            if jagged.offsets is not None:
-                values = jagged.values[: int(jagged.offsets[1])].tolist() or jagged.values[:1].tolist()
-                shape = [1, len(values)]
-            inputs.append({"name": name, "datatype": "INT64", "shape": shape, "data": values})
-        if batch.dense is not None:
-            dense = batch.dense[:1]
-            inputs.append({"name": "dense", "datatype": "FP32", "shape": list(dense.shape), "data": dense[0].tolist()})
-        bodies.append(json.dumps({"inputs": inputs, "outputs": [{"name": "probabilities"}]}))
-    return bodies
 
 
 def _frozen(engine: Any, run: Run, learned: int) -> list[tuple[float, float]]:

@@ -17,8 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hotrow.data.synthetic import SyntheticClicks
 from hotrow.errors import HotRowError
 from hotrow.nn import Recommender
+
+
+CANDIDATES = 20  # of a request
 
 
 def follows_a_bus() -> bool:
@@ -51,7 +55,7 @@ class DemoServer:
 
     def start(self, patience: float = 300.0) -> None:
         """Start it and wait until it answers."""
-        self.port, self.metrics = _free_port(), _free_port()
+        self.port, self.metrics = free_port(), free_port()
         command = [sys.executable, "-m", "hotrow", "serve", str(self.repository), "--http", str(self.port)]
         command += ["--grpc", "-1", "--metrics", str(self.metrics), "--no-compile", "--max-wait", "1ms"]
         with open(self.log, "wb") as log:
@@ -151,7 +155,29 @@ class Load:
             self.process.wait(10)
 
 
-def _free_port() -> int:
+def requests(log: SyntheticClicks, start: int, count: int = 200) -> list[str]:
+    """Bodies of requests: a user in a context, and candidates."""
+    bodies = []
+    for number in range(count):
+        batch = log.batch(start + number * CANDIDATES, CANDIDATES)
+        inputs: list[dict[str, Any]] = []
+        for name, jagged in batch.ids.items():
+            length = CANDIDATES if name == "item" else 1
+            values = jagged.values[:length].tolist()
+            shape = [length]
+            if jagged.offsets is not None:
+                values = jagged.values[: int(jagged.offsets[1])].tolist() or jagged.values[:1].tolist()
+                shape = [1, len(values)]
+            inputs.append({"name": name, "datatype": "INT64", "shape": shape, "data": values})
+        if batch.dense is not None:
+            dense = batch.dense[:1]
+            inputs.append({"name": "dense", "datatype": "FP32", "shape": list(dense.shape), "data": dense[0].tolist()})
+        bodies.append(json.dumps({"inputs": inputs, "outputs": [{"name": "probabilities"}]}))
+    return bodies
+
+
+def free_port() -> int:
+    """A port that nobody has."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

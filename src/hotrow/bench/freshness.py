@@ -1,0 +1,189 @@
+"""Freshness on each bus: from an event to an answer that knows of it, while rows change fast.
+
+A trainer in this process follows clicks as they happen and publishes every 0.1 s; `hotrow serve --bus` takes it up and
+answers a load generator, which is a process of its own. Every answer says how old what it knows is (`freshness_ms`).
+The server is asked for a while before training begins, too: that is the latency without updates. Everything shares this
+machine's cores, so the load and the clicks are what two cores carry.
+
+    online/freshness_p50/<bus>, online/freshness_p99/<bus>   seconds, against the bars
+    online/changed_rows/<bus>                                rows/s in publications, against the bar
+    online/serving_p99/<bus>                                 ms, against 1.3 times that without updates
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotrow._core import set_threads
+from hotrow.bench.harness import Result, higher, lower
+from hotrow.data.synthetic import SyntheticClicks
+from hotrow.demo_server import DemoServer, Load, follows_a_bus
+from hotrow.demo_stream import Live
+from hotrow.errors import HotRowError
+from hotrow.nn import Recommender
+from hotrow.publish.publisher import Publish
+from hotrow.train.trainer import Trainer
+
+P50, P99, ROWS, SLOWER = 0.5, 1.0, 20_000, 1.3
+KAFKA = """
+import sys, confluent_kafka
+owner = confluent_kafka.Producer({"test.mock.num.brokers": 1, "bootstrap.servers": "none", "log_level": 0})
+broker = next(iter(owner.list_topics(timeout=30).brokers.values()))
+print(f"{broker.host}:{broker.port}", flush=True)
+sys.stdin.read()
+"""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Clicks and requests a second, and seconds of each part."""
+
+    clicks: int = 8_000
+    requests: float = 40.0
+    still: float = 10.0
+    updates: float = 30.0
+    settle: float = 5.0  # not counted: the first publication has all rows
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one bus did."""
+
+    ages: list[float]  # seconds
+    latency: list[float]  # ms
+    still: list[float]  # ms, without updates
+    rows: float  # a second
+
+
+def results(
+    model: Recommender, log: SyntheticClicks, bodies: list[str], pace: Pace | None = None
+) -> Iterator[Result | str]:
+    """The rows of all buses that this machine can have. Requires: the model is that of `log`."""
+    if not follows_a_bus():
+        yield "no freshness rows: hotrow serve of this release follows no bus"
+        return
+    chosen = pace or Pace()
+    for name in ("dir", "redis", "kafka"):
+        with ExitStack() as stack:
+            home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotrow-bench-")))
+            bus = stack.enter_context(open_bus_of(name, home))
+            if bus is None:
+                yield f"no {name} here: its server or its client is not installed"
+                continue
+            yield f"following a {name} bus"
+            measured = measure(model, log, bodies, bus, home, chosen)
+            yield from rows(name, measured)
+
+
+def rows(name: str, measured: Measured) -> Iterator[Result]:
+    """What was measured, beside the bars."""
+    yield lower(f"online/freshness_p50/{name}", "s", _percentile(measured.ages, 0.5), "bar", P50)
+    yield lower(f"online/freshness_p99/{name}", "s", _percentile(measured.ages, 0.99), "bar", P99)
+    yield higher(f"online/changed_rows/{name}", "k rows/s", measured.rows / 1e3, "bar", ROWS / 1e3)
+    allowed = SLOWER * _percentile(measured.still, 0.99)
+    yield lower(f"online/serving_p99/{name}", "ms", _percentile(measured.latency, 0.99), "1.3 x without", allowed)
+
+
+def measure(model: Recommender, log: SyntheticClicks, bodies: list[str], bus: str, home: Path, pace: Pace) -> Measured:
+    """One bus."""
+    from hotrow.serve.export import export
+
+    torch.set_num_threads(1)
+    set_threads(1)
+    export(model, home / "repository" / "ctr", values="fp16")
+    server, load = DemoServer(home / "repository", bus, home / "server.log"), Load("", home, bodies, pace.requests)
+    publish = Publish(bus, every_seconds=0.1, spool=str(home / "spool"))
+    trainer = Trainer(model, torch.optim.Adam(model.tower.parameters(), lr=1e-3), publish=publish)
+    assert trainer.publisher is not None
+    try:
+        server.start()
+        load.address = server.address
+        load.start(3600)
+        time.sleep(pace.still)
+        begun = time.time()
+        trainer.fit(Live(log, pace.updates + pace.settle, pace.clicks), progress=False)
+        done, counted = time.time(), trainer.publisher.counters.rows
+    finally:
+        trainer.publisher.close()
+        load.stop()
+        server.stop()
+    answers = [answer for answer in load.poll() if "error" not in answer]
+    during = [answer for answer in answers if begun + pace.settle < answer["at"] < done]
+    return Measured(
+        [float(answer["freshness_ms"]) / 1000 for answer in during if answer.get("freshness_ms") is not None],
+        [float(answer["ms"]) for answer in during],
+        [float(answer["ms"]) for answer in answers[20:] if answer["at"] < begun],
+        counted / (done - begun),
+    )
+
+
+def _percentile(values: list[float], part: float) -> float:
+    if len(values) < 100:
+        raise HotRowError(f"only {len(values)} answers in the time: the machine is too busy to measure anything")
+    return statistics.quantiles(values, n=1000, method="inclusive")[round(part * 1000) - 1]
+
+
+@contextmanager
+def open_bus_of(name: str, home: Path) -> Iterator[str | None]:
+    """A bus of this kind with a server of its own; None where there cannot be one."""
+    if name == "dir":
+        yield f"dir:{home / 'bus'}"
+    elif name == "redis":
+        yield from _redis(home)
+    else:
+        yield from _kafka()
+
+
+def _redis(home: Path) -> Iterator[str | None]:
+    try:
+        import redis
+    except ImportError:
+        yield None
+        return
+    if shutil.which("redis-server") is None:
+        yield None
+        return
+    from hotrow.demo_server import free_port
+
+    port = free_port()
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", str(home), "--save", ""]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        client: Any = redis.Redis(port=port)
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            try:
+                client.ping()
+                break
+            except redis.RedisError:
+                time.sleep(0.05)
+        yield f"redis://127.0.0.1:{port}/0?stream=publications"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def _kafka() -> Iterator[str | None]:
+    try:
+        import confluent_kafka  # noqa: F401
+    except ImportError:
+        yield None
+        return
+    cluster = subprocess.Popen([sys.executable, "-c", KAFKA], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert cluster.stdout is not None
+    try:
+        yield f"kafka://{cluster.stdout.readline().strip()}/publications?create=no"
+    finally:
+        cluster.communicate(timeout=20)
