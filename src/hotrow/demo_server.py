@@ -21,7 +21,6 @@ from hotrow.data.synthetic import SyntheticClicks
 from hotrow.errors import HotRowError
 from hotrow.nn import Recommender
 
-
 CANDIDATES = 20  # of a request
 
 

@@ -208,7 +208,33 @@ def test_without_drift_an_items_effect_stays_and_with_drift_it_moves() -> None:
     assert 0.4 < correlation(0.7, 30) < 0.6
 
 
+def test_tastes_move_and_new_items_come_as_days_pass() -> None:
+    drift = data.Drift(items=0.9, tastes=0.9, new_items=0.25)
+    log = data.synthetic(drift=drift, keys=20_000, shape=data.Shape(per_day=10_000))
+    days = [set(log.batch(day * 10_000, 10_000).ids["item"].values.tolist()) for day in (0, 1, 8)]
+    known = [len(days[0] & later) / len(later) for later in days[1:]]
+    assert known[0] > 0.3 > 0.1 > known[1]  # eight days on, every rank has been given to another item
+    still = data.synthetic(keys=20_000, shape=data.Shape(per_day=10_000))
+    assert len(set(still.batch(0, 10_000).ids["item"].values.tolist()) & days[0]) > 0.3 * len(days[0])
+    users = np.zeros(1000, np.int64) + np.arange(1000)
+    ranks, items = np.zeros(1000, np.int64), np.zeros(1000, np.int64)
+    moments = [np.full(1000, START_MS + day * DAY_MS) for day in (0, 0.01, 3)]
+    today, soon, later = (log.world._taste(users, ranks, items, moment.astype(np.int64)) for moment in moments)
+    assert np.corrcoef(today, soon)[0, 1] > 0.95
+    assert np.corrcoef(today, later)[0, 1] < 0.5
+
+
+def test_a_number_is_drift_of_the_items_alone() -> None:
+    one, other = (data.synthetic(drift=drift) for drift in (0.5, data.Drift(items=0.5)))
+    assert torch.equal(one.batch(10**7, 500).labels, other.batch(10**7, 500).labels)
+    for wrong in ({"items": 2}, {"tastes": -1}, {"new_items": True}):
+        with pytest.raises(OptionError, match="give a number from 0"):
+            data.Drift(**wrong)
+
+
 def test_drift_leaves_the_best_auc() -> None:
+    full = data.Drift(items=1.0, tastes=1.0, new_items=0.5)
+    assert data.synthetic(drift=full).best_auc(50_000, start=3_000_000) == pytest.approx(0.8, abs=0.03)
     assert data.synthetic(drift=1.0).best_auc(50_000) == pytest.approx(0.8, abs=0.03)
 
 

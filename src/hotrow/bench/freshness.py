@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -50,7 +51,7 @@ sys.stdin.read()
 class Pace:
     """Clicks and requests a second, and seconds of each part."""
 
-    clicks: int = 8_000
+    clicks: int = 11_000
     requests: float = 40.0
     still: float = 10.0
     updates: float = 30.0
@@ -107,16 +108,19 @@ def measure(model: Recommender, log: SyntheticClicks, bodies: list[str], bus: st
     publish = Publish(bus, every_seconds=0.1, spool=str(home / "spool"))
     trainer = Trainer(model, torch.optim.Adam(model.tower.parameters(), lr=1e-3), publish=publish)
     assert trainer.publisher is not None
+    publisher = trainer.publisher
     try:
         server.start()
         load.address = server.address
         load.start(3600)
         time.sleep(pace.still)
-        begun = time.time()
+        begun, settled = time.time(), list[int]()
+        timer = threading.Timer(pace.settle, lambda: settled.append(publisher.counters.rows))
+        timer.start()
         trainer.fit(Live(log, pace.updates + pace.settle, pace.clicks), progress=False)
-        done, counted = time.time(), trainer.publisher.counters.rows
+        done, counted = time.time(), publisher.counters.rows - settled[0]
     finally:
-        trainer.publisher.close()
+        publisher.close()
         load.stop()
         server.stop()
     answers = [answer for answer in load.poll() if "error" not in answer]
@@ -125,7 +129,7 @@ def measure(model: Recommender, log: SyntheticClicks, bodies: list[str], bus: st
         [float(answer["freshness_ms"]) / 1000 for answer in during if answer.get("freshness_ms") is not None],
         [float(answer["ms"]) for answer in during],
         [float(answer["ms"]) for answer in answers[20:] if answer["at"] < begun],
-        counted / (done - begun),
+        counted / (done - begun - pace.settle),
     )
 
 
