@@ -250,6 +250,8 @@ int Log::drop_dead() {
   return static_cast<int>(dead.size());
 }
 
+size_t Log::trim() { return state_->readers->trim(); }
+
 LogReport Log::report() const {
   const State& state = *state_;
   LogReport report{};

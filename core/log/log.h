@@ -134,6 +134,7 @@ class Log {
   int drop_dead();
 
   LogReport report() const;
+  size_t trim();  // frees the memory of readers that nobody uses now; returns the bytes
 
  private:
   LogOptions options_;

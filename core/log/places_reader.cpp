@@ -45,6 +45,12 @@ uint64_t PlacesReader::read(const std::vector<Wanted>& wanted, const std::vector
   return blocks;
 }
 
+void PlacesReader::trim() {
+  lanes_.clear();
+  wanted = {};
+  ram_bytes_ = 0;
+}
+
 size_t PlacesReader::lane_bytes() const { return std::max(kLaneBytes, size_t{geometry_.block_bytes}); }
 
 PlacesReader::Lane& PlacesReader::lane(size_t number) {
@@ -129,6 +135,16 @@ void PlacesReaders::give_back(PlacesReader* reader) {
     idle_.push_back(reader);
   }
   given_back_.notify_one();
+}
+
+size_t PlacesReaders::trim() {
+  std::lock_guard lock(mutex_);
+  size_t freed = 0;
+  for (PlacesReader* reader : idle_) {
+    freed += reader->ram_bytes();
+    reader->trim();
+  }
+  return freed;
 }
 
 size_t PlacesReaders::ram_bytes() const {

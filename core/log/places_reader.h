@@ -47,6 +47,7 @@ class PlacesReader {
 
   std::vector<Wanted> wanted;                      // for the caller, to be used again
   size_t ram_bytes() const { return ram_bytes_; }  // after the last read; any thread
+  void trim();                                     // gives its memory back; the next read takes it again
 
  private:
   struct Piece {  // of a request: one block and what is wanted of it
@@ -91,6 +92,7 @@ class PlacesReaders {
   using Lent = std::unique_ptr<PlacesReader, GiveBack>;
   Lent lend();
   size_t ram_bytes() const;
+  size_t trim();  // frees what readers hold that nobody uses now; returns the bytes
 
  private:
   void give_back(PlacesReader* reader);

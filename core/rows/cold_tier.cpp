@@ -218,11 +218,18 @@ void ColdTier::make_room(size_t rows) {
     if (evict(std::max<size_t>(want, active_slabs_ * kSlabSlots / 64)) >= want) continue;
     if (!modest && table_.free_.size() < rows) evict(rows - table_.free_.size(), true);
     if (table_.free_.size() >= rows) break;
+    if (!modest && trim()) continue;
     if (modest || !table_.budget_->reclaim(table_)) {
       const size_t more = (rows - table_.free_.size() + kSlabSlots - 1) / kSlabSlots;
       table_.refuse(rows, more * slab_bytes() + table_.budget_->reserve());
     }
   }
+}
+
+bool ColdTier::trim() {
+  if (log_->trim() == 0) return false;
+  table_.settle();
+  return true;
 }
 
 // The hand goes round at most four times: a row is at most 3 warm.

@@ -95,6 +95,8 @@ class ColdTier {
   // Rows that are not pinned leave DRAM, the coldest first; returns how many. Those that batches in flight wait for
   // stay, unless `all`.
   size_t evict(size_t want, bool all = false);
+  // Gives back what reading the log holds between two reads; false where that is nothing.
+  bool trim();
   // Gives one slab back to the budget; false where none can go.
   bool release_slab();
   // For a table that comes to have a log while it has rows.

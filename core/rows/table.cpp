@@ -150,10 +150,11 @@ size_t Table::reclaimable() const { return tier_ ? tier_->active_slabs() * tier_
 
 bool Table::give_back_some() {
   if (!tier_ || !tier_->evicts()) return false;
-  if (writer_.mine()) return tier_->release_slab();
+  const auto give = [&] { return tier_->trim() || tier_->release_slab(); };
+  if (writer_.mine()) return give();
   if (!writer_.try_lock()) return false;
   std::lock_guard lock(writer_, std::adopt_lock);
-  return tier_->release_slab();
+  return give();
 }
 
 void Table::find(const int64_t* keys, size_t count, uint32_t* slots) const {

@@ -59,8 +59,8 @@ def test_towers_answer_with_the_exported_weights_and_with_new_ones(model: hr.Rec
         model.tower.load_state_dict(tower(5).state_dict())
         engine.replace_weights(model.tower.state_dict())
         assert_answers(engine, model)
-        _, late, compiled = engine.answer(batch_of(3))
-        assert late.ids == 0 and not compiled
+        answered = engine.answer(batch_of(3))
+        assert answered.late.ids == 0 and not answered.compiled
 
 
 def test_a_graph_that_was_saved_without_weights_asks_for_them(model: hr.Recommender, tmp_path: Path) -> None:

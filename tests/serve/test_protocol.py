@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from hotrow.serve.backend import ModelInfo
 from hotrow.serve.limits import Limits
 from hotrow.serve.protocol import ModelInputs, Output, Wishes, sigmoid, write
-from hotrow.serve.request import Answer, PackedIds, RefusedError, Request, Signature
+from hotrow.serve.request import Answer, Ids, PackedIds, RefusedError, Request, Signature
 
 INFO = ModelInfo("ctr", "1", Signature(("a", "b", "c"), frozenset(), 2))
 
@@ -24,7 +25,11 @@ def inputs() -> ModelInputs:
 
 
 def columns(request: Request) -> list[list[int]]:
-    return [ids.values.tolist() for ids in request.ids]
+    return [ids.values.tolist() for ids in features(request)]
+
+
+def features(request: Request) -> Sequence[Ids]:
+    return request.ids if request.matrix is None else PackedIds(np.ascontiguousarray(request.matrix.T))
 
 
 @given(rows=st.integers(1, 40), order=st.permutations(["a", "b", "c", "dense"]), seed=st.integers(0, 1000))
@@ -40,7 +45,7 @@ def test_every_form_and_order_gives_the_same_columns(rows: int, order: list[str]
         request, _ = model.read(body, header, None)
         assert columns(request) == keys.T.tolist() and request.rows == rows
         assert request.dense is not None and np.array_equal(request.dense, dense)
-        assert all(ids.values.flags.aligned and ids.offsets is None for ids in request.ids)
+        assert all(ids.values.flags.aligned and ids.offsets is None for ids in features(request))
 
 
 def test_plain_requests_come_as_one_matrix() -> None:
