@@ -150,7 +150,7 @@ size_t Table::reclaimable() const { return tier_ ? tier_->active_slabs() * tier_
 
 bool Table::give_back_some() {
   if (!tier_ || !tier_->evicts()) return false;
-  const auto give = [&] { return tier_->trim() || tier_->release_slab(); };
+  const auto give = [&] { return tier_->release_slab() || tier_->trim(); };
   if (writer_.mine()) return give();
   if (!writer_.try_lock()) return false;
   std::lock_guard lock(writer_, std::adopt_lock);

@@ -19,9 +19,9 @@ def healthy(running: Running) -> None:
         assert status == 200, answer
     service, http = running.frontend.service, running.frontend._http
     until = time.monotonic() + 10
-    while (service.in_flight or http.held) and time.monotonic() < until:  # let go of after the client has its answer
+    while (service.door.inside or http.held) and time.monotonic() < until:  # let go of after the client has its answer
         time.sleep(0.01)
-    assert service.in_flight == 0 and http.held == 0
+    assert service.door.inside == 0 and http.held == 0
 
 
 def test_mutated_requests_are_refused_clearly(running: Running) -> None:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http import HttpRequestParser
 
+from hotrow.serve.door import Door
 from hotrow.serve.limits import Limits
 from hotrow.serve.metrics import Counts
 from hotrow.serve.request import RefusedError
@@ -90,8 +91,9 @@ def refusal(error: RefusedError) -> Reply:
 class HttpServer:
     """A port, its connections and their limits."""
 
-    def __init__(self, handler: Handler, limits: Limits, counts: Counts, name: str) -> None:
+    def __init__(self, handler: Handler, limits: Limits, counts: Counts, name: str, door: Door | None = None) -> None:
         self.handler, self.limits, self.counts, self.name = handler, limits, counts, name
+        self.door = door or Door(limits.connections)  # those who ask to infer come through it
         self.body_bytes, self.header_bytes = limits.body_bytes, limits.header_bytes
         self.buffered_bytes = limits.buffered_bytes
         self.connections: set[Connection] = set()
@@ -183,6 +185,7 @@ class Connection(BaseProtocol):
         if self._last:
             return
         server, size = self._server, len(data)
+        server.door.read(self._loop)
         if self._state == _IDLE:
             self._state, self._since = _READING, self._loop.time()
         self._held += size
@@ -307,7 +310,10 @@ class Connection(BaseProtocol):
             self._state = _READING
             self._refuse(RefusedError(400, f"the body cannot be read: {shown(str(error))}; send it as its headers say"))
             return
-        self._task = self._loop.create_task(self._answer(message, body))
+        if self._server.door.full and message.path.endswith("/infer"):
+            self._reply(message, len(body), refusal(self._server.door.refusal()))
+        else:
+            self._task = self._loop.create_task(self._answer(message, body))
 
     async def _answer(self, message: Any, body: bytes) -> None:
         try:
@@ -318,6 +324,10 @@ class Connection(BaseProtocol):
             log.exception("%s %s failed", message.method, shown(message.path))
             reply = refusal(RefusedError(500, "the server failed to answer; its log says why"))
         self._task = None
+        self._reply(message, len(body), reply)
+
+    def _reply(self, message: Any, size: int, reply: Reply) -> None:
+        """Send it, and go on with the next request. `size` is the body's that it answers."""
         transport = self.transport
         if transport is None or transport.is_closing():
             return
@@ -329,7 +339,7 @@ class Connection(BaseProtocol):
             self._last = True
             self._close()
             return
-        self._release(len(body) if self._waiting else self._held)
+        self._release(size if self._waiting else self._held)
         if self._waiting and len(self._waiting) <= _PIPELINED // 2:
             transport.resume_reading()
         self._next()

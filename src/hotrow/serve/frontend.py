@@ -77,7 +77,7 @@ class Frontend:
         limits = self.options.limits
         self.service = Service(backend, limits, self.options.token, is_loopback(self.options.host))
         self.ports: dict[str, int] = {}
-        self._http = HttpServer(HttpProtocol(self.service), limits, self.service.counts, "http")
+        self._http = HttpServer(HttpProtocol(self.service), limits, self.service.counts, "http", self.service.door)
         page = MetricsPage(self.service, lambda: [self.figures(), *others()])
         self._metrics = HttpServer(page, limits, self.service.counts, "metrics")
         self._grpc: GrpcServer | None = None

@@ -58,6 +58,7 @@ TABLE: dict[str, Metric] = {
     "hotrow_rows_asked_total": Metric("counter", _MODEL, "Rows in accepted requests"),
     "hotrow_request_bytes_total": Metric("counter", ("protocol",), "Bytes of request bodies"),
     "hotrow_requests_in_flight": Metric("gauge", (), "Requests that wait for an answer"),
+    "hotrow_turned_away_total": Metric("counter", (), "Requests refused unread: more would not be answered in time"),
     "hotrow_connections": Metric("gauge", ("protocol",), "Open connections"),
     "hotrow_connections_refused_total": Metric("counter", ("reason",), "Connections closed: too many, slow, idle, bad"),
     "hotrow_buffered_bytes": Metric("gauge", (), "Bytes of bodies being read or answered"),

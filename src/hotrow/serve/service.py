@@ -18,10 +18,12 @@ import hmac
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import hotrow
 from hotrow.serve.backend import READY, Backend, Figures, IndexEntry, ModelInfo
+from hotrow.serve.door import Door
 from hotrow.serve.layout import DENSE, KEYS
 from hotrow.serve.limits import Limits
 from hotrow.serve.metrics import Counts, added
@@ -44,7 +46,7 @@ class Service:
     def __init__(self, backend: Backend, limits: Limits, token: str | None = None, loopback: bool = True) -> None:
         self.backend, self.limits, self.counts = backend, limits, Counts()
         self.draining = False
-        self.in_flight = 0
+        self.door = Door(limits.in_flight)
         self._token = None if token is None else token.encode()
         self._loopback = loopback
         self._inputs: dict[tuple[str, str], ModelInputs] = {}
@@ -83,24 +85,28 @@ class Service:
         info = inputs.info
         if self.draining:
             raise RefusedError(503, "the server is shutting down; ask another, or again in a moment", _RETRY_SECONDS)
-        if self.in_flight >= self.limits.in_flight:
+        door = self.door
+        if door.full:
             self.counts.failed(info.name, info.version, 429)
-            raise RefusedError(429, f"{self.in_flight} requests wait already (in_flight=); ask again", _RETRY_SECONDS)
-        self.in_flight += 1
+            raise door.refusal()
+        under_way, end = door.entered(), door.left
         try:
             if size > _LARGE:
                 request, wishes = await asyncio.to_thread(read, inputs, version or None)
             else:
                 request, wishes = read(inputs, version or None)
-            answer = await self.backend.infer(request)
+            answer = await self.backend.infer(door.hastened(request))
+            end = door.answered
         except RefusedError as error:
+            if error.status == 429:
+                end = partial(door.refused, under_way)
             self.counts.failed(info.name, info.version, error.status)
             raise
         except Exception:
             self.counts.failed(info.name, info.version, 500)
             raise
         finally:
-            self.in_flight -= 1
+            end()
         self.counts.answered(answer.model, answer.version, request.rows, time.perf_counter() - began)
         return answer, wishes
 
@@ -138,7 +144,11 @@ class Service:
 
     def figures(self) -> dict[tuple[str, ...], float]:
         """What this front end counted, without the engines' figures."""
-        own: Figures = {("hotrow_requests_in_flight",): self.in_flight, ("hotrow_draining",): float(self.draining)}
+        own: Figures = {
+            ("hotrow_requests_in_flight",): self.door.inside,
+            ("hotrow_turned_away_total",): self.door.turned_away,
+            ("hotrow_draining",): float(self.draining),
+        }
         return added([self.counts.figures(), own])
 
     def _forget(self) -> None:

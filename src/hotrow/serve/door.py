@@ -1,0 +1,99 @@
+"""Door: requests that cannot be answered in time are turned away before they are read.
+
+The engine admits by what it knows: rows in line, how long a batch takes, each request's deadline (tensorbatch.py). But
+a request that it refuses has been read, checked, made a frame, sent and refused by then, on the cores that the others
+want; at ten times the capacity that work is all there is, and requests grow old in the sockets where nobody sees them.
+So the front end keeps two figures:
+
+- `limit`, how many requests may be under way here. It falls when the engine refuses one for want of time, to less than
+  were under way when that one came, and rises by one with every answer that comes while it is nearly reached. So it
+  follows the engine's own edge from just below: most of a flood ends here, for the price of one small write, and a few
+  requests still ask the engine, which alone knows.
+- `turn`, how long a turn of the event loop takes. What is read in a turn has waited in its socket for about the last
+  turn, and its answer will wait for another one: both are taken from the request's time. A turn is microseconds until
+  there is a flood.
+
+Everything runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+from hotrow.serve.request import RefusedError, Request
+
+LEAST = 32  # requests under way, whatever the engine says: it refuses precisely, this does not
+_FALL = 0.9  # of those under way when one came that the engine refused
+_NEAR = 0.5  # of the limit: with fewer under way an answer says nothing about more
+_RETRY_SECONDS = 0.1
+_SHORT = 0.001  # seconds: a turn that is no loss
+
+
+class Door:
+    """Who may come in.
+
+    >>> door = Door(1000)
+    >>> door.refused(door.entered()); door.limit
+    32.0
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.limit = float(most)
+        self.inside = 0
+        self.turned_away = 0
+        self.turn = 0.0  # seconds
+        self._began = 0.0  # this turn; 0 between turns
+
+    @property
+    def full(self) -> bool:
+        """Whether nobody may come in now."""
+        return self.inside >= self.limit
+
+    def refusal(self) -> RefusedError:
+        """What to say to one who may not."""
+        self.turned_away += 1
+        if self.limit < self.most:
+            return RefusedError(429, "the server has as many requests as it can answer in time", _RETRY_SECONDS)
+        return RefusedError(429, f"{self.most} requests wait already (in_flight=); ask again", _RETRY_SECONDS)
+
+    def entered(self) -> int:
+        """A request is under way; how many are."""
+        self.inside += 1
+        return self.inside
+
+    def hastened(self, request: Request) -> Request:
+        """The request with the time taken off that it waited in its socket and that its answer will wait here."""
+        if request.deadline is None or self.turn < _SHORT:
+            return request
+        return replace(request, deadline=request.deadline - 2 * self.turn)
+
+    def answered(self) -> None:
+        """It was answered."""
+        if self.inside > _NEAR * self.limit:
+            self.limit = min(float(self.most), self.limit + 1.0)
+        self.inside -= 1
+
+    def refused(self, entered: int) -> None:
+        """The engine has no time for it; `entered` is how many were under way when it came."""
+        self.limit = max(float(min(LEAST, self.most)), min(self.limit, _FALL * entered))
+        self.inside -= 1
+
+    def left(self) -> None:
+        """It ended in another way."""
+        self.inside -= 1
+
+    def read(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Something was read from a client: the first in a turn begins to time it."""
+        if not self._began:
+            self._began = time.monotonic()
+            loop.call_soon(self._turned, loop)
+
+    def _turned(self, loop: asyncio.AbstractEventLoop) -> None:
+        """All that was ready has been read; what it started runs next, and ends with the callback after it."""
+        loop.call_soon(self._ended)
+
+    def _ended(self) -> None:
+        self.turn, self._began = time.monotonic() - self._began, 0.0
