@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := $(shell find core src -name '*.cpp' -o -name '*.h' -o -name '*.py' 2>/dev/null) CMakeLists.txt pyproject.toml
 CORE_BUILD := build/core
+EDITABLE := $(PIP) --no-build-isolation -C build-dir=build/venv -C cmake.define.HOTROW_TESTS=ON -e
 FORMATTED := $(shell find core -name '*.cpp' -o -name '*.h')
 
 .PHONY: help demo test redis-server bench lint sanitize core-test wheel soak format clean
@@ -35,19 +36,19 @@ $(VENV)/.stamp-tools: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.stamp-hotrow: $(SOURCES) $(VENV)/.stamp-tools
 	@echo "building hotrow"
-	@$(PIP) --no-build-isolation -e .
+	@$(EDITABLE) .
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-hotrow
-	@$(PIP) --no-build-isolation -e '.[test,lint,tensorboard,ray,serve,redis,kafka]'
+	@$(EDITABLE) '.[test,lint,tensorboard,ray,serve,redis,kafka]'
 	@touch $@
 
 $(VENV)/.stamp-serve: $(VENV)/.stamp-hotrow
-	@$(PIP) --no-build-isolation -e '.[serve]'
+	@$(EDITABLE) '.[serve]'
 	@touch $@
 
 $(VENV)/.stamp-bench: $(VENV)/.stamp-hotrow
-	@$(PIP) --no-build-isolation -e '.[bench]'
+	@$(EDITABLE) '.[bench]'
 	@touch $@
 
 # --- what people run ------------------------------------------------------------------------------------------------
@@ -56,7 +57,7 @@ demo: $(VENV)/.stamp-serve
 	@$(BIN)/hotrow demo $(if $(KEEP),--keep)
 
 test: lint core-test redis-server
-	@$(BIN)/python -m pytest -m "not soak and not gpu"
+	@$(BIN)/python -m pytest -m "not soak and not gpu" -n 2 --dist loadfile
 
 # The tests of the remote tier and of the Redis bus start servers of their own. Without the program they are skipped;
 # root on a Debian gets it here, and nobody else is asked for a password.
@@ -79,15 +80,15 @@ format: $(VENV)/.stamp-test
 	@$(BIN)/ruff check --quiet --fix . && $(BIN)/ruff format --quiet . && $(BIN)/clang-format -i $(FORMATTED)
 
 CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" cmake
-core-test: $(VENV)/.stamp-tools
-	@$(CMAKE) -S . -B $(CORE_BUILD) -G Ninja -DHOTROW_TESTS=ON >/dev/null && $(CMAKE) --build $(CORE_BUILD) -- --quiet
-	@$(CORE_BUILD)/core_tests
+core-test: $(VENV)/.stamp-hotrow
+	@$(CMAKE) --build build/venv --target core_tests -- --quiet
+	@build/venv/core_tests
 
 sanitize: $(VENV)/.stamp-tools
 	@for kind in address,undefined thread; do \
 	  echo "sanitizing: $$kind"; \
 	  $(CMAKE) -S . -B $(CORE_BUILD)-$$kind -G Ninja -DHOTROW_TESTS=ON -DHOTROW_SANITIZE=$$kind >/dev/null && \
-	  $(CMAKE) --build $(CORE_BUILD)-$$kind -- --quiet && $(CORE_BUILD)-$$kind/core_tests || exit 1; \
+	  $(CMAKE) --build $(CORE_BUILD)-$$kind --target core_tests -- --quiet && $(CORE_BUILD)-$$kind/core_tests || exit 1; \
 	done
 
 wheel: $(VENV)/.stamp-tools

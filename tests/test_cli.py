@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+
+from hotrow.cli import main
 
 JOB = """
 [data]
@@ -33,7 +37,15 @@ path = "{out}"
 
 
 def hotrow(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "hotrow", *args], capture_output=True, text=True, timeout=120)
+    """The command in this process: starting one takes seconds."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["hotrow", *args])
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
 
 
 def write_job(tmp_path: Path, tower: str = "deepfm", dram: str = "1GiB", extra: str = "") -> str:
@@ -124,6 +136,12 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     assert "there is no job file" in hotrow("train", str(tmp_path / "none.toml")).stderr
     assert "not a checkpoint" in " ".join(hotrow("inspect", str(tmp_path)).stderr.split())
     assert "did you mean 'rows'" in " ".join(hotrow("bench", "row").stderr.split())
+
+
+def test_the_command_starts_and_its_errors_are_one_line(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "hotrow", "inspect", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 2 and "not a checkpoint" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
 
 
 def test_help_has_examples() -> None:

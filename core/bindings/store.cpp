@@ -88,7 +88,9 @@ void bind_store(nb::module_& m) {
   nb::class_<Budget>(m, "Budget")
       .def(nb::init<size_t>(), nb::arg("limit") = 0)
       .def_prop_ro("limit", &Budget::limit)
-      .def_prop_ro("used", &Budget::used);
+      .def_prop_ro("used", &Budget::used)
+      .def("take", &Budget::take, nb::arg("bytes"), "Count memory that others hold.")
+      .def("give_back", &Budget::give_back, nb::arg("bytes"));
 
   nb::class_<Table> table(m, "Table");
   table

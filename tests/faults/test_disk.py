@@ -291,17 +291,18 @@ def test_a_batch_may_go_while_the_disk_is_full(tmp_path: Path, monkeypatch: pyte
     small_segments(monkeypatch.setattr, SMALL)
     faults = _core.install_faults()
     trainer = over_ssd(tmp_path, Options(ssd=True, checkpoints=False))
-    tables, refused = trainer.model.embeddings.tables, 0
-    for batch, _ in clicks(200).batches():
+    tables, budget = trainer.model.embeddings.tables, trainer.model.embeddings.budget
+    for number, (batch, _) in enumerate(clicks(12).batches()):
         lookup = trainer.model.embeddings.route(batch).fetch()
-        calls = faults.calls
+        if number < 9:
+            continue
+        calls, left = faults.calls, budget.limit - budget.used
         faults.fail(1, errno.ENOSPC, repeat=True)
+        budget.take(left)
         del lookup
-        refused += faults.calls > calls
+        assert faults.calls > calls
         faults.heal()
-        if refused == 3:
-            break
-    assert refused == 3
+        budget.give_back(left)
     assert sum(len(chunk.keys) for chunk in tables[0].scan()) == len(tables[0])
 
 
