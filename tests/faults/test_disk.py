@@ -298,11 +298,11 @@ def test_a_batch_may_go_while_the_disk_is_full(tmp_path: Path, monkeypatch: pyte
             continue
         calls, left = faults.calls, budget.limit - budget.used
         faults.fail(1, errno.ENOSPC, repeat=True)
-        budget.take(left)
+        budget.core.take(left)
         del lookup
         assert faults.calls > calls
         faults.heal()
-        budget.give_back(left)
+        budget.core.give_back(left)
     assert sum(len(chunk.keys) for chunk in tables[0].scan()) == len(tables[0])
 
 
