@@ -224,7 +224,9 @@ class Compiler:
             raise _FinalError("the compile process died; see compiler.log in the cache folder")
         if answer["ok"]:
             return None
-        if answer.get("over") or answer.get("final"):
+        if answer.get("over"):
+            raise _FinalError(f"it took longer than limit={self._limit:g} seconds")
+        if answer.get("final"):
             raise _FinalError(str(answer["error"]))
         return Refusal(str(answer["error"]), tuple(answer["ops"]), tuple(answer["nodes"]))
 
@@ -320,20 +322,20 @@ class _Process:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def ask(self, job: dict[str, Any], limit: float, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """Wait for the answer. `over` in it says that the limit was reached, and that the process must end."""
+    def ask(self, job: dict[str, Any], seconds: float, stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """Wait for the answer. `over` in it says that the time was over, and that the process must end."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(job).encode() + b"\n")
             self.process.stdin.flush()
         except OSError:
             return None
-        until, line = time.monotonic() + limit, b""
+        until, line = time.monotonic() + seconds, b""
         while not line.endswith(b"\n"):
             if stop():
                 return None
             if time.monotonic() > until:
-                return {"ok": False, "over": True, "error": f"it took longer than limit={limit:g} seconds"}
+                return {"ok": False, "over": True}
             if select.select([self._answers], [], [], 0.2)[0]:
                 block = os.read(self._answers, 1 << 16)
                 if not block:

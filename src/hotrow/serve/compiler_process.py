@@ -84,7 +84,6 @@ class Bench:
     def compile(self, job: dict[str, Any]) -> None:
         """Write the package of `job`."""
         import torch
-        from torch._inductor.package.package import package_aoti
 
         from hotrow.serve.native import WHOLE
         from hotrow.serve.pieces import cut
@@ -99,7 +98,7 @@ class Bench:
                 raise RefusedError(f"the compile process has no {', '.join(foreign)}", foreign)
             device = torch.device(job["device"])
             inputs = [*(weight.to(device) for weight in graph.weights), *graph.draw(shape, device)]  # shapes matter
-            package_aoti(job["out"], {WHOLE: _compile(graph.module, inputs, job, ())})
+            _package(job["out"], {WHOLE: _compile(graph.module, inputs, job, ())})
             return
         here = (job["program"], shape, job["device"], job["threads"])
         if here != self._last:
@@ -111,7 +110,7 @@ class Bench:
                 self._pieces[piece.nodes] = _compile(piece.as_tuple(), reads, job, piece.nodes)
             files[piece.name] = self._pieces[piece.nodes]
         if files:
-            package_aoti(job["out"], files)  # type: ignore[arg-type]
+            _package(job["out"], files)
 
     def _declare(self, schemas: Mapping[str, str]) -> list[str]:
         """Ops that this process knows by name alone."""
@@ -127,6 +126,12 @@ class Bench:
         return [op for op in schemas if op in self._declared]
 
 
+def _package(path: str, files: Mapping[str, Any]) -> None:
+    from torch._inductor.package.package import package_aoti
+
+    package_aoti(path, dict(files))
+
+
 def _compile(module: Any, inputs: list[Any], job: Mapping[str, Any], nodes: Collection[str]) -> Any:
     """The files of a module at the shapes of `inputs`."""
     import torch
@@ -137,6 +142,8 @@ def _compile(module: Any, inputs: list[Any], job: Mapping[str, Any], nodes: Coll
     try:
         with torch.no_grad():
             return aot_compile(module, tuple(inputs), options=options)
+    except OSError:
+        raise  # a full disk: another cut would not help
     except Exception as error:  # whatever a compiler may raise
         raise RefusedError(_short(error), _named(error) & ops, nodes) from None
 

@@ -30,6 +30,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -221,7 +222,7 @@ class Towers:
             "artifact_errors": counts.errors,
             "buckets": len(self._live),
             "compiled_pieces": sum(seen.pieces.get(shape, 0) for shape in list(self._live)) if seen else 0,
-            "eager_ops": len({op for shape in list(self._live) for op in seen.eager.get(shape, ())}) if seen else 0,
+            "eager_ops": len(self.eager_ops()),
             "compile_queue": seen.count("queued", "compiling") if seen else 0,
             "compile_seconds": sum(seen.seconds) if seen else 0.0,
             "compilations": len(seen.seconds) if seen else 0,
@@ -234,6 +235,11 @@ class Towers:
             "artifacts_damaged": self._cache.damaged,
             "artifact_bytes": self._cache.bytes,
         }
+
+    def eager_ops(self) -> Counter[str]:
+        """Ops that live buckets do not compile, and in how many of them."""
+        eager = self._compiler.seen.eager if self._compiler else {}
+        return Counter(op for shape in list(self._live) for op in eager.get(shape, ()))
 
     def describe(self) -> dict[str, Any]:
         """Each bucket's state and why, how many pieces are compiled and which ops stay eager, for people."""
@@ -269,7 +275,7 @@ class Towers:
             return self.graph(weights, inputs)
         try:
             return self._run_bucket(part.bucket, runner, shape, inputs, weights)
-        except ArtifactError as error:
+        except (ArtifactError, CaptureError) as error:
             log.warning("bucket %s is taken out of service: %s", part.bucket, error)
             self.counts.errors += 1
             self._let_go([part.bucket])
