@@ -55,7 +55,8 @@ class Bent(torch.nn.Module):
         user = OPS[self.op](self.norm(self.user(vectors["user"]).relu()))
         item = OPS[self.op](self.item(vectors["item"]).tanh())
         left, right = user.split(4, dim=1)
-        return self.out(user * item + user).view(user.shape[0]) + left.sum(1) - right.sum(1)
+        logits = self.out(user * item + user).view(user.shape[0]) + left.sum(1) - right.sum(1)
+        return logits.double().float()  # torch.export asserts its type there
 
 
 class Picky(torch.nn.Module):
@@ -232,12 +233,12 @@ def test_a_named_op_is_put_aside_wherever_it_is(graph):
     assert search(lambda: graph, BUCKET, compiler) == ("bend", "bend_1") and compiler.tries == 2
 
 
-@pytest.mark.parametrize("culprit", names(TowerGraph.of(bent(), pair()), "aten"))
-def test_a_node_that_nobody_named_is_found_by_halves(graph, culprit):
-    if culprit not in {name for piece in cut(graph, BUCKET).pieces for name in piece.nodes}:
-        pytest.skip("a size, which the bucket decides")
-    compiler = Refuses(graph, [culprit])
-    assert search(lambda: graph, BUCKET, compiler) == (culprit,) and compiler.tries <= 7
+def test_a_node_that_nobody_named_is_found_by_halves_wherever_it_is(graph):
+    (whole,) = cut(graph, BUCKET).pieces
+    for culprit in whole.nodes:
+        if not culprit.startswith("getitem"):  # which goes with what it reads
+            compiler = Refuses(graph, [culprit])
+            assert search(lambda: graph, BUCKET, compiler) == (culprit,) and compiler.tries <= 7, culprit
 
 
 def test_several_culprits_are_found_one_after_the_other(graph):
@@ -291,9 +292,9 @@ def test_a_refusal_says_which_op_the_compiler_was_at():
 # --- with AOTInductor -----------------------------------------------------------------------------------------------
 
 
-def towers_of(graph, folder, **changes):
+def towers_of(graph, folder, weights=None, **changes):
     given = {"cache": folder, "ladder": Ladder((16,)), "faster": float("inf"), "lanes": 2, "relearn": 3600.0}
-    towers = Towers(graph, device=CPU, options=TowerOptions(**{**given, **changes}))
+    towers = Towers(graph, weights, CPU, TowerOptions(**{**given, **changes}))
     assert towers.start(wait=True, seconds=1200)
     towers._costs = Costs(dict.fromkeys(towers._live, 1e-9), dict.fromkeys(towers._live, 1.0))
     towers._plans = {}
@@ -330,6 +331,16 @@ def test_a_tower_with_an_op_of_its_own_is_compiled_around_it(graph, tmp_path):
     assert why["state"] == "slower" and "2 compiled pieces and eager hotrow_test.bend.default" in why["why"]
     assert not slow.answer(pair(16), None)[1]
     slow.close()
+
+
+@pytest.mark.soak
+def test_a_graph_that_takes_its_weights_as_an_argument_is_compiled_in_pieces_too(tmp_path):
+    towers = towers_of(exported(), tmp_path / "c", bent().state_dict())
+    assert towers.metrics()["compiled_pieces"] == 2 and towers.metrics()["compilations"] == 1, towers.describe()
+    assert_serves(towers, bent())
+    towers.replace_weights(bent(seed=9).state_dict())
+    assert_serves(towers, bent(seed=9))
+    towers.close()
 
 
 def compiler_that_refuses(folder, pattern):
