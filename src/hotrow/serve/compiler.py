@@ -8,9 +8,12 @@ until a restart:
     live       it takes traffic
     slower     it computes the same, but the original graph is as fast
     mismatch   it computes something else: quarantined in the cache, and not built again
-    failed     the compiler refused, took longer than `limit` seconds, or its process died twice
+    failed     the compiler refused all of it, took longer than `limit` seconds, or its process died twice
 
-so that a shape which cannot be compiled costs at most `ATTEMPTS` compilations. A damaged package is built again.
+What the compiler refuses whole is cut (serve/pieces.py): each attempt at a cut is a job of that process too. A search
+has TRIES attempts and, after the first, `limit` seconds for all of them; then the shape stays on the original graph. A
+time limit or a death ends it at once. What one shape's search found, or did not find, holds for all shapes of the
+graph. A damaged package is built again.
 Compilations take turns over all models and processes that share a cache folder, by a lock on it: one costs a core
 and a gigabyte. A process that has had nothing to do for a minute is ended.
 """
@@ -39,13 +42,14 @@ import torch
 
 from hotrow.serve.artifacts import ArtifactCache, compiler, key_of
 from hotrow.serve.native import ArtifactError
+from hotrow.serve.pieces import CannotCutError, Cut, Refusal, cut, search
 from hotrow.serve.tower_graph import Shape, TowerGraph
 
 log = logging.getLogger("hotrow.serve")
 
 ATTEMPTS = 2  # of a process that dies; a refusal or a time limit is final at once
 IDLE_SECONDS = 60.0
-Adopt = Callable[[Shape, Path | None], tuple[str, str]]  # → state and why; None: nothing was compiled
+Adopt = Callable[[Shape, Path | None, Cut | None], tuple[str, str]]  # → state and why; None: not compiled; not cut
 
 
 @dataclass
@@ -57,6 +61,9 @@ class Compilations:
     seconds: list[float] = field(default_factory=list)  # of every compilation
     died: int = 0
     reused: int = 0  # taken from the cache
+    tries: int = 0  # jobs of the compile process
+    pieces: dict[Shape, int] = field(default_factory=dict)  # that were compiled
+    eager: dict[Shape, tuple[str, ...]] = field(default_factory=dict)  # ops that stay eager
 
     def count(self, *states: str) -> int:
         """How many shapes are in one of these states."""
@@ -77,6 +84,9 @@ class Compiler:
         self._changed = threading.Condition()
         self._closing = False
         self._process: _Process | None = None
+        self._saved: TowerGraph | None = None
+        self._aside: tuple[str, ...] | None = None  # nodes that were found to be refused
+        self._hopeless = ""  # why no shape will be compiled
         self._thread = threading.Thread(target=self._work, name="compile-manager", daemon=True)
         self._thread.start()
         if self.missing:
@@ -124,7 +134,7 @@ class Compiler:
                 log.warning("bucket %s stays on the original graph: %s: %s", shape, state, why)
                 if self._device.type == "cuda":  # even so, all its kernels can be launched at once
                     with contextlib.suppress(Exception):
-                        why = f"{why}; captured: {' '.join(self._adopt(shape, None))}"
+                        why = f"{why}; captured: {' '.join(self._adopt(shape, None, None))}"
             self._end(shape, state, why)
         self._end_process()
 
@@ -136,15 +146,14 @@ class Compiler:
             return "mismatch", str(note["quarantined"])
         path = self._cache.find(key)
         if path is not None:
-            with contextlib.suppress(ArtifactError):  # a package that cannot be loaded any more is built again
+            with contextlib.suppress(ArtifactError, CannotCutError):  # what cannot be loaded any more is built again
                 ended = self._into_service(shape, path, key)
                 self.seen.reused += 1
                 return ended
         if self.missing:
             return "failed", self.missing
-        if self._graph.foreign:
-            ops = ", ".join(self._graph.foreign)
-            return "failed", f"the tower calls {ops}, not torch's own; all of it stays on the original graph"
+        if self._hopeless:
+            return "failed", self._hopeless
         with self._turn():
             if self._closing:
                 return "failed", "the server is closing"
@@ -155,48 +164,84 @@ class Compiler:
         return ("failed", why) if path is None else self._into_service(shape, path, key)
 
     def _into_service(self, shape: Shape, path: Path, key: str) -> tuple[str, str]:
-        state, why = self._adopt(shape, path)
+        aside = (self._cache.note(key) or {}).get("aside")
+        made = None
+        if aside is not None:
+            self._aside = tuple(aside)
+            made = cut(self._read_back(), shape, self._aside)
+        self.seen.pieces[shape], self.seen.eager[shape] = (len(made.pieces), made.ops) if made else (1, ())
+        state, why = self._adopt(shape, path, made)
         if state == "mismatch":
             self._cache.quarantine(key, why)
         return state, why
 
     def _compile(self, shape: Shape, key: str) -> tuple[Path | None, str]:
+        """Whole, or as much of it as the compiler takes."""
         self._set(shape, "compiling")
-        why = ""
-        for _ in range(ATTEMPTS):
-            out = self._cache.folder / f"{key}.{uuid.uuid4().hex}.building"
-            job = {
-                "program": os.fspath(self._program()),
-                "rows": shape.rows,
-                "lengths": shape.lengths,
-                "device": str(self._device),
-                "threads": self._threads,
-                "out": f"{out}.pt2",
-            }
-            built = Path(job["out"])  # type: ignore[arg-type]
-            try:
-                answer = self._ask(job)
-                if answer is None:
-                    self.seen.died += 1
-                    why = "the compile process died; see compiler.log in the cache folder"
-                    if self._closing:
-                        break
-                    continue
-                if not answer["ok"]:
-                    return None, str(answer["error"])
-                self.seen.seconds.append(float(answer["seconds"]))
-                note = {"shape": str(shape), "seconds": answer["seconds"], "graph": self._graph.digest}
-                return self._cache.add(key, built, note), ""
-            finally:
-                built.unlink(missing_ok=True)
-        return None, why
+        built = self._cache.folder / f"{key}.{uuid.uuid4().hex}.building.pt2"
+        job = {
+            "program": os.fspath(self._program()),
+            "rows": shape.rows,
+            "lengths": shape.lengths,
+            "device": str(self._device),
+            "threads": self._threads,
+            "schemas": self._graph.foreign,
+            "out": os.fspath(built),
+        }
+        begin, until = time.monotonic(), float("inf")
 
-    def _ask(self, job: dict[str, Any]) -> dict[str, Any] | None:
+        def attempt(aside: tuple[str, ...] | None) -> Refusal | None:
+            nonlocal until
+            refusal = self._attempt({**job, "aside": aside}, min(self._limit, until - time.monotonic()))
+            until = min(until, time.monotonic() + self._limit)
+            return refusal
+
+        try:
+            aside = search(self._read_back, shape, attempt, self._aside)
+            seconds = time.monotonic() - begin
+            self.seen.seconds.append(seconds)
+            note = {"shape": str(shape), "seconds": seconds, "graph": self._graph.digest, "aside": aside}
+            return self._cache.add(key, built, note), ""
+        except CannotCutError as error:
+            self._hopeless = str(error)
+            return None, str(error)
+        except _FinalError as error:
+            return None, str(error)
+        finally:
+            built.unlink(missing_ok=True)
+
+    def _attempt(self, job: dict[str, Any], seconds: float) -> Refusal | None:
+        """One job, twice if the process dies. What no cut will mend raises _FinalError."""
+        for _ in range(ATTEMPTS):
+            self.seen.tries += 1
+            answer = self._ask(job, seconds)
+            if answer is not None:
+                break
+            self.seen.died += 1
+            if self._closing:
+                raise _FinalError("the server is closing")
+        else:
+            raise _FinalError("the compile process died; see compiler.log in the cache folder")
+        if answer["ok"]:
+            return None
+        if answer.get("over"):
+            raise _FinalError(f"it took longer than limit={self._limit:g} seconds")
+        if answer.get("final"):
+            raise _FinalError(str(answer["error"]))
+        return Refusal(str(answer["error"]), tuple(answer["ops"]), tuple(answer["nodes"]))
+
+    def _read_back(self) -> TowerGraph:
+        """The graph as the compile process reads it: names of nodes may change on the way through a file."""
+        if self._saved is None:
+            self._saved = TowerGraph.load(self._program())
+        return self._saved
+
+    def _ask(self, job: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """The answer to a job; None if the process died."""
         if self._process is None or not self._process.alive:
             self._end_process()
             self._process = _Process(self._cache.folder)
-        answer = self._process.ask(job, self._limit, lambda: self._closing)
+        answer = self._process.ask(job, max(0.0, seconds), lambda: self._closing)
         if answer is None or answer.get("over"):
             self._end_process()
         return answer
@@ -241,6 +286,10 @@ class Compiler:
             self._process = None
 
 
+class _FinalError(Exception):
+    """Why a shape is not compiled, which no cut will mend."""
+
+
 class _Process:
     """The compiling process and the two pipes to it."""
 
@@ -273,20 +322,20 @@ class _Process:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def ask(self, job: dict[str, Any], limit: float, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """Wait for the answer. `over` in it says that the limit was reached, and that the process must end."""
+    def ask(self, job: dict[str, Any], seconds: float, stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """Wait for the answer. `over` in it says that the time was over, and that the process must end."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(job).encode() + b"\n")
             self.process.stdin.flush()
         except OSError:
             return None
-        until, line = time.monotonic() + limit, b""
+        until, line = time.monotonic() + seconds, b""
         while not line.endswith(b"\n"):
             if stop():
                 return None
             if time.monotonic() > until:
-                return {"ok": False, "over": True, "error": f"it took longer than limit={limit:g} seconds"}
+                return {"ok": False, "over": True}
             if select.select([self._answers], [], [], 0.2)[0]:
                 block = os.read(self._answers, 1 << 16)
                 if not block:

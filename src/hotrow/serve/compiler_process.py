@@ -1,9 +1,14 @@
 """The process that compiles: `python -m hotrow.serve.compiler_process --reply FD`, started by serve/compiler.py.
 
-One job a line on stdin (JSON: program, rows, lengths, device, threads, out), one answer a line on the file
-descriptor FD (ok, seconds, error). It compiles one tower at one static shape with AOTInductor and writes the package
+One job a line on stdin (JSON: program, rows, lengths, device, threads, schemas, out, and for pieces: aside), one answer
+a line on the file descriptor FD (ok, seconds, error; of a refusal also ops and nodes). It compiles one tower at one
+static shape with AOTInductor, whole or cut around the nodes named in `aside` (serve/pieces.py), and writes the package
 to `out`, a name that nobody reads until the manager has renamed it. It stays between jobs, because the first one
-pays for importing the compiler and for its precompiled headers, and ends when stdin does.
+pays for importing the compiler and for its precompiled headers, and ends when stdin does. Pieces that were compiled for
+a shape are kept for its next job, which is one more attempt at it.
+
+The server may have ops that this process lacks. They are declared here by their `schemas`, so that the graph can be
+read, and cut around; no more is known of them.
 
 It takes what others leave: nice 19, idle I/O, one thread of torch's and one of the compiler's. It dies with the
 server's thread that started it.
@@ -16,9 +21,11 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import time
+from collections.abc import Collection, Mapping
 from typing import Any, TextIO
 
 import psutil  # type: ignore[import-untyped]
@@ -43,35 +50,111 @@ def step_back() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+class RefusedError(Exception):
+    """A graph, or a piece of it, that was not compiled."""
+
+    def __init__(self, why: str, ops: Collection[str] = (), nodes: Collection[str] = ()) -> None:
+        super().__init__(why)
+        self.answer = {"ok": False, "error": why, "ops": sorted(ops), "nodes": list(nodes)}
+
+
 def serve(jobs: TextIO, reply: TextIO) -> None:
     """One line in, one line out."""
+    bench = Bench()
     for line in jobs:
         begin = time.monotonic()
         try:
-            compile_job(json.loads(line))
+            bench.compile(json.loads(line))
             answer: dict[str, Any] = {"ok": True}
-        except Exception as error:  # whatever a compiler may raise
-            answer = {"ok": False, "error": _short(error)}
+        except RefusedError as refused:
+            answer = refused.answer
+        except Exception as error:  # no program, no space: no other cut will help
+            answer = {"ok": False, "error": _short(error), "final": True}
         reply.write(json.dumps({**answer, "seconds": time.monotonic() - begin}) + "\n")
 
 
-def compile_job(job: dict[str, Any]) -> None:
-    """Write the package of `job`."""
-    import torch
-    from torch._inductor import aot_compile
+class Bench:
+    """What stays between jobs: ops that were declared, and pieces of the last shape."""
+
+    def __init__(self) -> None:
+        self._declared: dict[str, Any] = {}
+        self._last: tuple[Any, ...] = ()
+        self._pieces: dict[tuple[str, ...], list[Any]] = {}
+
+    def compile(self, job: dict[str, Any]) -> None:
+        """Write the package of `job`."""
+        import torch
+
+        from hotrow.serve.native import WHOLE
+        from hotrow.serve.pieces import cut
+        from hotrow.serve.tower_graph import Shape, TowerGraph
+
+        torch.set_num_threads(1)
+        foreign = self._declare(job.get("schemas", {}))
+        graph, shape = TowerGraph.load(job["program"]), Shape(job["rows"], tuple(job["lengths"]))
+        aside = job.get("aside")
+        if aside is None:
+            if foreign:
+                raise RefusedError(f"the compile process has no {', '.join(foreign)}", foreign)
+            device = torch.device(job["device"])
+            inputs = [*(weight.to(device) for weight in graph.weights), *graph.draw(shape, device)]  # shapes matter
+            _package(job["out"], {WHOLE: _compile(graph.module, inputs, job, ())})
+            return
+        here = (job["program"], shape, job["device"], job["threads"])
+        if here != self._last:
+            self._last, self._pieces = here, {}
+        files = {}
+        for piece in cut(graph, shape, aside).pieces:
+            if piece.nodes not in self._pieces:
+                reads = [torch.zeros(sizes, dtype=dtype, device=job["device"]) for sizes, dtype in piece.reads]
+                self._pieces[piece.nodes] = _compile(piece.as_tuple(), reads, job, piece.nodes)
+            files[piece.name] = self._pieces[piece.nodes]
+        if files:
+            _package(job["out"], files)
+
+    def _declare(self, schemas: Mapping[str, str]) -> list[str]:
+        """Ops that this process knows by name alone."""
+        import torch
+
+        for op, schema in schemas.items():
+            space, name, overload = op.split(".")
+            packet = getattr(getattr(torch.ops, space), name, None)
+            if op not in self._declared and not hasattr(packet, overload):
+                library = torch.library.Library(space, "FRAGMENT")  # the declaration lives as long as this
+                library.define(schema.partition("::")[2])
+                self._declared[op] = library
+        return [op for op in schemas if op in self._declared]
+
+
+def _package(path: str, files: Mapping[str, Any]) -> None:
     from torch._inductor.package.package import package_aoti
 
-    from hotrow.serve.tower_graph import Shape, TowerGraph
+    package_aoti(path, dict(files))
 
-    torch.set_num_threads(1)
-    graph = TowerGraph.load(job["program"])
-    device = torch.device(job["device"])
-    weights = [weight.to(device) for weight in graph.weights]  # only their shapes matter
-    inputs = graph.draw(Shape(job["rows"], tuple(job["lengths"])), device)
+
+def _compile(module: Any, inputs: list[Any], job: Mapping[str, Any], nodes: Collection[str]) -> Any:
+    """The files of a module at the shapes of `inputs`."""
+    import torch
+    from torch._inductor import aot_compile
+
     options = {"aot_inductor.package": True, "cpp.threads": job["threads"], **job.get("options", {})}
-    with torch.no_grad():
-        files = aot_compile(graph.module, (*weights, *inputs), options=options)
-    package_aoti(job["out"], {"model": files})  # type: ignore[dict-item]
+    ops = {str(node.target) for node in module.graph.nodes}
+    try:
+        with torch.no_grad():
+            return aot_compile(module, tuple(inputs), options=options)
+    except OSError:
+        raise  # a full disk: another cut would not help
+    except Exception as error:  # whatever a compiler may raise
+        raise RefusedError(_short(error), _named(error) & ops, nodes) from None
+
+
+def _named(error: BaseException | None) -> set[str]:
+    """Ops that an error and its causes name as what they were at."""
+    named: set[str] = set()
+    while error is not None:
+        named.update(re.findall(r"target\s*[:=]\s*(?:torch\.ops\.)?(\w+\.\w+\.\w+)", str(error)))
+        error = error.__cause__ or error.__context__
+    return named
 
 
 def _short(error: Exception) -> str:

@@ -72,6 +72,8 @@ TABLE: dict[str, Metric] = {
     "hotrow_fallback_total": Metric("counter", _MODEL, "Batches that the original graph answered"),
     "hotrow_compile_queue": Metric("gauge", (), "Buckets that wait for the compiler"),
     "hotrow_compile_seconds_total": Metric("counter", _MODEL, "Seconds of compilation"),
+    "hotrow_compiled_pieces": Metric("gauge", _MODEL, "Compiled pieces of all buckets; a whole tower is one piece"),
+    "hotrow_eager_ops": Metric("gauge", (*_MODEL, "op"), "Buckets in which an op of the tower is not compiled"),
     "hotrow_cache_ids_total": Metric("counter", (*_MODEL, "tier"), "Ids by where their row was: hbm, dram, ssd, none"),
     "hotrow_publication": Metric("gauge", _MODEL, "The publication that answers"),
     "hotrow_freshness_seconds": Metric("gauge", _MODEL, "Now less the event-time watermark of that publication"),

@@ -350,6 +350,9 @@ def add_figures(engines: Sequence[dict[str, Any]]) -> Figures:
                 put(tower["padded_rows"], "hotrow_padding_rows_total", *labels)
                 put(tower["compile_queue"], "hotrow_compile_queue")
                 put(tower["compile_seconds"], "hotrow_compile_seconds_total", *labels)
+                put(tower["compiled_pieces"], "hotrow_compiled_pieces", *labels)
+            for op, buckets in tower.get("eager_ops", {}).items():
+                put(buckets, "hotrow_eager_ops", *labels, op)
             put_freshness(totals, labels, version)
     return totals
 

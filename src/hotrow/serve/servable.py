@@ -89,11 +89,12 @@ class ServedVersion:
         towers = self.engine.towers
         if not isinstance(towers, Towers):
             return {}
-        counts = towers.counts
+        counts, metrics = towers.counts, towers.metrics()
         return {
             "buckets": {str(shape): hits for shape, hits in counts.hits.items()},
             "padded_rows": counts.padded_rows,
-            **{name: towers.metrics()[name] for name in ("compile_queue", "compile_seconds")},
+            **{name: metrics[name] for name in ("compile_queue", "compile_seconds", "compiled_pieces")},
+            "eager_ops": dict(towers.eager_ops()),
             "compiler": towers.describe()["compiler"],
         }
 

@@ -105,7 +105,8 @@ class TowerGraph:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TowerGraph:
         """Read what torch.export.save wrote."""
-        return cls(torch.export.load(os.fspath(path)), path)
+        with open(path, "rb") as file:  # of a path, torch.export.load warns where it does not end with .pt2
+            return cls(torch.export.load(file), path)
 
     @classmethod
     def of(cls, tower: torch.nn.Module, vectors: Mapping[str, Tensor], dense: Tensor | None = None) -> TowerGraph:
@@ -127,10 +128,10 @@ class TowerGraph:
         return logits
 
     @property
-    def foreign(self) -> list[str]:
-        """Ops that are not torch's own: another process does not know them, so it cannot compile the tower."""
+    def foreign(self) -> dict[str, str]:
+        """Ops that are not torch's own, and their schemas: another process may not know them."""
         ops = [node.target for node in self.module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-        return sorted({str(op) for op in ops if op.namespace not in ("aten", "prims")})
+        return {str(op): str(op._schema) for op in ops if op.namespace not in ("aten", "prims")}
 
     def flatten(self, vectors: Mapping[str, Tensor], dense: Tensor | None) -> list[Tensor]:
         """The tensors in the graph's order. Vectors that the tower does not read are left out."""

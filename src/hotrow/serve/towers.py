@@ -9,7 +9,9 @@ An artifact takes traffic after `_adopt`, in the compiler's thread, has found th
     it equals the original graph on random inputs and the real weights, at the bucket's full shape and at a smaller one
     that is padded, to TOLERANCE of the largest logit (so a tower that is not row-wise keeps its original graph), and
     its best of TRIALS runs takes less than `faster` (0.95) of the original graph's best, measured in turns.
-An artifact that is not faster is left alone: compilation that brings nothing is noticed and not used.
+An artifact that is not faster is left alone: compilation that brings nothing is noticed and not used. A tower that the
+compiler does not take whole comes as pieces with eager ops between them (serve/pieces.py); the same holds for all of
+them together. On CUDA a bucket is captured unless its ops cannot be, by their declaration or when it is tried.
 
 Padding. A lane (a thread) has one set of input tensors for each bucket and copies a batch into them in one call;
 rows behind the batch keep what was there, since a tower is row-wise; lengths behind it are zeros, so a mask says
@@ -28,6 +30,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,8 +44,9 @@ from hotrow.serve import native
 from hotrow.serve.artifacts import ArtifactCache, default_folder
 from hotrow.serve.buckets import Costs, Ladder, Part, Traffic, plan
 from hotrow.serve.compiler import Compiler
-from hotrow.serve.graphs import BucketGraph, LanePool
+from hotrow.serve.graphs import BucketGraph, CaptureError, LanePool
 from hotrow.serve.native import ArtifactError, Runner
+from hotrow.serve.pieces import Cut, assemble, uncapturable
 from hotrow.serve.tower_graph import Input, Shape, TowerGraph, Weights
 
 log = logging.getLogger("hotrow.serve")
@@ -108,6 +112,7 @@ class Towers:
         self._gate = Crossing() if self.device.type == "cuda" else None
         self._lane = _Lane()
         self._live: dict[Shape, Runner] = {}
+        self._uncaptured: dict[Shape, str] = {}  # why a bucket has no CUDA graph; written by `_adopt` alone
         self._costs = Costs()
         self._plans: dict[Shape, tuple[Part, ...]] = {}
         self._change = threading.Lock()  # of the four names above, and of counts
@@ -216,9 +221,12 @@ class Towers:
             "fallback_rows": counts.fallback_rows,
             "artifact_errors": counts.errors,
             "buckets": len(self._live),
+            "compiled_pieces": sum(seen.pieces.get(shape, 0) for shape in list(self._live)) if seen else 0,
+            "eager_ops": len(self.eager_ops()),
             "compile_queue": seen.count("queued", "compiling") if seen else 0,
             "compile_seconds": sum(seen.seconds) if seen else 0.0,
             "compilations": len(seen.seconds) if seen else 0,
+            "compile_tries": seen.tries if seen else 0,
             "compile_failures": seen.count("failed") if seen else 0,
             "compile_deaths": seen.died if seen else 0,
             "artifacts_reused": seen.reused if seen else 0,
@@ -228,13 +236,25 @@ class Towers:
             "artifact_bytes": self._cache.bytes,
         }
 
+    def eager_ops(self) -> Counter[str]:
+        """Ops that live buckets do not compile, and in how many of them."""
+        eager = self._compiler.seen.eager if self._compiler else {}
+        return Counter(op for shape in list(self._live) for op in eager.get(shape, ()))
+
     def describe(self) -> dict[str, Any]:
-        """Each bucket's state and the reason for it, for people."""
+        """Each bucket's state and why, how many pieces are compiled and which ops stay eager, for people."""
         if self._compiler is None:
             return {"compiler": "compile=False", "buckets": {}}
         seen = self._compiler.seen
         buckets = {
-            str(shape): {"state": state, "why": seen.reasons.get(shape, ""), "hits": self.counts.hits.get(shape, 0)}
+            str(shape): {
+                "state": state,
+                "why": seen.reasons.get(shape, ""),
+                "hits": self.counts.hits.get(shape, 0),
+                "pieces": seen.pieces.get(shape, 0),
+                "eager": list(seen.eager.get(shape, ())),
+                "uncaptured": self._uncaptured.get(shape, ""),
+            }
             for shape, state in list(seen.states.items())
         }
         return {"compiler": self._compiler.missing or "present", "buckets": buckets}
@@ -255,7 +275,7 @@ class Towers:
             return self.graph(weights, inputs)
         try:
             return self._run_bucket(part.bucket, runner, shape, inputs, weights)
-        except ArtifactError as error:
+        except (ArtifactError, CaptureError) as error:
             log.warning("bucket %s is taken out of service: %s", part.bucket, error)
             self.counts.errors += 1
             self._let_go([part.bucket])
@@ -266,7 +286,7 @@ class Towers:
     ) -> Tensor:
         padded = self._lane.padded(bucket, runner, self.graph.inputs, self.device)
         padded.fill(shape, inputs)
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or bucket in self._uncaptured:
             return runner((*weights, *padded.tensors))[: shape.rows]
         if padded.graph is None:
             padded.graph = BucketGraph(
@@ -314,14 +334,17 @@ class Towers:
 
     # --- a new artifact ---------------------------------------------------------------------------------------------
 
-    def _adopt(self, shape: Shape, path: Path | None) -> tuple[str, str]:
+    def _adopt(self, shape: Shape, path: Path | None, made: Cut | None) -> tuple[str, str]:
         """Compare and time an artifact; then it takes traffic, or not. Called by the compiler's thread.
 
-        Without one (`path` None, on CUDA alone) the original graph itself is captured at that shape.
+        Without one (`path` None, on CUDA alone) the original graph itself is captured at that shape; `made` says how
+        the graph was cut.
         """
         torch.set_num_threads(self.options.threads)  # this thread's, as a lane's
-        runner = self._uncompiled if path is None else native.load(path, self.device, self.options.lanes)
+        runner = self._load(path, made)
         with torch.inference_mode(), self._running() as weights:
+            if self.device.type == "cuda":
+                self._try_capture(shape, runner, weights, made)
             smaller = Shape(max(1, shape.rows - 1), tuple(max(1, length - 1) for length in shape.lengths))
             for seed, seen in enumerate((shape, smaller)):
                 wrong = self._compare(shape, seen, runner, weights, seed)
@@ -344,7 +367,32 @@ class Towers:
                 self._live = {**self._live, shape: runner}
             self._plans = {}
         told = f"{ours * 1e6:.0f} us against {theirs * 1e6:.0f} us on the original graph"
+        if made is not None:
+            told += f", with {len(made.pieces)} compiled pieces and eager {', '.join(made.ops)}"
         return ("live", told) if fast else ("slower", told)
+
+    def _load(self, path: Path | None, made: Cut | None) -> Runner:
+        if path is None:
+            return self._uncompiled
+        if made is None:
+            return native.load(path, self.device, self.options.lanes)
+        names = [piece.name for piece in made.pieces]
+        return assemble(made, {name: native.load_piece(path, name, self.device, self.options.lanes) for name in names})
+
+    def _try_capture(self, shape: Shape, runner: Runner, weights: Weights, made: Cut | None) -> None:
+        """Find out whether a bucket becomes a CUDA graph."""
+        self._uncaptured.pop(shape, None)
+        nodes = self.graph.module.graph.nodes
+        why = uncapturable(nodes) if made is None else made.uncapturable
+        if not why:
+            try:
+                self._run_bucket(shape, runner, shape, self.graph.draw(shape, self.device), weights)
+            except CaptureError as error:
+                why = str(error)
+                self._lane.forget(shape)
+        if why:
+            log.info("bucket %s is run without a CUDA graph: %s", shape, why)
+            self._uncaptured[shape] = why
 
     def _uncompiled(self, tensors: Sequence[Tensor]) -> Tensor:
         count = len(self._weights)
@@ -445,6 +493,11 @@ class _Lane(threading.local):
         if found is None or found.runner is not runner:
             found = self._padded[bucket] = _Padded(runner, inputs, bucket, device)
         return found
+
+    def forget(self, bucket: Shape) -> None:
+        """Drop a bucket whose capture failed, and the pool it was to be captured in."""
+        self._padded.pop(bucket, None)
+        self._pool = None
 
     def pool(self, device: torch.device) -> LanePool:
         if self._pool is None:

@@ -14,7 +14,8 @@ from engines import make_request, with_backend
 
 import hotrow as hr
 from hotrow.serve.engine_process import EngineOptions, EngineProcess
-from hotrow.serve.remote_backend import RemoteBackend
+from hotrow.serve.metrics import render
+from hotrow.serve.remote_backend import RemoteBackend, add_figures
 from hotrow.serve.request import Answer, Request
 from hotrow.serve.versions import Version
 
@@ -79,3 +80,17 @@ def test_each_lane_runs_the_tower_with_its_own_budget_of_threads(
     with_backend([engine.options.socket], ask)
     torch.set_num_threads(before)
     assert set(seen) == {1}
+
+
+def test_compiled_pieces_and_eager_ops_are_shown_over_all_engines(
+    exported: tuple[hr.Recommender, EngineProcess],
+) -> None:
+    _, engine = exported
+    figures = engine.figures()
+    (version,) = figures["versions"]
+    assert version["tower"]["compiled_pieces"] == 0 and version["tower"]["eager_ops"] == {}
+    version["tower"].update(compiled_pieces=4, eager_ops={"aten.mode.default": 2})
+    shown = add_figures([figures, figures])
+    assert shown["hotrow_compiled_pieces", "ctr", "1"] == 8
+    assert shown["hotrow_eager_ops", "ctr", "1", "aten.mode.default"] == 4
+    assert 'hotrow_eager_ops{model="ctr",version="1",op="aten.mode.default"} 4' in render(shown)
