@@ -28,6 +28,7 @@ BENCHES = {
     "ssd": "rows on SSD against the raw device and RocksDB; RAM of a cold row",
     "tiers": "training with a table ten times the DRAM budget, against all rows in DRAM",
     "pipeline": "stages that overlap: over SSD against DRAM, ahead against one batch at a time",
+    "serve": "hotrow serve under load, beside LitServe, Ray Serve and the bare tower (extras serve, bench)",
     "serve_gpu": "a served model with a tenth of its rows in HBM against plain PyTorch on the cores (needs a GPU)",
     "hbm": "hot rows in HBM against FBGEMM TBE and HierarchicalKV (needs a GPU)",
     "ranks": "two ranks against one, a core each; bytes that travel",
