@@ -17,6 +17,7 @@ import asyncio
 import json
 import logging
 import math
+import re
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http import HttpRequestParser
 
-from hotrow.serve.door import Door
+from hotrow.serve.door import AWAY, Door
 from hotrow.serve.limits import Limits
 from hotrow.serve.metrics import Counts
 from hotrow.serve.request import RefusedError
@@ -54,6 +55,9 @@ _PHRASES = {
 _JSON = b"application/json"
 _PIPELINED = 16  # requests that may wait behind the one being answered
 _IDLE, _READING, _BUSY = 0, 1, 2
+_PLAIN = re.compile(rb"POST /v2/models/[^ \r\n]{1,300}/infer HTTP/1\.1\r\n")
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,12})[ \t]*(?=\r\n|$)")
+_SPECIAL = re.compile(rb"\r\n(?:transfer-encoding|expect|upgrade|connection|content-length[^:]|[ \t])")
 _PARSER_BUFFER = 1 << 30  # we bound bodies ourselves; the parser must not pause the transport under us
 
 
@@ -64,6 +68,7 @@ class Call(NamedTuple):
     path: str
     headers: Mapping[str, str]
     body: bytes
+    waited: float = 0.0  # seconds that it may have been there unheard
 
 
 class Reply(NamedTuple):
@@ -96,6 +101,8 @@ class HttpServer:
         self.door = door or Door(limits.connections)  # those who ask to infer come through it
         self.body_bytes, self.header_bytes = limits.body_bytes, limits.header_bytes
         self.buffered_bytes = limits.buffered_bytes
+        refused = refusal(AWAY)
+        self.turning_away = _head(refused, False, False) + refused.body
         self.connections: set[Connection] = set()
         self.held = 0
         self.draining = False
@@ -161,6 +168,9 @@ class Connection(BaseProtocol):
         self._held = 0  # bytes that count in server.held
         self._head = 0  # bytes of a message whose headers are not complete
         self._body = 0  # bytes since the last message's headers were
+        self._unread = 0  # bytes to come of a request that is turned away
+        self._shut = 0.0  # since when the client was not heard
+        self._waited = 0.0  # for how long
         self._last = False  # close after what is waiting
         self._stuck = 0.0  # when the client stopped reading its answers
 
@@ -185,9 +195,16 @@ class Connection(BaseProtocol):
         if self._last:
             return
         server, size = self._server, len(data)
+        if self._unread:
+            return self._throw_away(data)
         server.door.read(self._loop)
         if self._state == _IDLE:
+            if server.door.full and (length := plain_length(data, server.body_bytes)):
+                self._unread = length
+                self._state, self._since = _READING, self._loop.time()
+                return self._throw_away(data)
             self._state, self._since = _READING, self._loop.time()
+            self._waited, self._shut = self._since - self._shut if self._shut else 0.0, 0.0
         self._held += size
         server.held += size
         if server.held > server.buffered_bytes:
@@ -222,6 +239,25 @@ class Connection(BaseProtocol):
             self._next()
         elif len(self._waiting) > _PIPELINED and self.transport is not None:
             self.transport.pause_reading()
+
+    def _throw_away(self, data: bytes) -> None:
+        """Bytes of a request that is turned away unread; behind the last of them it gets its answer."""
+        more, self._unread = data[self._unread :], max(0, self._unread - len(data))
+        if self._unread:
+            return
+        self._state, self._since = _IDLE, self._loop.time()
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(self._server.turning_away)
+            self._shut = self._since
+            self.transport.pause_reading()
+            self._server.door.shut_out(self, self._loop)
+        if more:
+            self.data_received(more)
+
+    def let_in(self) -> None:
+        """One that was shut out is read again."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def eof_received(self) -> bool:
         """The client sends no more; what it sent whole is still answered."""
@@ -310,24 +346,17 @@ class Connection(BaseProtocol):
             self._state = _READING
             self._refuse(RefusedError(400, f"the body cannot be read: {shown(str(error))}; send it as its headers say"))
             return
-        if self._server.door.full and message.path.endswith("/infer"):
-            self._reply(message, len(body), refusal(self._server.door.refusal()))
-        else:
-            self._task = self._loop.create_task(self._answer(message, body))
+        self._task = self._loop.create_task(self._answer(message, body))
 
     async def _answer(self, message: Any, body: bytes) -> None:
         try:
-            reply = await self._server.handler(Call(message.method, message.path, message.headers, body))
+            reply = await self._server.handler(Call(message.method, message.path, message.headers, body, self._waited))
         except RefusedError as error:
             reply = refusal(error)
         except Exception:
             log.exception("%s %s failed", message.method, shown(message.path))
             reply = refusal(RefusedError(500, "the server failed to answer; its log says why"))
         self._task = None
-        self._reply(message, len(body), reply)
-
-    def _reply(self, message: Any, size: int, reply: Reply) -> None:
-        """Send it, and go on with the next request. `size` is the body's that it answers."""
         transport = self.transport
         if transport is None or transport.is_closing():
             return
@@ -339,7 +368,7 @@ class Connection(BaseProtocol):
             self._last = True
             self._close()
             return
-        self._release(size if self._waiting else self._held)
+        self._release(len(body) if self._waiting else self._held)
         if self._waiting and len(self._waiting) <= _PIPELINED // 2:
             transport.resume_reading()
         self._next()
@@ -378,6 +407,23 @@ class Connection(BaseProtocol):
         size = min(size, self._held)
         self._held -= size
         self._server.held -= size
+
+
+def plain_length(data: bytes, most: int) -> int:
+    """The length of a request to infer, head and body, as its first bytes announce it; 0 for one that is not plain,
+    or not of at most so many bytes: such a one is read with care.
+
+    >>> plain_length(b"POST /v2/models/ctr/infer HTTP/1.1\\r\\nContent-Length: 3\\r\\n\\r\\nab", 100)
+    60
+    """
+    end = data.find(b"\r\n\r\n", 0, 8192)
+    if end < 0 or _PLAIN.match(data) is None:
+        return 0
+    head = data[:end].lower()
+    lengths = _LENGTH.findall(head)
+    if len(lengths) != 1 or _SPECIAL.search(head) or int(lengths[0]) > most:
+        return 0
+    return end + 4 + int(lengths[0])
 
 
 def too_large(size: int, limits: Limits) -> RefusedError:

@@ -7,11 +7,17 @@ So the front end keeps two figures:
 
 - `limit`, how many requests may be under way here. It falls when the engine refuses one for want of time, to less than
   were under way when that one came, and rises by one with every answer that comes while it is nearly reached. So it
-  follows the engine's own edge from just below: most of a flood ends here, for the price of one small write, and a few
+  follows the engine's own edge from just below: most of a flood ends here, for the price of one read and
+  one small write (connection.py), and a few
   requests still ask the engine, which alone knows.
 - `turn`, how long a turn of the event loop takes. What is read in a turn has waited in its socket for about the last
   turn, and its answer will wait for another one: both are taken from the request's time. A turn is microseconds until
   there is a flood.
+
+Whoever was turned away is not heard for some milliseconds, and only so many are heard again at a time. Without that a
+thousand clients who ask again at once keep the loop reading: libuv looks up to 48 times for more before it lets others
+run, and answers that were long there waited for seconds. What such a client asks next may have waited as long as
+it was not heard, so that is taken from its time too.
 
 Everything runs on the event loop.
 """
@@ -20,7 +26,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from dataclasses import replace
+from typing import Protocol
 
 from hotrow.serve.request import RefusedError, Request
 
@@ -28,7 +36,18 @@ LEAST = 32  # requests under way, whatever the engine says: it refuses precisely
 _FALL = 0.9  # of those under way when one came that the engine refused
 _NEAR = 0.5  # of the limit: with fewer under way an answer says nothing about more
 _RETRY_SECONDS = 0.1
+AWAY = RefusedError(429, "the server has as many requests as it can answer in time; ask again", _RETRY_SECONDS)
 _SHORT = 0.001  # seconds: a turn that is no loss
+_TICK = 0.005  # seconds: after so long
+_TOGETHER = 128  # of those who were turned away are heard again
+
+
+class Guest(Protocol):
+    """A client's connection."""
+
+    def let_in(self) -> None:
+        """Hear it again."""
+        ...
 
 
 class Door:
@@ -46,6 +65,7 @@ class Door:
         self.turned_away = 0
         self.turn = 0.0  # seconds
         self._began = 0.0  # this turn; 0 between turns
+        self._outside: deque[Guest] = deque()
 
     @property
     def full(self) -> bool:
@@ -55,20 +75,32 @@ class Door:
     def refusal(self) -> RefusedError:
         """What to say to one who may not."""
         self.turned_away += 1
-        if self.limit < self.most:
-            return RefusedError(429, "the server has as many requests as it can answer in time", _RETRY_SECONDS)
-        return RefusedError(429, f"{self.most} requests wait already (in_flight=); ask again", _RETRY_SECONDS)
+        return AWAY
 
     def entered(self) -> int:
         """A request is under way; how many are."""
         self.inside += 1
         return self.inside
 
-    def hastened(self, request: Request) -> Request:
-        """The request with the time taken off that it waited in its socket and that its answer will wait here."""
-        if request.deadline is None or self.turn < _SHORT:
+    def shut_out(self, guest: Guest, loop: asyncio.AbstractEventLoop) -> None:
+        """One was turned away. It is not heard for a moment, so that a flood cannot fill whole turns."""
+        self.turned_away += 1
+        if not self._outside:
+            loop.call_later(_TICK, self._let_in, loop)
+        self._outside.append(guest)
+
+    def _let_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        for _ in range(min(len(self._outside), _TOGETHER)):
+            self._outside.popleft().let_in()
+        if self._outside:
+            loop.call_later(_TICK, self._let_in, loop)
+
+    def hastened(self, request: Request, waited: float = 0.0) -> Request:
+        """The request with the time taken off that it waited unheard and that its answer will wait here."""
+        lost = waited + 2 * self.turn
+        if request.deadline is None or lost < _SHORT:
             return request
-        return replace(request, deadline=request.deadline - 2 * self.turn)
+        return replace(request, deadline=request.deadline - lost)
 
     def answered(self) -> None:
         """It was answered."""

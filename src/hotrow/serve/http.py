@@ -53,7 +53,7 @@ class HttpProtocol:
         def read(inputs: ModelInputs, wanted: str | None) -> tuple[Request, Any]:
             return inputs.read(body, header, wanted)
 
-        answer, wishes = await self.service.infer(name, version, len(body), read)
+        answer, wishes = await self.service.infer(name, version, len(body), read, call.waited)
         text, length = write(answer, wishes)
         return packed(text, length, call.headers.get("Accept-Encoding"))
 

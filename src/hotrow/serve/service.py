@@ -78,8 +78,11 @@ class Service:
             kept = self._inputs[info.name, info.version] = ModelInputs(info, self.limits)
         return kept
 
-    async def infer(self, name: str, version: str | None, size: int, read: Reader) -> tuple[Answer, Wishes]:
-        """Read a request with `read`, ask the backend, count it. `size` is what it weighs in bytes."""
+    async def infer(
+        self, name: str, version: str | None, size: int, read: Reader, waited: float = 0.0
+    ) -> tuple[Answer, Wishes]:
+        """Read a request with `read`, ask the backend, count it. `size` is what it weighs in bytes, `waited` how many
+        seconds of its time may be gone."""
         began = time.perf_counter()
         inputs = self.inputs(name, version)
         info = inputs.info
@@ -95,7 +98,7 @@ class Service:
                 request, wishes = await asyncio.to_thread(read, inputs, version or None)
             else:
                 request, wishes = read(inputs, version or None)
-            answer = await self.backend.infer(door.hastened(request))
+            answer = await self.backend.infer(door.hastened(request, waited))
             end = door.answered
         except RefusedError as error:
             if error.status == 429:
