@@ -66,6 +66,9 @@ class Memory:
     `ssd` is a folder: rows that do not fit into `dram` live there. It belongs to one process at a time, and what is in
     it matters only as long as that runs; what must survive is in checkpoints.
 
+    `remote` is a store outside the process (`redis://host:6379`, `rocksdb:/folder`, docs/remote.md) that has all rows;
+    `dram` is a cache over it. Rows are then only read: it is for serving.
+
     >>> Memory(dram="4GiB").dram_bytes
     4294967296
     """
@@ -73,6 +76,7 @@ class Memory:
     dram: str | int | None = None
     hbm: str | int | None = None
     ssd: str | os.PathLike[str] | None = None
+    remote: str | None = None
 
     def __post_init__(self) -> None:
         if self.dram is not None:
@@ -83,6 +87,16 @@ class Memory:
             raise OptionError(f"ssd={self.ssd!r}: give a folder on a local disk, such as ssd='/data/rows'")
         if self.ssd is not None and self.dram is None:
             raise OptionError(f"ssd={str(self.ssd)!r} without dram=: say how much DRAM the cache over it may take")
+        if self.remote is not None and self.dram is None:
+            raise OptionError(
+                "remote= without dram=: say how much DRAM the cache over it may take, such as dram='4GiB'"
+            )
+        for tier in ("hbm", "ssd"):
+            if self.remote is not None and getattr(self, tier) is not None:
+                raise OptionError(
+                    f"{tier}={getattr(self, tier)!r} with remote=: over a remote store DRAM is the cache; "
+                    "leave one of them out"
+                )
 
     @property
     def hbm_bytes(self) -> int:
