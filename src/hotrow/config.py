@@ -44,6 +44,15 @@ def format_size(count: float) -> str:
     return in_units(count, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
+def enough(count: int) -> str:
+    """A budget to give, no less than so many bytes.
+
+    >>> enough(3_000_000)
+    '3MiB'
+    """
+    return f"{-(-count // (1 << 20))}MiB"
+
+
 def in_units(count: float, base: int, units: Sequence[str]) -> str:
     """A number in the largest unit that keeps it at least 1; each unit is `base` times the one before.
 

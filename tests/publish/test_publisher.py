@@ -208,6 +208,29 @@ def test_heartbeats_carry_the_watermark_and_snapshots_are_told_of(folder_bus: st
     trainer.publisher.close()
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_budget_too_small_to_publish_names_one_that_works(folder_bus: str, tmp_path: Path, trained: bool) -> None:
+    def trainer(dram: str) -> hr.Trainer:
+        tables = [hr.Table(name, dim=4, features=[name]) for name in ("user", "item")]
+        memory = hr.Memory(dram=dram, ssd=str(tmp_path / f"rows-{dram}"))
+        embeddings = hr.EmbeddingCollection(tables, optimizer=hr.optim.Adam(lr=0.01), seed=3, memory=memory)
+        if trained:  # rows that the bus has never seen: all of them go out first
+            for rows in embeddings.tables:
+                rows.create(torch.arange(100_000))
+        publish = hr.Publish(folder_bus, every_steps=2)
+        return hr.Trainer(hr.Recommender(embeddings, make_trainer().model.tower), publish=publish)
+
+    small = "2700KiB" if not trained else "5MiB"
+    with pytest.raises(hr.MemoryBudgetError, match="too small to note what changes in 2 tables") as refused:
+        trainer(small).fit(clicks(), steps=4, progress=False)
+    named = str(refused.value).partition("give at least ")[2].partition(",")[0]
+    works = trainer(named)
+    works.fit(clicks(), steps=4, progress=False)
+    reader = Reader(folder_bus)
+    reader.catch_up(2)
+    assert_same(reader, works)
+
+
 def test_wrong_options_are_errors_with_a_cure(folder_bus: str) -> None:
     for options, words in (
         ({}, "give one of the two"),

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hotrow.batch import Jagged
-from hotrow.config import Memory, format_size
+from hotrow.config import Memory, enough, format_size
 from hotrow.errors import ClosedError, LateError, LeftError, MemoryBudgetError, OptionError
 from hotrow.table.remote import NEWEST, Brought, RemoteRows
 from hotrow.table.rows import TableRows
@@ -80,7 +80,7 @@ class RemoteTables:
         if memory.dram_bytes < (least := least_bytes(tables)):
             raise MemoryBudgetError(
                 f"dram={format_size(memory.dram_bytes)} is too small for a cache of {len(tables)} tables over remote=; "
-                f"give at least {format_size(least)}"
+                f"give at least {enough(least)}"
             )
         self.url = memory.remote
         self.store = share_remote(self.url)

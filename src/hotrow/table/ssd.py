@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hotrow import _core
-from hotrow.config import Memory, format_size
+from hotrow.config import Memory, enough, format_size
 from hotrow.errors import CheckpointError, MemoryBudgetError
 from hotrow.table.rows import TableRows
 from hotrow.tiers.host import core_errors
@@ -42,7 +42,7 @@ class SsdFolder:
         if memory.dram_bytes < least:
             raise MemoryBudgetError(
                 f"dram={format_size(memory.dram_bytes)} is too small for {len(tables)} tables over ssd=; "
-                f"give at least {format_size(least)} (beside the rows of a batch, and 10 bytes for each row on SSD)"
+                f"give at least {enough(least)} (beside the rows of a batch, and 10 bytes for each row on SSD)"
             )
         with core_errors():
             lock = _core.lock_folder(self.path)
