@@ -15,6 +15,7 @@ import hotrow as hr
 from hotrow.publish.bus import open_bus
 from hotrow.publish.history import commits_after
 from hotrow.publish.publication import HEARTBEAT, SNAPSHOT
+from hotrow.table.ssd import least_bytes
 
 
 @pytest.mark.parametrize("values", ["fp16", "fp32"])
@@ -210,8 +211,9 @@ def test_heartbeats_carry_the_watermark_and_snapshots_are_told_of(folder_bus: st
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_budget_too_small_to_publish_names_one_that_works(folder_bus: str, tmp_path: Path, trained: bool) -> None:
-    def trainer(dram: str) -> hr.Trainer:
-        tables = [hr.Table(name, dim=4, features=[name]) for name in ("user", "item")]
+    tables = [hr.Table(name, dim=4, features=[name]) for name in ("user", "item")]
+
+    def trainer(dram: str | int) -> hr.Trainer:
         memory = hr.Memory(dram=dram, ssd=str(tmp_path / f"rows-{dram}"))
         embeddings = hr.EmbeddingCollection(tables, optimizer=hr.optim.Adam(lr=0.01), seed=3, memory=memory)
         if trained:  # rows that the bus has never seen: all of them go out first
@@ -220,7 +222,8 @@ def test_a_budget_too_small_to_publish_names_one_that_works(folder_bus: str, tmp
         publish = hr.Publish(folder_bus, every_steps=2)
         return hr.Trainer(hr.Recommender(embeddings, make_trainer().model.tower), publish=publish)
 
-    small = "2700KiB" if not trained else "5MiB"
+    plain = hr.EmbeddingCollection(tables, optimizer=hr.optim.Adam(lr=0.01))
+    small = least_bytes(plain.tables) if not trained else "5MiB"
     with pytest.raises(hr.MemoryBudgetError, match="too small to note what changes in 2 tables") as refused:
         trainer(small).fit(clicks(), steps=4, progress=False)
     named = str(refused.value).partition("give at least ")[2].partition(",")[0]

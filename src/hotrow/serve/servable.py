@@ -91,7 +91,9 @@ class ServedVersion:
         if not isinstance(towers, Towers):
             return {}
         counts = towers.counts
+        remote = self.engine.embeddings.remote
         return {
+            "remote": None if remote is None else remote.figures(),
             "buckets": {str(shape): hits for shape, hits in counts.hits.items()},
             "padded_rows": counts.padded_rows,
             **{name: towers.metrics()[name] for name in ("compile_queue", "compile_seconds")},

@@ -145,6 +145,12 @@ class RemoteTables:
         figures = [rows.metrics() for rows in self.rows]
         return {name: sum([one[name] for one in figures]) for name in figures[0]}
 
+    def figures(self) -> dict[str, int]:
+        """For metrics: what the cache and the store have done, and how the store is."""
+        counts, health = self.metrics(), self.store.health()
+        named = {name: counts[name] for name in ("hits", "misses", "absent", "late", "rows", "bytes")}
+        return {**named, "up": int(health["ok"]), "publication": self.store.lowest}
+
     def close(self) -> None:
         """Let go of the store; batches under way must have ended, or find their rows late."""
         self._pool.shutdown(wait=True)

@@ -22,10 +22,12 @@ def need_redis() -> None:
 
 
 def check_rows(server: Server, trainer: hr.Trainer) -> None:
+    """A server that began at an export of fp32 rows may have more digits than the wire: those do not count."""
     server.reaches(publications(trainer))
-    np.testing.assert_array_equal(server.ask()[0], rows_of(trainer))
+    np.testing.assert_array_equal(server.ask()[0].astype(np.float16), rows_of(trainer).astype(np.float16))
 
 
+@pytest.mark.soak
 def test_a_bus_that_is_away_for_a_while(tmp_path: Path) -> None:
     """The trainer goes on and keeps what its disk budget allows; the server serves on, and says how old it is."""
     pytest.importorskip("redis")
@@ -118,6 +120,8 @@ def test_rows_come_through_a_remote_store_that_two_writers_keep_current(tmp_path
             trainer.fit(Events(40, 60), progress=False)
             check_rows(server, trainer)
             assert two.process.poll() is None
+            until(lambda: server.metric("hotrow_remote_hits_total") > 0, "the cache's metrics")
+            assert server.metric("hotrow_remote_bytes_total") > 0 and server.metric("hotrow_remote_up") == 1
             trainer.publisher.close()  # type: ignore[union-attr]
 
 
