@@ -121,8 +121,7 @@ def run(bus: str, url: str, export: str | None, values: str | None, once: bool, 
         writer = RemoteWriter(store, values)
         if not store.marks().filled:
             _fill(writer, first_export(bus, export), console)
-        exports = Path(export) if export is not None else Path("/nonexistent")
-        follower = Follower(writer, bus, exports)
+        follower = Follower(writer, bus, None if export is None else Path(export))
         follower.start()
         done = _watch(follower, writer, once, stop, console)
         follower.close()
