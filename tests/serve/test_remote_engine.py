@@ -19,6 +19,7 @@ from hotrow.errors import LateError, MemoryBudgetError, OptionError
 from hotrow.publish.publication import DELTA, Publication, TableChange
 from hotrow.serve.fill import fill_from_export
 from hotrow.serve.repository import open_version
+from hotrow.serve.server import ServeOptions
 from hotrow.tiers.remote import RemoteStore, open_remote, write_publication
 
 
@@ -235,6 +236,30 @@ class Shows(torch.nn.Module):
 
     def forward(self, vectors: dict[str, torch.Tensor], dense: torch.Tensor | None) -> torch.Tensor:
         return vectors["user"][:, 0]
+
+
+def test_options_of_the_server_that_do_not_go_together(tmp_path: Path) -> None:
+    for name in ("ctr", "feed"):
+        (tmp_path / name / "1").mkdir(parents=True)
+    redis = "redis://:secret@10.0.0.1:6379"
+
+    def options(*remote: str, **more: Any) -> ServeOptions:
+        return ServeOptions(str(tmp_path), remote=remote, **{"models": ("ctr",), "dram": "4GiB", **more})
+
+    assert options(redis).remotes() == {"ctr": redis}
+    both = options(f"ctr={redis}", "feed=rocksdb:/data/feed", models=("ctr", "feed"))
+    assert both.remotes() == {"ctr": redis, "feed": "rocksdb:/data/feed"}
+    for words, remote, more in (
+        ("--remote without --dram", redis, {"dram": None}),
+        ("--ssd with --remote", redis, {"ssd": "/data/rows"}),
+        ("say which model follows it, such as --remote ctr=redis", redis, {"models": ("ctr", "feed")}),
+        ("there is no model 'cart'", f"cart={redis}", {}),
+        ("did you mean 'redis'", "redi://10.0.0.1", {}),
+        ("lets one process open a folder", "rocksdb:/data/rows", {"processes": 2}),
+    ):
+        with pytest.raises(OptionError, match=words) as refused:
+            options(remote, **more)
+        assert "secret" not in str(refused.value)
 
 
 def test_what_cannot_be_is_refused_with_the_cure(tmp_path: Path, url: str) -> None:
