@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from served import Command, Events, Server, make_trainer, publications, rows_of, until
+from served import PATIENCE, Command, Events, Server, make_trainer, publications, rows_of, until
 
 import hotrow as hr
 from hotrow.bench.redis_cluster import RedisServers, installed
+from hotrow.tiers.remote import open_remote
 
 
 @pytest.fixture(autouse=True)
@@ -107,22 +108,23 @@ def test_rows_come_through_a_remote_store_that_two_writers_keep_current(tmp_path
     with RedisServers() as redis:
         remote = f"{redis.url}?timeout=5"
         says = ("publish-remote", bus, remote, "--export", str(tmp_path / "repository" / "ctr"))
-        with Command(tmp_path / "once.log", *says, "--once") as once:
-            assert once.process.wait(120) == 0, once.text()
+        store = open_remote(remote)
         with (
             Command(tmp_path / "one.log", *says) as one,
             Command(tmp_path / "two.log", *says) as two,
-            Server(tmp_path, "--bus", bus, "--remote", remote, "--dram", "3MiB") as server,
         ):
-            check_rows(server, trainer)
-            trainer.fit(Events(20, 40), progress=False)
-            one.process.kill()
-            trainer.fit(Events(40, 60), progress=False)
-            check_rows(server, trainer)
-            assert two.process.poll() is None
-            until(lambda: server.metric("hotrow_remote_hits_total") > 0, "the cache's metrics")
-            assert server.metric("hotrow_remote_bytes_total") > 0 and server.metric("hotrow_remote_up") == 1
-            trainer.publisher.close()  # type: ignore[union-attr]
+            until(lambda: store.marks().filled, "a writer to fill the store")
+            with Server(tmp_path, "--bus", bus, "--remote", remote, "--dram", "3MiB") as server:
+                check_rows(server, trainer)
+                trainer.fit(Events(20, 40), progress=False)
+                one.process.kill()
+                trainer.fit(Events(40, 60), progress=False)
+                check_rows(server, trainer)
+                assert two.process.poll() is None
+                until(lambda: server.metric("hotrow_remote_hits_total") > 0, "the cache's metrics")
+                assert server.metric("hotrow_remote_bytes_total") > 0 and server.metric("hotrow_remote_up") == 1
+        store.close()
+        trainer.publisher.close()  # type: ignore[union-attr]
 
 
 @pytest.mark.soak
@@ -132,26 +134,25 @@ def test_a_master_killed_with_failover_while_a_server_reads_through_it(tmp_path:
     trainer.fit(Events(0, 20), progress=False)
     with RedisServers(masters=3, replicas=1) as redis:
         says = ("publish-remote", bus, redis.url, "--export", str(tmp_path / "repository" / "ctr"))
+        with Command(tmp_path / "once.log", *says, "--once") as once:
+            assert once.process.wait(PATIENCE) == 0, once.text()
         with (
             Command(tmp_path / "writer.log", *says),
-            Server(tmp_path, "--bus", bus, "--stale-after", "60s") as first,  # until the store is filled
+            Server(tmp_path, "--bus", bus, "--remote", redis.url, "--dram", "3MiB") as server,
         ):
-            check_rows(first, trainer)
-            until(lambda: "filled" in (tmp_path / "writer.log").read_text(), "the store to be filled")
-            (tmp_path / "remote").mkdir()
-            (tmp_path / "remote" / "repository").symlink_to(tmp_path / "repository")
-            with Server(tmp_path / "remote", "--bus", bus, "--remote", redis.url, "--dram", "3MiB") as server:
-                check_rows(server, trainer)
-                redis.servers[0].kill()
-                begin, answers, late = time.monotonic(), 0, 0
-                step = 20
-                while time.monotonic() < begin + 6:  # through the failover: every request is answered, by policy
-                    trainer.fit(Events(step, step + 5), progress=False)
-                    step += 5
-                    said = server.ask("initial", 0.2)[1]
-                    answers, late = answers + 1, late + int(said.get("late_rows", 0))
-                assert answers > 5
-                check_rows(server, trainer)
-                check_rows(first, trainer)
+            check_rows(server, trainer)
+            store = open_remote(redis.url)
+            until(lambda: store.marks().complete == publications(trainer), "the writer")
+            store.close()
+            time.sleep(0.5)  # what a replica does not have yet would be lost, as docs/remote.md says
+            redis.servers[0].kill()
+            begin, answers, step = time.monotonic(), 0, 20
+            while time.monotonic() < begin + 6:  # through the failover: every request is answered, by policy
+                trainer.fit(Events(step, step + 5), progress=False)
+                step += 5
+                server.ask("initial", 0.5)
+                answers += 1
+            assert answers > 5
+            check_rows(server, trainer)
     assert trainer.publisher is not None
     trainer.publisher.close()
