@@ -1,4 +1,5 @@
-"""The command line: `hotrow demo | train | export | serve | bench | inspect | rollback | release`, one word each."""
+"""The command line: `hotrow demo | train | export | serve | bench | inspect`, one word each, and what goes with online
+learning: `rollback | release | publish-remote`."""
 
 from __future__ import annotations
 
@@ -255,6 +256,10 @@ Examples:
 
     hotrow serve repository/ --dram 8GiB --ssd /data/rows --policy initial
 
+    hotrow serve repository/ --bus dir:/data/publications --stale-after 10s     # follow a trainer
+
+    hotrow serve repository/ --bus redis://10.0.0.5:6379/0?stream=ctr --dram 8GiB --remote redis+cluster://10.0.0.1:7000
+
     hotrow serve repository/ --host 0.0.0.0 --token $(openssl rand -hex 16) --poll 5s
 
 Ctrl-C or SIGTERM answers what was asked, and ends.
@@ -294,6 +299,13 @@ def serve(
         list[str] | None,
         typer.Option(help="follow a trainer's publications: dir:/path, redis://..., kafka://..., or model=address"),
     ] = None,
+    remote: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="the store that has all rows, with --dram a cache over it: redis://host:6379, "
+            "redis+cluster://host:port,host:port, rediss..., rocksdb:/folder, or model=address"
+        ),
+    ] = None,
     stale_after: Annotated[
         str | None, typer.Option(help="an alarm when answers are made from data older than this, such as 10s")
     ] = None,
@@ -331,6 +343,7 @@ def serve(
         max_wait=parse_seconds(max_wait, "--max-wait"),
         poll=parse_seconds(poll, "--poll"),
         bus=tuple(bus or ()),
+        remote=tuple(remote or ()),
         stale_after=None if stale_after is None else parse_seconds(stale_after, "--stale-after"),
         token=token,
         drain=parse_seconds(drain, "--drain"),
@@ -370,6 +383,42 @@ def release(bus: Annotated[str, typer.Argument(help="the bus")]) -> None:
 
     words = "released" if run(bus) else "it was not held"
     Console().print(words, highlight=False)
+
+
+PUBLISH_REMOTE_HELP = """Keep a remote store (Redis, Redis Cluster) that servers read up to date with a bus.
+
+It fills the store first, from the export of a model or from the newest snapshot that the bus tells of; then it writes
+each publication as it comes. Writing is idempotent: it may be killed and started again at any moment, and several may
+run at once, on several machines, so that one is there when another is not.
+
+Examples:
+
+    hotrow publish-remote dir:/data/publications redis://10.0.0.1:6379 --export repository/ctr
+
+    hotrow publish-remote kafka://10.0.0.5:9092/ctr "redis+cluster://10.0.0.1:7000?replicas=1" --export repository/ctr
+
+    hotrow publish-remote dir:/data/publications redis://10.0.0.1:6379 --export repository/ctr --once   # and end
+
+Ctrl-C or SIGTERM ends it after the publication that it is at. A folder of RocksDB belongs to the server that reads it,
+and that server writes it: hotrow serve --remote rocksdb:/folder --bus BUS.
+"""
+
+
+@app.command("publish-remote", help=PUBLISH_REMOTE_HELP)
+def publish_remote(
+    bus: Annotated[str, typer.Argument(help="the bus: dir:/path, redis://host/0?stream=name or kafka://host/topic")],
+    url: Annotated[str, typer.Argument(help="the store: redis://..., rediss://..., redis+cluster://...")],
+    export: Annotated[str | None, typer.Option(help="a model's folder in a repository, to fill the store from")] = None,
+    values: Annotated[
+        str | None, typer.Option(help="how a new store keeps rows: fp32, fp16 or int8; else as the export does")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="end when the store has all that the bus has")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="say nothing but problems")] = False,
+) -> None:
+    """Keep a remote store up to date with a bus."""
+    from hotrow.serve.remote_writer import run
+
+    raise typer.Exit(run(bus, url, export, values, once, quiet))
 
 
 def main() -> None:

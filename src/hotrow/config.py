@@ -44,6 +44,15 @@ def format_size(count: float) -> str:
     return in_units(count, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
+def enough(count: int) -> str:
+    """A budget to give, no less than so many bytes.
+
+    >>> enough(3_000_000)
+    '3MiB'
+    """
+    return f"{-(-count // (1 << 20))}MiB"
+
+
 def in_units(count: float, base: int, units: Sequence[str]) -> str:
     """A number in the largest unit that keeps it at least 1; each unit is `base` times the one before.
 
@@ -66,6 +75,9 @@ class Memory:
     `ssd` is a folder: rows that do not fit into `dram` live there. It belongs to one process at a time, and what is in
     it matters only as long as that runs; what must survive is in checkpoints.
 
+    `remote` is a store outside the process (`redis://host:6379`, `rocksdb:/folder`, docs/remote.md) that has all rows;
+    `dram` is a cache over it. Rows are then only read: it is for serving.
+
     >>> Memory(dram="4GiB").dram_bytes
     4294967296
     """
@@ -73,6 +85,7 @@ class Memory:
     dram: str | int | None = None
     hbm: str | int | None = None
     ssd: str | os.PathLike[str] | None = None
+    remote: str | None = None
 
     def __post_init__(self) -> None:
         if self.dram is not None:
@@ -83,6 +96,16 @@ class Memory:
             raise OptionError(f"ssd={self.ssd!r}: give a folder on a local disk, such as ssd='/data/rows'")
         if self.ssd is not None and self.dram is None:
             raise OptionError(f"ssd={str(self.ssd)!r} without dram=: say how much DRAM the cache over it may take")
+        if self.remote is not None and self.dram is None:
+            raise OptionError(
+                "remote= without dram=: say how much DRAM the cache over it may take, such as dram='4GiB'"
+            )
+        for tier in ("hbm", "ssd"):
+            if self.remote is not None and getattr(self, tier) is not None:
+                raise OptionError(
+                    f"{tier}={getattr(self, tier)!r} with remote=: over a remote store DRAM is the cache; "
+                    "leave one of them out"
+                )
 
     @property
     def hbm_bytes(self) -> int:

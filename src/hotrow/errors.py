@@ -51,6 +51,14 @@ class StorageError(HotRowError, OSError):
     """The disk refused: full, read-only, broken. What was committed before is untouched."""
 
 
+class LateError(StorageError):
+    """Rows that did not come from where they are, in the time there was. The same question may work later."""
+
+
+class LeftError(LateError):
+    """Rows that were in memory a moment ago and have left it; asking for them again helps at once."""
+
+
 class RankError(HotRowError, RuntimeError):
     """A rank of a job died, hangs, or cannot be reached. Names the rank."""
 

@@ -15,6 +15,7 @@ import hotrow as hr
 from hotrow.publish.bus import open_bus
 from hotrow.publish.history import commits_after
 from hotrow.publish.publication import HEARTBEAT, SNAPSHOT
+from hotrow.table.ssd import least_bytes
 
 
 @pytest.mark.parametrize("values", ["fp16", "fp32"])
@@ -206,6 +207,31 @@ def test_heartbeats_carry_the_watermark_and_snapshots_are_told_of(folder_bus: st
     assert reader.subscriber.snapshot is not None and reader.subscriber.snapshot.number == 2
     assert {one.number for one in reader.read if one.kind == HEARTBEAT} <= {1, 2, 3}
     trainer.publisher.close()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_budget_too_small_to_publish_names_one_that_works(folder_bus: str, tmp_path: Path, trained: bool) -> None:
+    tables = [hr.Table(name, dim=4, features=[name]) for name in ("user", "item")]
+
+    def trainer(dram: str | int) -> hr.Trainer:
+        memory = hr.Memory(dram=dram, ssd=str(tmp_path / f"rows-{dram}"))
+        embeddings = hr.EmbeddingCollection(tables, optimizer=hr.optim.Adam(lr=0.01), seed=3, memory=memory)
+        if trained:  # rows that the bus has never seen: all of them go out first
+            for rows in embeddings.tables:
+                rows.create(torch.arange(100_000))
+        publish = hr.Publish(folder_bus, every_steps=2)
+        return hr.Trainer(hr.Recommender(embeddings, make_trainer().model.tower), publish=publish)
+
+    plain = hr.EmbeddingCollection(tables, optimizer=hr.optim.Adam(lr=0.01))
+    small = least_bytes(plain.tables) if not trained else "5MiB"
+    with pytest.raises(hr.MemoryBudgetError, match="too small to note what changes in 2 tables") as refused:
+        trainer(small).fit(clicks(), steps=4, progress=False)
+    named = str(refused.value).partition("give at least ")[2].partition(",")[0]
+    works = trainer(named)
+    works.fit(clicks(), steps=4, progress=False)
+    reader = Reader(folder_bus)
+    reader.catch_up(2)
+    assert_same(reader, works)
 
 
 def test_wrong_options_are_errors_with_a_cure(folder_bus: str) -> None:

@@ -75,6 +75,34 @@ def test_a_followed_run_stops_whole_and_goes_on_as_if_it_had_not(tmp_path: Path,
     assert len(losses["whole"]) == 7  # six full batches of 32, and the 28 that were left
 
 
+def test_a_quiet_stream_is_told_of_by_heartbeats_and_by_nothing_else(tmp_path: Path) -> None:
+    folder, home = tmp_path / "events", tmp_path / "home"
+    write(folder, 0, 0, 64)
+    bus = f"dir:{tmp_path / 'bus'}"
+    publish = hr.Publish(bus, every_seconds=0.3, heartbeat=0.05)
+    trainer = runs.make_trainer(home, publish=publish)
+    reader, beats, watermarks = hr.Subscriber(bus), [], []
+
+    def watch() -> None:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            for one in reader.poll(0.1):
+                (beats if one.kind == "heartbeat" else watermarks).append(one.watermark)
+            if watermarks and beats and beats[-1] >= watermarks[-1] + 500:
+                break
+        trainer.stop()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with pytest.raises(Interrupted):
+        trainer.fit(follow(folder, home), resume=True, progress=False)
+    watcher.join()
+    newest = int(runs.clicks().batch(0, 64).time.max())  # type: ignore[union-attr]
+    assert watermarks[-1] == newest  # what was left for the clock to cut went out, with the time of its events
+    assert newest + 500 <= beats[-1] < newest + 60_000 and beats == sorted(beats)
+    assert trainer.publisher is None or trainer.publisher.watermark == newest
+
+
 def test_killed_between_publications_the_bus_gets_each_once(tmp_path: Path) -> None:
     from hotrow.publish.subscriber import Subscriber
 

@@ -107,6 +107,7 @@ class FollowSource:
         self._on_error = check_policy(on_error)
         self._rejects = Rejects(on_error, "event")
         self._ended = 0  # how often `end` was called
+        self._quiet: tuple[int, float] | None = None  # examples given so far, and seconds without a new event
 
     examples = None
 
@@ -123,6 +124,14 @@ class FollowSource:
         """Let the passes that have begun come to their end. Any thread."""
         self._ended += 1
 
+    def quiet_for(self, cursor: Cursor | None) -> float | None:
+        """Seconds for which there has been no event after the batch that came with `cursor`; None if there has. Any
+        thread. What the stream has not been asked yet does not count as nothing."""
+        quiet = self._quiet
+        if quiet is None or cursor is None or quiet[0] != cursor.get("examples"):
+            return None
+        return quiet[1]
+
     def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
         """Batches from the start, or after the batch that came with `cursor`; waits for more."""
         place, examples = self._find_start(cursor)
@@ -133,14 +142,17 @@ class FollowSource:
         mine = self._ended
         cuts = [] if self.journal is None else self.journal.after(examples)
         waiting: list[_Piece] = []
-        count, since = 0, 0.0
+        count, since, heard = 0, 0.0, time.monotonic()
         with closing(self.feed.read(dict(place), rejects)) as feed:
             for messages in feed:
                 if messages:
+                    heard, self._quiet = time.monotonic(), None
                     for piece in self._pieces(messages, rejects):
                         since = time.monotonic() if not count else since
                         waiting.append(piece)
                         count += piece.batch.size
+                elif not count:
+                    self._quiet = examples, time.monotonic() - heard
                 while True:
                     size = self.batch_size if not cuts else min(self.batch_size, cuts[0] - examples)
                     if count < size:

@@ -30,6 +30,7 @@ from hotrow.parallel.plan import RankPlan
 from hotrow.parallel.ranks import Ranks
 from hotrow.table import Lookup, Table, TableRows
 from hotrow.table.lookup import Layout, Merged, Plan
+from hotrow.table.remote_plan import RemotePlan, RemoteTables
 from hotrow.table.ssd import SsdFolder
 from hotrow.tiers.host import Budget, HostPlan
 
@@ -63,6 +64,7 @@ class EmbeddingCollection(nn.Module):
         self.seed = seed
         self.budget = Budget(self.memory.dram_bytes)
         self.tables = [TableRows(table, self.optimizer, seed, self.budget) for table in tables]
+        self.remote = _remote(self.memory, self.tables, seed, ranks)
         self._ssd = SsdFolder(self.memory, self.tables) if self.memory.ssd is not None else None
         self.steps = 0
         self.watermark: int | None = None  # the latest event time that was trained on, in milliseconds
@@ -72,7 +74,7 @@ class EmbeddingCollection(nn.Module):
             rows.hot = self.hot
             if ranks is not None and not rows.table.replicate:
                 rows.over_ranks = lambda number: sum(n for (n,) in ranks.rows.gather_numbers(number))
-        self.layout = Layout(self.tables, self.device, _plans(self.tables, self.hot, ranks))
+        self.layout = Layout(self.tables, self.device, _plans(self.tables, self.hot, ranks, self.remote))
         self._waiting: list[Lookup] = []
         self._plans: list[Plan] = []
         # Something that requires a gradient, so that backward reaches the rows. Not a parameter: nobody optimizes it.
@@ -301,7 +303,19 @@ def _memory_of_rank(memory: Memory, ranks: Ranks | None) -> Memory:
     return dataclasses.replace(memory, ssd=os.path.join(memory.ssd, f"rank-{ranks.rank:04d}"))
 
 
-def _plans(tables: Sequence[TableRows], hot: HotRows | None, ranks: Ranks | None) -> Callable[[], Plan]:
+def _remote(memory: Memory, tables: Sequence[TableRows], seed: int, ranks: Ranks | None) -> RemoteTables | None:
+    if memory.remote is None:
+        return None
+    if ranks is not None:
+        raise OptionError("remote= with ranks: rows over a remote store are only read, by each process alone")
+    return RemoteTables(memory, tables, seed)
+
+
+def _plans(
+    tables: Sequence[TableRows], hot: HotRows | None, ranks: Ranks | None, remote: RemoteTables | None
+) -> Callable[[], Plan]:
+    if remote is not None:
+        return lambda: RemotePlan(remote)
     if ranks is not None:
         everywhere = frozenset(id(rows.store) for rows in tables if rows.table.replicate)
         if hot is not None:

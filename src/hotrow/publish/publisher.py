@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from hotrow import trace
-from hotrow.config import parse_size
-from hotrow.errors import OptionError, PublishError
+from hotrow.config import enough, format_size, parse_size
+from hotrow.errors import MemoryBudgetError, OptionError, PublishError
 from hotrow.nn import EmbeddingCollection
 from hotrow.parallel.ranks import Ranks
 from hotrow.publish.bus import open_bus
@@ -42,8 +42,10 @@ from hotrow.publish.history import Commit, commits_after, newest_commit, snapsho
 from hotrow.publish.publication import DELTA, ROLLBACK, VALUES, SnapshotPlace, TableChange
 from hotrow.publish.spool import Spool
 from hotrow.table.rows import TableRows
+from hotrow.table.ssd import LEAST_SLOTS, least_bytes
 
 Snapshot = Callable[[int], str]
+KEY_BYTES = 16  # of a changed row's key, noted until the next publication
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,7 @@ class Publisher:
         self._newest = newest
         if saved is not None and saved.get("watermark") is not None:
             self.watermark = max(int(saved["watermark"]), self.watermark or 0)
+        self._check_memory(everything)
         for rows in self._tables():
             rows.store.begin_changes(everything)
         if everything:
@@ -226,6 +229,19 @@ class Publisher:
             }
         bus.close()
         return found
+
+    def _check_memory(self, everything: bool) -> None:
+        """The keys of changed rows are part of the budget: 8 bytes each, twice while their list grows."""
+        limit, tables = self.embeddings.budget.limit, self.embeddings.tables
+        if not limit or not all(rows.store.evicts for rows in tables):
+            return
+        noted = sum(KEY_BYTES * max(LEAST_SLOTS, len(rows) if everything else 0) for rows in tables)
+        if limit < (least := least_bytes(tables) + noted):
+            why = "; all rows go out first" if everything and any(len(rows) for rows in tables) else ""
+            raise MemoryBudgetError(
+                f"dram={format_size(limit)} is too small to note what changes in {len(tables)} tables that are "
+                f"published{why}; give at least {enough(least)}, or leave publish= out"
+            )
 
     def _spool_folder(self) -> Path:
         if self.options.spool is not None:
@@ -308,10 +324,16 @@ class Publisher:
         return place
 
     def idle(self, watermark: int) -> None:
-        """The source is at this event time and had nothing to train on: heartbeats carry it."""
-        if self.embeddings.steps == self._cut_step:
-            self.watermark = max(watermark, self.watermark or 0)
-            self.delivery.say({"step": self._cut_step, "watermark": self.watermark})
+        """The source is at this event time and had nothing to train on: heartbeats carry it. What was trained before
+        and waits for a cut by the clock is published.
+
+        Publications never carry it: a run that resumes would be quiet at other moments, and must repeat them.
+        """
+        step = self.embeddings.steps
+        if step == self._cut_step:
+            self.delivery.say({"step": step, "watermark": max(watermark, self.watermark or 0)})
+        elif self.options.every_seconds is not None and step > self._replays_until and self._due(step):
+            self.cut()
 
     # --- saving ---
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -33,12 +34,13 @@ from torch import Tensor
 
 from hotrow.batch import KeyedBatch
 from hotrow.config import Memory
-from hotrow.errors import BatchError, CheckpointError, ClosedError, OptionError, PublishError
+from hotrow.errors import BatchError, CheckpointError, ClosedError, LeftError, OptionError, PublishError
 from hotrow.features import FeatureSpec
 from hotrow.nn import EmbeddingCollection
 from hotrow.optim import SGD
 from hotrow.publish.publication import Publication
 from hotrow.serve import archive
+from hotrow.serve.fill import fill_local, is_local
 from hotrow.serve.repository import (
     MANIFEST,
     TOWER,
@@ -53,12 +55,14 @@ from hotrow.serve.request import Signature
 from hotrow.serve.switch import Fresh, prepare
 from hotrow.serve.tower import OriginalTower, Tower, TowerInputs
 from hotrow.serve.towers import Crossing, Towers
+from hotrow.table import Lookup
 from hotrow.tiers.host import HostStore, count_cold, prefetch_all
 
 if TYPE_CHECKING:
     from hotrow.serve.device_lane import DeviceLanes
 
 Columns = Mapping[str, Any]
+TRIES = 20  # to read a batch whose rows leave a small cache while it waits for others
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,9 @@ class Engine:
     """A version of an exported model, opened for lookups and predictions.
 
     `path` is a model's folder, "repository/ctr"; without `version` its newest that is whole is taken. `memory` says
-    where rows lie, as in training; `device` where the tower runs (without it, where the rows come out). `towers`, where
-    given, makes what runs the tower out of the original graph. On a GPU with hbm=, `precision` is what towers compute
+    where rows lie, as in training, or with `remote=` which store has them; `device` where the tower runs (without it,
+    where the rows come out). `towers`, where given, makes what runs the tower out of the original graph. On a GPU with
+    hbm=, `precision` is what towers compute
     in (fp32, tf32, bf16, fp16), `ladder` the batch sizes that are captured, and `lanes` how many batches run at once.
 
     >>> import tempfile, torch, hotrow as hr
@@ -128,6 +133,7 @@ class Engine:
         original = _tower(self.source, embeddings, self.device)
         self._live: _Live | None = _Live(embeddings, original, original if towers is None else towers(original))
         self.fresh = Fresh.of(int(self.source.manifest["publication"]), self.source.manifest["trained"]["watermark"])
+        self._begin_remote(embeddings)
         self._crossing = Crossing()
         # Whether a batch's tower may run after the rows are switched, with the weights that it took before.
         self._apart = self.device.type == "cpu" and isinstance(self._live.towers, (OriginalTower, Towers))
@@ -141,6 +147,11 @@ class Engine:
         if embeddings.hot is not None:
             alone = threading.Lock()
             self._finding = (lambda: alone) if self._lanes is None else self._lanes.reader.changing
+
+    def _begin_remote(self, embeddings: EmbeddingCollection) -> None:
+        self._watermarks: deque[tuple[int, int | None]] = deque([(self.fresh.publication, self.fresh.watermark)], 1024)
+        if embeddings.remote is not None:
+            embeddings.remote.begin(self.fresh.publication)
 
     @property
     def version(self) -> int:
@@ -182,14 +193,15 @@ class Engine:
 
     def lookup(self, batch: KeyedBatch | Columns) -> dict[str, Tensor]:
         """The vectors that the tower would be fed: [rows, dim], or for a sequence [rows, length, dim] and its mask."""
-        with torch.inference_mode(), self._finding(), self._crossing.together():
-            return self._find(self._open(), self.keyed(batch), "wait")[0]
+        live, keyed = self._open(), self.keyed(batch)
+        with torch.inference_mode(), self._finding(), ExitStack() as crossing:
+            return self._pool(live, self._read(live, keyed, "wait", crossing))[0]
 
     def run(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, Late]:
         """Logits of a joined batch, on the engine's device, and what was answered by policy.
 
-        With "wait", rows on SSD are waited for. With "initial" or "default" nothing waits for the disk: whoever has a
-        deadline calls `warm` first, and takes what is there when the time is up.
+        With "wait", rows on SSD or in a remote store are waited for. With "initial" or "default" nothing waits: whoever
+        has a deadline calls `warm` first, and takes what is there when the time is up.
         """
         answered = self.answer(batch, policy)
         return answered.logits, answered.late
@@ -205,9 +217,10 @@ class Engine:
                     logits, by_row, ids = lanes.run(batch, policy)
                     return Answered(logits, Late(ids, by_row if ids else None), True, self.fresh)
             with self._finding():
-                crossing.enter_context(self._crossing.together())
-                fresh, weights = self.fresh, live.towers.weights if self._apart else None  # type: ignore[attr-defined]
-                vectors, late = self._find(live, batch, policy)
+                lookup = self._read(live, batch, policy, crossing)
+                fresh = self.fresh if live.embeddings.remote is None else self._fresh_of(lookup)
+                weights = live.towers.weights if self._apart else None  # type: ignore[attr-defined]
+                vectors, late = self._pool(live, lookup)
             if self._apart:
                 crossing.close()
             if isinstance(live.towers, OriginalTower):
@@ -218,12 +231,15 @@ class Engine:
             return Answered(live.towers.run(vectors, dense), late, False, fresh)
 
     def cold(self, batch: KeyedBatch) -> int:
-        """How many of a batch's ids have rows on SSD alone. Quick: the disk is not asked."""
-        return count_cold(self._keys(batch))
+        """How many of a batch's ids have rows on SSD alone, or perhaps in a remote store. Quick: nobody is asked."""
+        remote = self.embeddings.remote
+        return count_cold(self._keys(batch)) if remote is None else remote.cold(self._keys(batch))
 
-    def warm(self, batch: KeyedBatch) -> int:
-        """Bring the batch's rows up from SSD; returns how many came. Blocks the calling thread and nobody else."""
-        return prefetch_all(self._keys(batch))
+    def warm(self, batch: KeyedBatch, patient: bool = False) -> int:
+        """Bring the batch's rows up from SSD or a remote store; returns how many came. Blocks the calling thread and
+        nobody else. A patient one waits long for a store that does not answer."""
+        remote = self.embeddings.remote
+        return prefetch_all(self._keys(batch)) if remote is None else remote.warm(self._keys(batch), patient)
 
     def keyed(self, batch: KeyedBatch | Columns) -> KeyedBatch:
         """A batch as it is, or raw columns through the feature spec."""
@@ -262,6 +278,8 @@ class Engine:
                 "service; apply those between first"
             )
         switch = prepare(publication, live.embeddings)
+        if live.embeddings.remote is not None:
+            live.embeddings.remote.take(publication.number, publication.previous, switch.changes())
         change = None if publication.dense is None else self._fit(live, publication.dense)
         with ExitStack() as alone:
             refresh = None
@@ -274,6 +292,7 @@ class Engine:
             if change is not None:
                 change()
             self.fresh = switch.fresh
+            self._watermarks.append((publication.number, publication.watermark))
 
     def _fit(self, live: _Live, state: Mapping[str, Tensor]) -> Callable[[], None]:
         """What takes other weights into service; call it when no batch is at the crossing."""
@@ -300,6 +319,8 @@ class Engine:
             self._lanes = None
         if live is not None and hasattr(live.towers, "close"):
             live.towers.close()
+        if live is not None and live.embeddings.remote is not None:
+            live.embeddings.remote.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -312,13 +333,39 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({str(self.source.path)!r})"
 
-    def _find(self, live: _Live, batch: KeyedBatch, policy: str) -> tuple[dict[str, Tensor], Late]:
-        """Rows of a batch, pooled, sequences padded to one length; and which of them a policy answered.
-
-        Requires: `_finding`, then the crossing, are held.
-        """
+    def _read(self, live: _Live, batch: KeyedBatch, policy: str, crossing: ExitStack) -> Lookup:
+        """Rows of a batch, with the crossing held from here on. A remote store is waited for before that: nobody else
+        waits for it. Requires: `_finding` is held."""
         embeddings = live.embeddings
-        lookup = embeddings.route(batch, ahead=False).read(policy)
+        if embeddings.remote is None:
+            crossing.enter_context(self._crossing.together())
+            return embeddings.route(batch, ahead=False).read(policy)
+        lookup = embeddings.route(batch, ahead=False)
+        for tries_left in reversed(range(TRIES)):
+            if policy == "wait":
+                lookup.prefetch()
+            crossing.enter_context(self._crossing.together())
+            try:
+                return lookup.read(policy)
+            except LeftError:  # a small cache, and others in it
+                crossing.close()
+                if not tries_left:
+                    raise
+        raise AssertionError
+
+    def _fresh_of(self, lookup: Lookup) -> Fresh:
+        """What an answer over a remote store is made from: rows may be older or newer than what was applied here."""
+        lowest, highest = lookup.publications
+        fresh = self.fresh
+        highest = max(fresh.publication, highest)
+        if lowest >= fresh.publication:
+            return fresh._replace(highest=highest)
+        known = [watermark for number, watermark in self._watermarks if number <= lowest]
+        return Fresh(lowest, known[-1] if known else None, highest)
+
+    def _pool(self, live: _Live, lookup: Lookup) -> tuple[dict[str, Tensor], Late]:
+        """Rows that were read, pooled, sequences padded to one length; and which of them a policy answered."""
+        embeddings = live.embeddings
         vectors: dict[str, Tensor] = embeddings(lookup)
         late = Late(lookup.late_ids, lookup.late_by_example)
         if self.device == embeddings.device:
@@ -369,6 +416,8 @@ def _load_rows(version: Version, memory: Memory | None, device: str | torch.devi
     """The version's rows as a collection that is never trained."""
     memory = memory or Memory()
     tables = version.tables
+    if memory.remote is not None and is_local(memory.remote):
+        fill_local(version, memory.remote)
     embeddings = EmbeddingCollection(
         [on_disk.table for on_disk in tables],
         optimizer=SGD(),
@@ -376,7 +425,7 @@ def _load_rows(version: Version, memory: Memory | None, device: str | torch.devi
         seed=int(version.manifest["seed"]),
         device=device if memory.hbm is not None else None,
     )
-    for on_disk, rows in zip(tables, embeddings.tables, strict=True):
+    for on_disk, rows in zip(tables, embeddings.tables, strict=True) if memory.remote is None else ():
         rows.store.load_snapshot(str(on_disk.folder))
     return embeddings.eval()
 

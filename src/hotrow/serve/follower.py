@@ -71,9 +71,9 @@ class FollowerCounts:
 
 
 class Follower:
-    """Follows `bus` for a version. `exports` is the model's folder in the repository."""
+    """Follows `bus` for a version. `exports` is the model's folder in the repository, if there is one."""
 
-    def __init__(self, served: Served, bus: str, exports: Path, quarantine: Path | None = None) -> None:
+    def __init__(self, served: Served, bus: str, exports: Path | None, quarantine: Path | None = None) -> None:
         open_bus(bus).close()  # a wrong address is an error now
         self.served, self.bus, self.exports, self.quarantine = served, bus, exports, quarantine
         self.counts = FollowerCounts()
@@ -205,12 +205,15 @@ class Follower:
     def _places(self, told: SnapshotPlace | None) -> Iterator[SnapshotPlace]:
         if told is not None:
             yield told
-        for number in list_versions(self.exports):
+        exports = self.exports
+        if exports is None:
+            return
+        for number in list_versions(exports):
             try:
-                manifest = open_version(self.exports / str(number)).manifest
+                manifest = open_version(exports / str(number)).manifest
             except (HotRowError, OSError):
                 continue
-            yield SnapshotPlace(int(manifest["publication"]), str(self.exports / str(number)))
+            yield SnapshotPlace(int(manifest["publication"]), str(exports / str(number)))
 
     def _be(self, state: str, why: str = "") -> None:
         if state != self.state or why != self.why:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from hotrow.errors import HotRowError, OptionError
+from hotrow.errors import HotRowError, LateError, OptionError
 from hotrow.serve import frames
 from hotrow.serve.load import Histogram
 from hotrow.serve.request import Array, RefusedError
@@ -115,8 +115,7 @@ class Lanes:
             try:
                 self._run(batch, [piece], version, key)
             except Exception as error:
-                status = 400 if isinstance(error, (HotRowError, frames.FrameError)) else 500
-                refuse(self.queue, piece.ask, RefusedError(status, f"{type(error).__name__}: {error}"))
+                refuse(self.queue, piece.ask, _refusal(error))
         return False
 
     def _run(self, batch: Batch, pieces: Sequence[Piece], version: Version, key: LineKey) -> None:
@@ -200,6 +199,13 @@ def refuse(queue: TensorBatch, ask: Ask, why: RefusedError) -> None:
     """End a request without an answer, unless it has ended."""
     if queue.finish(ask):
         ask.content.sender.send(frames.write_refusal(ask.content.id, why))
+
+
+def _refusal(error: Exception) -> RefusedError:
+    if isinstance(error, LateError):
+        return RefusedError(503, str(error), 0.1)
+    status = 400 if isinstance(error, (HotRowError, frames.FrameError)) else 500
+    return RefusedError(status, f"{type(error).__name__}: {error}")
 
 
 def _frame(parts: list[frames.AnswerPart], logits: Array, version: Version, compiled: bool, fresh: Fresh) -> bytes:

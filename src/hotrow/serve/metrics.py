@@ -87,6 +87,13 @@ TABLE: dict[str, Metric] = {
     "hotrow_bus_bad_messages_total": Metric("counter", _MODEL, "Messages put into quarantine"),
     "hotrow_bus_errors_total": Metric("counter", _MODEL, "Times that the bus did not answer"),
     "hotrow_bus_reloads_total": Metric("counter", _MODEL, "Snapshots opened because the bus had gone on without us"),
+    "hotrow_remote_hits_total": Metric("counter", _MODEL, "Keys whose rows were in the cache over the remote store"),
+    "hotrow_remote_misses_total": Metric("counter", _MODEL, "Keys whose rows were not, when a batch ran"),
+    "hotrow_remote_absent_total": Metric("counter", _MODEL, "Keys for which the store was asked and has no row"),
+    "hotrow_remote_late_total": Metric("counter", _MODEL, "Keys whose rows did not come in time"),
+    "hotrow_remote_bytes_total": Metric("counter", _MODEL, "Bytes of rows that came from the store"),
+    "hotrow_remote_cached_rows": Metric("gauge", _MODEL, "Rows in the cache over the remote store"),
+    "hotrow_remote_up": Metric("gauge", _MODEL, "Engines for which every node of the store answers"),
     "hotrow_engine_restarts_total": Metric("counter", (), "Engine processes that died and were started again"),
 }
 

@@ -1,4 +1,4 @@
-"""Misses: requests whose rows are on SSD alone wait aside, so that nothing waits behind them.
+"""Misses: requests whose rows are on SSD alone, or in a remote store, wait aside, so that nothing waits behind them.
 
 `look` asks the version which of the new requests have cold keys; the others join their line at once. A cold one goes to
 a small pool of workers that bring its rows up, and joins its line when they are there, or when its share of the time to
@@ -99,9 +99,10 @@ class Misses:
     def _fetch(self, number: int, line: Line, ask: Ask, version: Version) -> None:
         try:
             if not self._closed:
-                version.servable.prefetch(frames.join(_pieces([ask]), version.signature, line.key.fingerprint))
+                batch = frames.join(_pieces([ask]), version.signature, line.key.fingerprint)
+                version.servable.prefetch(batch, ask.patient)
         except Exception:
-            log.exception("rows did not come up from SSD; the request goes on by its policy")
+            log.exception("rows did not come; the request goes on by its policy")
         finally:
             self._join(number, spent=False)
 

@@ -353,6 +353,8 @@ def add_figures(engines: Sequence[dict[str, Any]]) -> Figures:
                 put(tower["compiled_pieces"], "hotrow_compiled_pieces", *labels)
             for op, buckets in tower.get("eager_ops", {}).items():
                 put(buckets, "hotrow_eager_ops", *labels, op)
+            for name, metric in _REMOTE.items() if tower.get("remote") else ():
+                put(tower["remote"][name], metric, *labels)
             put_freshness(totals, labels, version)
     return totals
 
@@ -366,6 +368,16 @@ def _says(answer: frames.AnswerFrame) -> dict[str, str | int | float]:
         says["publication_highest"] = answer.highest
     return says
 
+
+_REMOTE = {  # a remote store's figure → the metric's name
+    "hits": "hotrow_remote_hits_total",
+    "misses": "hotrow_remote_misses_total",
+    "absent": "hotrow_remote_absent_total",
+    "late": "hotrow_remote_late_total",
+    "bytes": "hotrow_remote_bytes_total",
+    "rows": "hotrow_remote_cached_rows",
+    "up": "hotrow_remote_up",
+}
 
 _BUS = {  # a follower's count → the metric's name
     "publications": "hotrow_bus_publications_total",

@@ -1,6 +1,7 @@
 """A version of an exported model as an engine process serves it: hr.Engine behind the Servable protocol.
 
-This is the one place where lanes and hr.Engine meet. `cold` and `prefetch` are there when rows may be on SSD alone.
+This is the one place where lanes and hr.Engine meet. `cold` and `prefetch` are there when rows may be on SSD
+alone, or in a remote store.
 
 With a bus the version follows it (follower.py): its engine takes publications, and is replaced by one of a newer export
 when the bus has gone on without it. A batch takes the engine once, so it is one engine's whole; the old one is closed
@@ -90,7 +91,9 @@ class ServedVersion:
         if not isinstance(towers, Towers):
             return {}
         counts, metrics = towers.counts, towers.metrics()
+        remote = self.engine.embeddings.remote
         return {
+            "remote": None if remote is None else remote.figures(),
             "buckets": {str(shape): hits for shape, hits in counts.hits.items()},
             "padded_rows": counts.padded_rows,
             **{name: metrics[name] for name in ("compile_queue", "compile_seconds", "compiled_pieces")},
@@ -108,21 +111,22 @@ class ServedVersion:
         """Which rows have keys that are on SSD alone."""
         return cold_rows(self.engine.embeddings, batch)
 
-    def prefetch(self, batch: KeyedBatch) -> None:
+    def prefetch(self, batch: KeyedBatch, patient: bool = False) -> None:
         """Bring them up."""
-        self.engine.warm(batch)
+        self.engine.warm(batch, patient)
 
 
 def cold_rows(embeddings: Any, batch: KeyedBatch) -> Array | None:
-    """Which rows of a batch have keys with a row on SSD alone; None: none of them, which is told by one quick call."""
+    """Which rows of a batch have keys with a row on SSD alone or in a remote store; None: none of them, which is told
+    by one quick call."""
     parts = [(rows.store, batch.ids[name].values) for rows in embeddings.tables for name in rows.table.poolings]
-    if not count_cold(parts):
+    if not (count_cold(parts) if embeddings.remote is None else embeddings.remote.cold(parts)):
         return None
     cold = np.zeros(batch.size, bool)
     for rows in embeddings.tables:
         for name in rows.table.poolings:
             ids = batch.ids[name]
-            cold[_rows_of(ids, rows.store.cold(ids.values).numpy())] = True
+            cold[_rows_of(ids, rows.cold(ids.values).numpy())] = True
     return cold
 
 
@@ -171,6 +175,9 @@ def _open_engine(folder: Path, name: str, options: Mapping[str, Any]) -> Engine:
         return made
 
     where = {tier: options[tier] for tier in ("hbm", "dram", "ssd") if options.get(tier) is not None}
+    remote = (options.get("remote") or {}).get(folder.parent.name)
+    if remote is not None:
+        where["remote"] = remote
     if "ssd" in where:  # each version of each model has its own folder there
         where["ssd"] = str(Path(where["ssd"]) / folder.parent.name / name)
     precision, most = options.get("precision", "fp32"), int(options.get("max_rows", 1024))

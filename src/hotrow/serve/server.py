@@ -20,7 +20,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +36,8 @@ from hotrow.serve.load import percentile
 from hotrow.serve.mps import Mps
 from hotrow.serve.processes import Child, end
 from hotrow.serve.request import POLICIES
+from hotrow.table.remote_plan import is_local, named
+from hotrow.tiers.remote import SCHEMES as REMOTE_SCHEMES
 
 POLL_SECONDS = 0.05
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -67,6 +69,7 @@ class ServeOptions:
     max_wait: float = 0.002
     poll: float = 0.0
     bus: tuple[str, ...] = ()  # addresses, or model=address
+    remote: tuple[str, ...] = ()  # likewise
     stale_after: float | None = None
     token: str | None = None
     drain: float = 10.0
@@ -97,30 +100,53 @@ class ServeOptions:
                 f"--stale-after {self.stale_after:g}s: give seconds above 0, and the bus that the model follows (--bus)"
             )
         self.buses()
+        self.remotes()
+        if self.remote and self.dram is None:
+            raise OptionError("--remote without --dram: say how much memory the cache over it may take: --dram 4GiB")
+        for name in ("ssd", "hbm"):
+            if self.remote and getattr(self, name) is not None:
+                raise OptionError(
+                    f"--{name} with --remote: over a remote store DRAM is the cache; leave one of them out"
+                )
+        if self.processes > 1 and any(is_local(url) for url in self.remotes().values()):
+            raise OptionError(
+                f"--remote rocksdb:... with --processes {self.processes}: RocksDB lets one process open a folder; use "
+                "more --lanes instead"
+            )
         if self.ssd is not None and self.dram is None:
             raise OptionError("--ssd without --dram: say how much memory rows may take, such as --dram 4GiB")
 
     def buses(self) -> dict[str, str]:
         """The bus of each model that follows one. An address without a model is for the only one there is."""
+        return self._by_model("bus", self.bus, SCHEMES, "dir:/data/publications")
+
+    def remotes(self) -> dict[str, str]:
+        """The remote store of each model that has one; likewise."""
+        return self._by_model("remote", self.remote, REMOTE_SCHEMES, "redis://10.0.0.1:6379")
+
+    def _by_model(self, option: str, all_given: Sequence[str], schemes: Sequence[str], example: str) -> dict[str, str]:
         from hotrow.serve.repository import Repository
 
         found: dict[str, str] = {}
-        names = list(self.models) or Repository(self.repository).models() if self.bus else []
-        for given in self.bus:
+        names = list(self.models) or Repository(self.repository).models() if all_given else []
+        for given in all_given:
             name, _, address = given.partition("=")
             if ":" in name or not address:
+                name, address = "", given
+            shown = f"--{option} {name + '=' if name else ''}{named(address)}"
+            if not name:
                 if len(names) != 1:
                     raise OptionError(
-                        f"--bus {given}: the repository has {', '.join(names) or 'no model'}; say which model follows "
-                        "it, such as --bus ctr=dir:/data/publications"
+                        f"{shown}: the repository has {', '.join(names) or 'no model'}; say which model follows it, "
+                        f"such as --{option} ctr={example}"
                     )
-                name, address = names[0], given
+                name = names[0]
             elif name not in names:
-                raise OptionError(f"--bus {given}: there is no model {name!r}; {choices(name, names)}")
+                raise OptionError(f"{shown}: there is no model {name!r}; {choices(name, names)}")
             if name in found:
-                raise OptionError(f"--bus {given}: model {name!r} follows {found[name]} already")
-            if address.partition(":")[0] not in SCHEMES:
-                raise OptionError(f"--bus {given}: {choices(address.partition(':')[0], SCHEMES)}, such as dir:/path")
+                raise OptionError(f"{shown}: model {name!r} follows {named(found[name])} already")
+            if address.partition(":")[0] not in schemes:
+                raise OptionError(f"{shown}: {choices(address.partition(':')[0], schemes)}, such as {example}")
             found[name] = address
         return found
 
@@ -225,6 +251,7 @@ class Server:
             "options": {
                 **tiers,
                 "bus": options.buses(),
+                "remote": options.remotes(),
                 "compile": options.compile,
                 "artifacts": options.artifacts,
                 "precision": options.precision,

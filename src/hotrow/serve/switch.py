@@ -87,8 +87,11 @@ class TableSwitch:
         """Every key that changes."""
         return torch.cat([self.keys, self.deleted])
 
-    def run(self) -> None:
-        """Change the store. The core takes what `prepare` has checked."""
+    def run(self, number: int) -> None:
+        """Change the store. The core takes what `prepare` has checked. Over a remote store: what is cached of it."""
+        if self.rows.remote is not None:
+            self.rows.remote.apply(number, self.keys.numpy(), self.values.numpy(), self.deleted.numpy())
+            return
         with core_errors():
             if self.deleted.numel():
                 self.rows.store.core.erase(self.deleted)
@@ -118,13 +121,17 @@ class Switch:
         """Changed keys by store."""
         return {id(table.rows.store): table.touched for table in self.tables}
 
+    def changes(self) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """By table: keys and values that are set, and keys that are removed."""
+        return {table.rows.table.name: (table.keys, table.values, table.deleted) for table in self.tables}
+
     def rows(self) -> None:
         """Change the rows of all tables, or of none. Requires: nobody reads."""
         begun: list[TableSwitch] = []
         try:
             for table in self.tables:
                 begun.append(table)
-                table.run()
+                table.run(self.fresh.publication)
         except Exception as error:
             try:
                 for table in begun:

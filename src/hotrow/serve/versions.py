@@ -47,14 +47,15 @@ class Servable(Protocol):
 
 
 class Cold(Protocol):
-    """What a servable also has when its rows may be on SSD alone."""
+    """What a servable also has when its rows may be on SSD alone, or in a remote store."""
 
     def cold(self, batch: KeyedBatch) -> Array | None:
         """Which rows of the batch have keys that are not in memory, bool [rows]; None: none."""
         ...
 
-    def prefetch(self, batch: KeyedBatch) -> None:
-        """Bring the batch's rows into memory; returns when they are there."""
+    def prefetch(self, batch: KeyedBatch, patient: bool = False) -> None:
+        """Bring the batch's rows into memory; returns when they are there, or did not come. `patient`: whoever asks
+        waits for them whatever it takes."""
         ...
 
 

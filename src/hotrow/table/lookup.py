@@ -27,12 +27,15 @@ from torch import Tensor
 
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.errors import BatchError, OptionError, choices
+from hotrow.table.remote import NEWEST
+from hotrow.table.remote_plan import RemotePlan
 from hotrow.table.rows import TableRows
 from hotrow.tiers.host import LATE, Block, HostPlan, HostStore, Moved, Update
 
 
 class Plan(Protocol):
-    """A batch's way through the tiers: HostPlan over DRAM and SSD, HotPlan with HBM above them, RankPlan over ranks.
+    """A batch's way through the tiers: HostPlan over DRAM and SSD, HotPlan with HBM above them, RankPlan over ranks,
+    RemotePlan over a remote store.
 
     `ahead` says that a batch is one of a stream that is routed in order, perhaps by a thread of its own. After `route`,
     `share` is the part of the step's `examples` that this batch has (the other ranks have the rest; None: it has all),
@@ -153,6 +156,7 @@ class Lookup:
         self.gradients: Gradients | None = None  # by feature, in the layout's order
         self.late_ids = 0  # of a read, answered by a policy
         self.late_by_example: Tensor | None = None  # int32, where there are any
+        self.publications = (NEWEST, 0)  # over a remote store, after `read`: all rows are as new as, none is newer than
         self.done = False
 
     def route(self) -> Lookup:
@@ -186,6 +190,8 @@ class Lookup:
         if late not in LATE:
             raise OptionError(f"late={late!r}: {choices(late, LATE)}")
         self.plan.read(late)
+        if isinstance(self.plan, RemotePlan):
+            self.publications = (self.plan.lowest, self.plan.highest)
         return self
 
     def gather(self, whole: bool = False) -> tuple[Tensor, list[Tensor]]:

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from hotrow.optim import Optimizer
 from hotrow.table.definition import Table
 from hotrow.table.policies import Clock, parse_time
 from hotrow.tiers.host import Budget, HostStore, Rows, Ticket
+
+if TYPE_CHECKING:
+    from hotrow.table.remote import RemoteRows
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class TableRows:
         self.store = HostStore(table.name, table.dim, self.optimizer, table.initial, seed, budget, table.values)
         if table.default is not None:
             self.store.default_row = torch.tensor(table.default)
+        self.budget = budget
+        self.remote: RemoteRows | None = None  # a store elsewhere that has the rows, set by the collection
         self.clock = Clock(self._span())
         self.hot: Hot | None = None  # a cache above, set by the collection
         # With ranks, set by the collection: the sum over all ranks of a number that each of them has.
@@ -120,6 +125,10 @@ class TableRows:
         No result depends on it: a batch that comes before its rows are there reads them itself.
         """
         return Ticket(self.store, keys)
+
+    def cold(self, keys: Tensor) -> Tensor:
+        """Which keys have rows that are not in DRAM, as far as can be told without waiting."""
+        return self.store.cold(keys) if self.remote is None else self.remote.cold(keys)
 
     def loaded(self) -> None:
         """A snapshot was loaded into the store: take its clock over."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hotrow import _core
-from hotrow.config import Memory, format_size
+from hotrow.config import Memory, enough, format_size
 from hotrow.errors import CheckpointError, MemoryBudgetError
 from hotrow.table.rows import TableRows
 from hotrow.tiers.host import core_errors
@@ -26,17 +26,23 @@ LEAST_FIXED = 2 << 20  # buffers of reads in flight
 LEAST_SLOTS, SLOT_BYTES = 4096, 24  # rows of DRAM that a table takes at a time; what one takes beside its values
 
 
+def least_bytes(tables: Sequence[TableRows]) -> int:
+    """The least that a cache in DRAM takes for these tables, whatever is below it."""
+    least = LEAST_FIXED + sum(LEAST_BUFFER + LEAST_SLOTS * (rows.store.row_bytes + SLOT_BYTES) for rows in tables)
+    sketches: int = sum(rows.memory()["sketch_bytes"] for rows in tables)
+    return least + sketches
+
+
 class SsdFolder:
     """Holds the folder for as long as the collection lives."""
 
     def __init__(self, memory: Memory, tables: Sequence[TableRows]) -> None:
         self.path = os.path.abspath(os.fspath(memory.ssd or "."))
-        least = LEAST_FIXED + sum(LEAST_BUFFER + LEAST_SLOTS * (rows.store.row_bytes + SLOT_BYTES) for rows in tables)
-        least += sum(rows.memory()["sketch_bytes"] for rows in tables)
+        least = least_bytes(tables)
         if memory.dram_bytes < least:
             raise MemoryBudgetError(
                 f"dram={format_size(memory.dram_bytes)} is too small for {len(tables)} tables over ssd=; "
-                f"give at least {format_size(least)} (beside the rows of a batch, and 10 bytes for each row on SSD)"
+                f"give at least {enough(least)} (beside the rows of a batch, and 10 bytes for each row on SSD)"
             )
         with core_errors():
             lock = _core.lock_folder(self.path)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,9 +122,13 @@ class HostStore:
         keys = _keys(keys)
         values = torch.empty(keys.numel(), self.dim, dtype=torch.float32, device="cpu")
         found = torch.empty(keys.numel(), dtype=torch.bool, device="cpu")
+        self.read_into(keys, values, found)
+        return values, found
+
+    def read_into(self, keys: Tensor, values: Tensor, found: Tensor) -> None:
+        """As `read`, into float32 [n, dim] and bool [n]. All are contiguous, on the CPU."""
         with core_errors():
             self.core.read(keys, values, found)
-        return values, found
 
     def read_late(self, keys: Tensor, late: str) -> tuple[Tensor, Tensor]:
         """As `read`, without the disk: values, and which keys (bool) were answered by the policy `late`, "initial" or
@@ -354,6 +359,22 @@ class HostStore:
             "rows": reader.rows,
             "values": types.get(reader.row_type, f"type {reader.row_type}"),
         }
+
+
+def scan_snapshot(folder: str, dim: int, chunk: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values (float32 [n, dim]) of a table's files, chunk by chunk, in whatever type they are stored."""
+    with core_errors():
+        reader = _core.SnapshotReader(folder)
+        while (found := reader.next(chunk)) is not None:
+            words = found[3]  # of 4 bytes, whatever they hold (core/rows/row_type.h)
+            raw = words.view(np.uint8).reshape(len(words), -1)
+            if reader.row_type == VALUES["fp16"]:
+                values = np.ascontiguousarray(raw[:, : 2 * dim]).view("<f2").astype(np.float32)
+            elif reader.row_type == VALUES["int8"]:
+                values = raw[:, :dim].astype(np.float32) * words[:, -2:-1] + words[:, -1:]
+            else:
+                values = words[:, :dim]
+            yield torch.from_numpy(found[0]), torch.from_numpy(np.ascontiguousarray(values))
 
 
 def count_cold(parts: Sequence[tuple[HostStore, Tensor]]) -> int:

@@ -30,9 +30,14 @@ from hotrow.tiers.remote_values import VALUES, row_bytes
 
 Keys = NDArray[np.int64]
 Values = NDArray[np.float32]
+SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster", "rocksdb")
 MOST_NUMBER = (1 << 53) - 1  # Lua's numbers are doubles
 MOST_BITS = 14
 WRITTEN_TOGETHER = 65_536  # rows
+
+
+class LostError(StorageError):
+    """A part of a table is gone from the store; fill it anew."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,7 @@ class TableFormat:
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or not 1 <= self.dim <= 1 << 16:
             raise OptionError(f"dim={self.dim!r}: give a number of values from 1 to 65536")
-        if self.value not in VALUES:
-            raise OptionError(f"value={self.value!r}: {choices(self.value, VALUES)}")
+        check_kind(self.value)
         if not isinstance(self.bits, int) or not 0 <= self.bits <= MOST_BITS:
             raise OptionError(f"bits={self.bits!r}: give 0 to {MOST_BITS}, for 1 to {1 << MOST_BITS} partitions")
 
@@ -62,6 +66,13 @@ class TableFormat:
     def row_bytes(self) -> int:
         """Bytes of a row's values in the store."""
         return row_bytes(self.dim, self.value)
+
+
+def check_kind(value: str) -> str:
+    """How rows may be kept."""
+    if value not in VALUES:
+        raise OptionError(f"value={value!r}: {choices(value, VALUES)}")
+    return value
 
 
 def bits_for(rows: int) -> int:
@@ -75,10 +86,14 @@ def bits_for(rows: int) -> int:
 
 @dataclass(frozen=True)
 class Marks:
-    """Publications that the store has whole (`complete`), and has begun to get (`started`)."""
+    """Publications that the store has whole (`complete`), and has begun to get (`started`).
+
+    `filled`: whether anything was ever finished; before that, a row that is not there may still be on its way.
+    """
 
     complete: int
     started: int
+    filled: bool = True
 
 
 @dataclass(frozen=True)
@@ -129,6 +144,10 @@ class RemoteStore(Protocol):
     def erase(self, table: str, keys: Keys, version: int) -> int:
         """Remove rows, as publication `version` did: an older write does not bring them back. Returns how many."""
 
+    def purge(self, table: str, version: int) -> int:
+        """Remove rows older than a publication with which the whole table was just filled; from now on nothing as old
+        as that is taken. Returns how many."""
+
     def marks(self) -> Marks:
         """How far publications have come."""
 
@@ -152,7 +171,7 @@ def open_remote(url: str, **options: Any) -> RemoteStore:
     `rediss+cluster://` (any of its nodes), `rocksdb:/folder`.
     """
     scheme = url.partition(":")[0]
-    if scheme in ("redis", "rediss", "redis+cluster", "rediss+cluster"):
+    if scheme in SCHEMES and scheme != "rocksdb":
         from hotrow.tiers.remote_redis import RedisStore
 
         return RedisStore(url, **options)
@@ -160,10 +179,7 @@ def open_remote(url: str, **options: Any) -> RemoteStore:
         from hotrow.tiers.remote_rocksdb import RocksStore
 
         return RocksStore(url.partition(":")[2], **options)
-    raise OptionError(
-        f"remote={scheme + ':...'!r} is of no kind that HotRow knows; "
-        f"{choices(scheme, ['redis', 'rediss', 'redis+cluster', 'rediss+cluster', 'rocksdb'])}"
-    )
+    raise OptionError(f"remote={scheme + ':...'!r} is of no kind that HotRow knows; {choices(scheme, SCHEMES)}")
 
 
 def write_publication(
@@ -199,7 +215,8 @@ def fill(
 ) -> int:
     """Write a whole table as publication `number` has it, chunk by chunk, so that memory is a chunk's.
 
-    `progress(rows so far)` is called after each. Call `store.finish(number)` when all tables are in. Returns the rows.
+    `progress(rows so far)` is called after each. Rows that the store had and the table has not are removed. Call
+    `store.finish(number)` when all tables are in. Returns the rows.
     """
     rows = 0
     for keys, values in chunks:
@@ -209,6 +226,7 @@ def fill(
         if progress is not None:
             progress(rows)
     store.stamp(table)
+    store.purge(table, number)
     return rows
 
 

@@ -37,6 +37,7 @@ from hotrow.errors import OptionError, StorageError, choices
 from hotrow.tiers.remote import (
     Answer,
     Keys,
+    LostError,
     Marks,
     TableFormat,
     Values,
@@ -116,10 +117,25 @@ return complete
 # KEYS: meta. ARGV: number.
 FINISH = b"""
 for _, mark in ipairs({'started', 'complete'}) do
-  if tonumber(ARGV[1]) > tonumber(redis.call('HGET', KEYS[1], mark) or '0') then
+  if tonumber(ARGV[1]) > tonumber(redis.call('HGET', KEYS[1], mark) or '-1') then
     redis.call('HSET', KEYS[1], mark, ARGV[1])
   end
 end
+"""
+
+# KEYS: a partition. ARGV: version, cursor, how many fields to look at. Returns the next cursor and how many rows went.
+# The floor comes first: what is gone cannot be brought back by a writer that is behind.
+PURGE = b"""
+if redis.replicate_commands then redis.replicate_commands() end
+local rows, version = KEYS[1], tonumber(ARGV[1])
+if version > tonumber(redis.call('HGET', rows, 'floor') or '-1') then redis.call('HSET', rows, 'floor', ARGV[1]) end
+local found, gone = redis.call('HSCAN', rows, ARGV[2], 'COUNT', ARGV[3]), 0
+for i = 1, #found[2], 2 do
+  if #found[2][i] == 8 and struct.unpack('<I8', found[2][i + 1]) < version then
+    gone = gone + redis.call('HDEL', rows, found[2][i])
+  end
+end
+return {found[1], gone}
 """
 
 
@@ -371,11 +387,9 @@ class RedisStore:
         for p, (first, last) in enumerate(pairwise(cuts)):
             for at in range(first, last, ROWS_OF_SCRIPT):
                 end = min(last, at + ROWS_OF_SCRIPT)
-                head = b"".join(
-                    _bulk(part)
-                    for part in (b"EVAL", WRITE, b"1", known.names[p], b"%d" % version, b"%d" % self._complete,
-                                 b"%d" % filling)
-                )  # fmt: skip
+                # What was erased up to `complete` is forgotten, but never what was erased later than this write.
+                numbers = (b"%d" % version, b"%d" % min(self._complete, version - 1), b"%d" % filling)
+                head = b"".join(_bulk(part) for part in (b"EVAL", WRITE, b"1", known.names[p], *numbers))
                 count = b"*%d\r\n" % (7 + 2 * (end - at))
                 commands.append((known.slots[p], b"".join((count, head, flat[at * size : end * size]))))
                 rows += end - at
@@ -384,13 +398,33 @@ class RedisStore:
                     rows, commands = 0, []
         return changed + sum(self._execute(commands))
 
+    def purge(self, table: str, version: int) -> int:
+        """Remove rows older than a publication with which the whole table was just filled. Returns how many."""
+        known, gone = self._table(table), 0
+        cursors = dict.fromkeys(range(len(known.names)), b"0")
+        while cursors:
+            asked = [
+                (
+                    known.slots[p],
+                    command("EVAL", PURGE, 1, known.names[p], check_number(version), cursor, ROWS_OF_SCRIPT),
+                )
+                for p, cursor in list(cursors.items())[:64]
+            ]
+            for p, (cursor, some) in zip(list(cursors), self._execute(asked), strict=False):
+                gone += some
+                cursors[p] = cursor
+                if cursor == b"0":
+                    del cursors[p]
+        return gone
+
     # --- publications ---
 
     def marks(self) -> Marks:
         """How far publications have come."""
-        complete, started = (int(text or 0) for text in self._meta_call("HMGET", self._meta, "complete", "started"))
-        self._complete = max(self._complete, complete)
-        return Marks(complete, started)
+        said = self._meta_call("HMGET", self._meta, "complete", "started")
+        complete, started = (int(text or 0) for text in said)
+        self._complete = complete  # it may have gone back: a server that lost what it had
+        return Marks(complete, started, said[0] is not None)
 
     def _refresh_marks(self) -> None:
         """By the keeper, every second; a store that does not answer keeps what it said."""
@@ -406,13 +440,15 @@ class RedisStore:
                 return
             node.give(connection)
             if isinstance(reply, bytes):
-                self._complete = max(self._complete, int(reply))
+                self._complete = int(reply)
+            elif reply is None:
+                self._complete = 0
 
     def begin(self, number: int, after: int) -> bool:
         """Publication `number`, which follows `after`, will be written. False: it is here already. A gap raises."""
         check_number(number, "number")
         complete = self._meta_call("EVAL", BEGIN, 1, self._meta, number, after)
-        self._complete = max(self._complete, complete)
+        self._complete = complete
         if complete >= number:
             return False
         if complete != after:
@@ -514,7 +550,7 @@ class RedisStore:
                 return target
             self.nodes.moved(slot, target)
         elif text.startswith("LOST"):
-            raise StorageError(
+            raise LostError(
                 f"a partition of the table is gone from Redis at {node}: it came back without its data. Fill the table "
                 "anew from an export (hotrow.tiers.remote.fill), and give the server replicas or a disk"
             )

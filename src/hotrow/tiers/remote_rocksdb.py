@@ -204,10 +204,26 @@ class RocksStore:
             self._db.write(batch)
         return floor
 
+    def purge(self, table: str, version: int) -> int:
+        """Remove rows older than a publication with which the whole table was just filled. Returns how many."""
+        self._form(table)
+        (rows, rows_handle), (dead, dead_handle) = self._family(TABLE + table), self._family(DEAD + table)
+        with self._lock:
+            batch: Any = self._rocksdict.WriteBatch(raw_mode=True)
+            mark, gone = dead.get(FLOOR), 0
+            if mark is None or int.from_bytes(mark, "little") < check_number(version):
+                batch.put(FLOOR, np.int64(version).tobytes(), dead_handle)
+            for name, row in rows.items():
+                if int.from_bytes(row[:8], "little") < version:
+                    batch.delete(name, rows_handle)
+                    gone += 1
+            self._db.write(batch)
+        return gone
+
     def marks(self) -> Marks:
         """How far publications have come."""
-        complete, started = (int(self._db.get(name) or 0) for name in (b"complete", b"started"))
-        return Marks(complete, started)
+        said = [self._db.get(name) for name in (b"complete", b"started")]
+        return Marks(int(said[0] or 0), int(said[1] or 0), said[0] is not None)
 
     def begin(self, number: int, after: int) -> bool:
         """Publication `number`, which follows `after`, will be written. False: it is here already. A gap raises."""

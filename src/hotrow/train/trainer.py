@@ -363,7 +363,12 @@ class Trainer:
 
         embeddings = self.model.embeddings
         embeddings.in_flight(self.lookahead + self.accumulate if self.lookahead and embeddings.routes_ahead else 0)
-        ahead = pipeline.Ahead(self.lookahead, stages, needed, self._gives_up)
+
+        def given_up() -> bool:
+            self._tell_quiet(source)
+            return self._gives_up()
+
+        ahead = pipeline.Ahead(self.lookahead, stages, needed, given_up)
         yield from pipeline.run(source, self.model.embeddings, self._forward_backward, self.cursor, ahead)
 
     def _show(self, view: ProgressView, report: Report, stages: Stages) -> None:
@@ -371,6 +376,18 @@ class Trainer:
         if self.windows is not None and self.windows.points:
             metrics |= {"window auc": self.windows.points[-1].auc}
         view.update(report.examples, report.ids, metrics, running, stages.utilisation())
+
+    def _tell_quiet(self, source: Source) -> None:
+        """While a batch is waited for: readers of publications learn that nothing has happened since.
+
+        A stream that has been quiet for a second is a second further than its newest event.
+        """
+        quiet_for: Callable[[Cursor | None], float | None] | None = getattr(source, "quiet_for", None)
+        newest = self.model.embeddings.watermark
+        if self.publisher is None or quiet_for is None or newest is None or self._waiting:
+            return
+        if (seconds := quiet_for(self.cursor)) is not None:
+            self.publisher.idle(newest + int(1000 * seconds))
 
     def _gives_up(self) -> bool:
         """Ctrl-C ends a run between two steps; for the rest of a step's batches it waits a while, not for ever."""

@@ -59,7 +59,7 @@ class PlainServable:
     def cold(self, batch: KeyedBatch) -> Any:
         return cold_rows(self.embeddings, batch)
 
-    def prefetch(self, batch: KeyedBatch) -> None:
+    def prefetch(self, batch: KeyedBatch, patient: bool = False) -> None:
         time.sleep(self.slow)
         prefetch_all([(rows.store, batch.ids[rows.table.name].values) for rows in self.embeddings.tables])
 

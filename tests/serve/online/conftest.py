@@ -1,0 +1,6 @@
+"""So that the tests here find served.py."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
