@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
 from fuzz import binary, http_request
 from in_process import Running, small_backend
 from test_bad_input import asking, connect, good, read_reply
@@ -20,7 +21,7 @@ def flood(door: Door, capacity: int, seconds: int) -> list[int]:
         refused.append(0)
         for _ in range(50):
             inside: list[int] = []
-            while not door.full and len(inside) < 10 * capacity:
+            while not door.shut and len(inside) < 10 * capacity:
                 inside.append(door.entered())
             for entered in inside:
                 if entered <= capacity:
@@ -45,7 +46,7 @@ def test_after_a_flood_the_limit_comes_back_with_the_answers() -> None:
         door.refused(door.entered())
     assert door.limit == LEAST
     for _ in range(12):
-        while not door.full:
+        while not door.shut:
             door.entered()
         while door.inside:
             door.answered()
@@ -75,8 +76,11 @@ def test_long_turns_are_taken_from_a_request_s_time() -> None:
 
     asyncio.run(turns())
     assert 0.02 <= door.turn < 0.045
-    request = Request("ctr", 1, (), deadline=100.0)
-    assert door.hastened(request).deadline == 100.0 - 2 * door.turn
+    deadline = time.monotonic() + 100
+    assert door.hastened(Request("ctr", 1, (), deadline=deadline)).deadline == deadline - door.turn
+    assert door.hastened(Request("ctr", 1, (), deadline=deadline), 7.0).deadline == deadline - 7.0 - door.turn
+    with pytest.raises(RefusedError, match="as it can answer in time"):
+        door.hastened(Request("ctr", 1, (), deadline=time.monotonic() + 0.01))
     assert door.hastened(Request("ctr", 1, ())).deadline is None
 
 

@@ -14,6 +14,8 @@ Everything runs on the event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import json
 import logging
 import math
@@ -53,6 +55,7 @@ _PHRASES = {
     504: "Gateway Timeout",
 }
 _JSON = b"application/json"
+_BACKLOG, _ACCEPTED = 4096, 256  # connections that may wait, and that are taken in one turn
 _PIPELINED = 16  # requests that may wait behind the one being answered
 _IDLE, _READING, _BUSY = 0, 1, 2
 _PLAIN = re.compile(rb"POST /v2/models/[^ \r\n]{1,300}/infer HTTP/1\.1\r\n")
@@ -106,24 +109,61 @@ class HttpServer:
         self.connections: set[Connection] = set()
         self.held = 0
         self.draining = False
-        self._server: asyncio.AbstractServer | None = None
+        self._listening: list[socket.socket] = []
+        self._crowded = 0.0  # since when more wait to be taken than one turn takes
+        self._welcoming: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int, reuse_port: bool = False) -> int:
         """Listen; gives the port, for those who asked for port 0."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: Connection(self, loop), host, port, backlog=1024, reuse_port=reuse_port or None
-        )
+        self._listening = listen(host, port, reuse_port)
+        for each in self._listening:
+            loop.add_reader(each.fileno(), self._accept, each)
         self._sweeper = loop.create_task(self._sweep())
-        bound: int = self._server.sockets[0].getsockname()[1]
+        bound: int = self._listening[0].getsockname()[1]
         return bound
+
+    def _accept(self, listening: socket.socket) -> None:
+        """Take all who wait. The loop's own server takes one a turn, and in a flood turns are long: clients waited for
+        seconds to be let in."""
+        loop = asyncio.get_running_loop()
+        since, self._crowded = self._crowded, self._crowded or loop.time()
+        for _ in range(_ACCEPTED):
+            try:
+                accepted, _ = listening.accept()
+            except BlockingIOError:
+                self._crowded = 0.0
+                return
+            except OSError as error:  # a client that went away, or no file left
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    log.warning("a connection cannot be taken: %s", error)
+                    loop.remove_reader(listening.fileno())
+                    loop.call_later(1.0, self._accept_again, listening)
+                    return
+                continue
+            accepted.setblocking(False)
+            task = loop.create_task(self._welcome(accepted, since))
+            self._welcoming.add(task)
+            task.add_done_callback(self._welcoming.discard)
+
+    async def _welcome(self, accepted: socket.socket, since: float) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await loop.connect_accepted_socket(lambda: Connection(self, loop, since), accepted)
+
+    def _accept_again(self, listening: socket.socket) -> None:
+        if listening.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listening.fileno(), self._accept, listening)
 
     async def close(self, grace: float) -> None:
         """Take no new connection or request, finish what is in flight for up to `grace` seconds, close."""
         self.draining = True
-        if self._server is not None:
-            self._server.close()
+        while self._listening:
+            each = self._listening.pop()
+            asyncio.get_running_loop().remove_reader(each.fileno())
+            each.close()
         for connection in list(self.connections):
             connection.drain()
         until = asyncio.get_running_loop().time() + grace
@@ -151,7 +191,7 @@ class HttpServer:
 class Connection(BaseProtocol):
     """One client's connection."""
 
-    def __init__(self, server: HttpServer, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, server: HttpServer, loop: asyncio.AbstractEventLoop, since: float = 0.0) -> None:
         super().__init__(loop)
         self._server = server
         self._http = HttpRequestParser(
@@ -169,7 +209,7 @@ class Connection(BaseProtocol):
         self._head = 0  # bytes of a message whose headers are not complete
         self._body = 0  # bytes since the last message's headers were
         self._unread = 0  # bytes to come of a request that is turned away
-        self._shut = 0.0  # since when the client was not heard
+        self._shut = since  # since when the client was not heard
         self._waited = 0.0  # for how long
         self._last = False  # close after what is waiting
         self._stuck = 0.0  # when the client stopped reading its answers
@@ -199,7 +239,7 @@ class Connection(BaseProtocol):
             return self._throw_away(data)
         server.door.read(self._loop)
         if self._state == _IDLE:
-            if server.door.full and (length := plain_length(data, server.body_bytes)):
+            if server.door.shut and (length := plain_length(data, server.body_bytes)):
                 self._unread = length
                 self._state, self._since = _READING, self._loop.time()
                 return self._throw_away(data)
@@ -445,6 +485,32 @@ def _head(reply: Reply, last: bool, old: bool) -> bytes:
         reply.headers,
         ending,
     )
+
+
+def listen(host: str, port: int, reuse_port: bool) -> list[socket.socket]:
+    """A socket that listens on each of the host's addresses, all on one port."""
+    found: list[socket.socket] = []
+    kinds = dict.fromkeys(
+        info[0::4] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    )
+    try:
+        for family, address in kinds:
+            each = socket.socket(family, socket.SOCK_STREAM)
+            found.append(each)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if reuse_port:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            each.bind((address[0], port, *address[2:]))
+            port = each.getsockname()[1]
+            each.listen(_BACKLOG)
+            each.setblocking(False)
+    except OSError:
+        for each in found:
+            each.close()
+        raise
+    return found
 
 
 def is_loopback(host: str) -> bool:

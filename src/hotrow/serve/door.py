@@ -7,12 +7,11 @@ So the front end keeps two figures:
 
 - `limit`, how many requests may be under way here. It falls when the engine refuses one for want of time, to less than
   were under way when that one came, and rises by one with every answer that comes while it is nearly reached. So it
-  follows the engine's own edge from just below: most of a flood ends here, for the price of one read and
-  one small write (connection.py), and a few
-  requests still ask the engine, which alone knows.
-- `turn`, how long a turn of the event loop takes. What is read in a turn has waited in its socket for about the last
-  turn, and its answer will wait for another one: both are taken from the request's time. A turn is microseconds until
-  there is a flood.
+  follows the engine's own edge from just below: most of a flood ends here, for the price of one read and one small
+  write (connection.py), and a few requests still ask the engine, which alone knows.
+- `turn`, how long a turn of the event loop takes. What is read in a turn waits for all that was read before it, and its
+  answer will wait for another turn: both are taken from the request's time, and when that is more than requests
+  usually have, they are turned away like those over the limit. A turn is microseconds until there is a flood.
 
 Whoever was turned away is not heard for some milliseconds, and only so many are heard again at a time. Without that a
 thousand clients who ask again at once keep the loop reading: libuv looks up to 48 times for more before it lets others
@@ -35,11 +34,12 @@ from hotrow.serve.request import RefusedError, Request
 LEAST = 32  # requests under way, whatever the engine says: it refuses precisely, this does not
 _FALL = 0.9  # of those under way when one came that the engine refused
 _NEAR = 0.5  # of the limit: with fewer under way an answer says nothing about more
+_COST = 0.001  # seconds of this process and of the engine that a request takes, roughly: the limit before all figures
 _RETRY_SECONDS = 0.1
 AWAY = RefusedError(429, "the server has as many requests as it can answer in time; ask again", _RETRY_SECONDS)
 _SHORT = 0.001  # seconds: a turn that is no loss
 _TICK = 0.005  # seconds: after so long
-_TOGETHER = 128  # of those who were turned away are heard again
+_TOGETHER = 48  # of those who were turned away are heard again
 
 
 class Guest(Protocol):
@@ -65,12 +65,15 @@ class Door:
         self.turned_away = 0
         self.turn = 0.0  # seconds
         self._began = 0.0  # this turn; 0 between turns
+        self._allowed = 1.0  # seconds that requests have, lately
         self._outside: deque[Guest] = deque()
 
     @property
-    def full(self) -> bool:
-        """Whether nobody may come in now."""
-        return self.inside >= self.limit
+    def shut(self) -> bool:
+        """Whether nobody may come in now: enough are inside, or this turn has taken more than requests have."""
+        if self.inside >= min(self.limit, max(LEAST, self._allowed / _COST)):
+            return True
+        return self._lost(time.monotonic()) > self._allowed
 
     def refusal(self) -> RefusedError:
         """What to say to one who may not."""
@@ -96,11 +99,23 @@ class Door:
             loop.call_later(_TICK, self._let_in, loop)
 
     def hastened(self, request: Request, waited: float = 0.0) -> Request:
-        """The request with the time taken off that it waited unheard and that its answer will wait here."""
-        lost = waited + 2 * self.turn
-        if request.deadline is None or lost < _SHORT:
+        """The request with the time taken off that it waited unheard and in this turn, and that its answer will wait
+        here. Raises RefusedError where nothing is left."""
+        if request.deadline is None:
             return request
+        now = time.monotonic()
+        self._allowed += 0.1 * (request.deadline - now - self._allowed)
+        lost = waited + self._lost(now)
+        if lost < _SHORT:
+            return request
+        if request.deadline - lost < now:
+            raise AWAY
         return replace(request, deadline=request.deadline - lost)
+
+    def _lost(self, now: float) -> float:
+        """Seconds that a request waits in this turn, and its answer in another."""
+        age = now - self._began if self._began else 0.0
+        return age + max(age, self.turn)
 
     def answered(self) -> None:
         """It was answered."""

@@ -41,6 +41,7 @@ from hotrow.serve.engine_socket import Connection
 from hotrow.serve.freshness import Alarm
 from hotrow.serve.lanes import Frame, Lanes, LineKey, refuse
 from hotrow.serve.misses import Misses
+from hotrow.serve.processes import spare_collection
 from hotrow.serve.request import POLICIES, RefusedError
 from hotrow.serve.tensorbatch import Ask, Line, QueueLimits, TensorBatch
 from hotrow.serve.versions import Loader, Model, Models, Version
@@ -129,6 +130,7 @@ class EngineProcess:
         self.loaded = True
         self._models_changed()
         threading.Thread(target=self._tick, name="hotrow-clock", daemon=True).start()
+        spare_collection()
         self.tell("ready", models={m.name: m.current.name for m in self.models.by_name.values() if m.current})
 
     def stop(self) -> bool:

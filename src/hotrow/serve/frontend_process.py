@@ -22,6 +22,7 @@ from hotrow.errors import OptionError
 from hotrow.serve.backend import Figures
 from hotrow.serve.frontend import Frontend, FrontendOptions
 from hotrow.serve.limits import Limits
+from hotrow.serve.processes import spare_collection
 from hotrow.serve.remote_backend import RemoteBackend
 
 
@@ -50,6 +51,7 @@ async def serve(sockets: list[str], options: FrontendOptions) -> int:
     except OptionError as error:
         tell("failed", why=str(error))
         return 2
+    spare_collection()
     tell("ready", ports=frontend.ports)
     while not stop.is_set():
         tell("figures", figures=[[*key, value] for key, value in frontend.figures().items()])

@@ -10,6 +10,7 @@ The supervisor's thread calls everything here.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -21,6 +22,14 @@ from contextlib import suppress
 from typing import Any
 
 FIRST_PAUSE, LONGEST_PAUSE, LONG_LIFE = 0.5, 10.0, 60.0  # seconds
+
+
+def spare_collection() -> None:
+    """Keep the garbage collector from all that is there now (torch's modules above all): looking through it takes a
+    tenth of a second and more, in the middle of some requests."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 class Child:

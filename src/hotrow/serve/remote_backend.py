@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _CHUNK = 256 << 10
 _LONGEST_ANSWER = 1 << 30
+_LONG = 0.002  # seconds that a frame may wait for the end of a turn: its time runs out meanwhile
 
 
 class EngineLink(asyncio.BufferedProtocol):
@@ -48,6 +49,7 @@ class EngineLink(asyncio.BufferedProtocol):
         self._waiting: dict[int, tuple[asyncio.Future[Any], int]] = {}  # request → who waits, its rows
         self._ids = itertools.count(1)
         self._out: list[bytes] = []
+        self._since = 0.0  # when the first of them was written
         self._chunk, self._begin, self._end = bytearray(_CHUNK), 0, 0
 
     # --- requests ---
@@ -94,9 +96,13 @@ class EngineLink(asyncio.BufferedProtocol):
             self.rows -= rows
 
     def _send(self, frame: bytes) -> None:
+        now = time.monotonic()
         if not self._out:
+            self._since = now
             self.backend.loop.call_soon(self._flush)
         self._out.append(frame)
+        if now - self._since > _LONG:
+            self._flush()
 
     def _flush(self) -> None:
         out, self._out = self._out, []

@@ -89,7 +89,7 @@ class Service:
         if self.draining:
             raise RefusedError(503, "the server is shutting down; ask another, or again in a moment", _RETRY_SECONDS)
         door = self.door
-        if door.full:
+        if door.shut:
             self.counts.failed(info.name, info.version, 429)
             raise door.refusal()
         under_way, end = door.entered(), door.left
