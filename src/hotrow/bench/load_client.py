@@ -30,6 +30,7 @@ from collections import deque
 from typing import Any
 
 PATIENCE = 5.0  # seconds for the last answers
+TOGETHER = 32  # requests that are sent before a look at the answers: their waiting here would count as the server's
 
 
 def read_requests(path: str) -> list[bytes]:
@@ -167,7 +168,7 @@ class Load:
         due = 0  # how many have been
         clock = time.perf_counter
         while (now := clock()) < end:
-            wanted = int((now - begin) * rate) + 1
+            wanted = min(int((now - begin) * rate) + 1, due + TOGETHER)
             while due < wanted and free:
                 self._ask(free.popleft(), clock())
                 due += 1

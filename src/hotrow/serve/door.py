@@ -35,6 +35,7 @@ LEAST = 32  # requests under way, whatever the engine says: it refuses precisely
 _FALL = 0.9  # of those under way when one came that the engine refused
 _NEAR = 0.5  # of the limit: with fewer under way an answer says nothing about more
 _COST = 0.001  # seconds of this process and of the engine that a request takes, roughly: the limit before all figures
+_MARGIN = 0.25  # of a request's time that is not planned with in a flood: nobody knows all its waits
 _RETRY_SECONDS = 0.1
 AWAY = RefusedError(429, "the server has as many requests as it can answer in time; ask again", _RETRY_SECONDS)
 _SHORT = 0.001  # seconds: a turn that is no loss
@@ -106,6 +107,8 @@ class Door:
         now = time.monotonic()
         self._allowed += 0.1 * (request.deadline - now - self._allowed)
         lost = waited + self._lost(now)
+        if self.limit < self.most:
+            lost += _MARGIN * (request.deadline - now)
         if lost < _SHORT:
             return request
         if request.deadline - lost < now:
