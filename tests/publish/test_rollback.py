@@ -72,13 +72,20 @@ def test_a_trainer_that_comes_back_to_a_rolled_back_bus_sets_it_right(folder_bus
     assert_same(reader, again)
 
 
-def test_a_snapshot_stands_in_for_publications_that_are_gone(folder_bus: str, tmp_path: Path) -> None:
+def snapshot_of(trainer: hr.Trainer, folder: Path, kind: str) -> Path:
+    if kind == "checkpoint":
+        return Path(trainer.save(folder / "exports").path)
+    return Path(hr.export(trainer.model, folder / "exports", values="fp16", dense_features=3).path)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "export"])
+def test_a_snapshot_stands_in_for_publications_that_are_gone(folder_bus: str, tmp_path: Path, kind: str) -> None:
     trainer = publishing(folder_bus, tmp_path / "a", every=1)
     train(trainer, 3)
     then = rows_of(trainer, "fp16")
     assert trainer.publisher is not None
     trainer.publisher.options = hr.Publish(
-        folder_bus, every_steps=1, snapshot=lambda _: str(trainer.save(tmp_path / "exports").path)
+        folder_bus, every_steps=1, snapshot=lambda _: str(snapshot_of(trainer, tmp_path, kind))
     )
     trainer.publisher.snapshot()
     train(trainer, 2)
@@ -91,7 +98,8 @@ def test_a_snapshot_stands_in_for_publications_that_are_gone(folder_bus: str, tm
     assert not (bus / "marks" / "hold").exists()
     rollback(folder_bus, 3, default_snapshot_reader)
     reader = Reader(folder_bus, position=(5, 0))
-    reader.trainer.load(tmp_path / "exports")
+    if kind == "checkpoint":
+        reader.trainer.load(tmp_path / "exports")
     for name, table in rows_of(trainer, "fp16").items():  # as a reader that was at 5 has them
         import torch
 

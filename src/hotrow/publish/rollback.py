@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -246,24 +247,32 @@ def _publish(
 
 
 def default_snapshot_reader(path: str, wanted: Mapping[str, Tensor]) -> tuple[Rows, dict[str, Tensor] | None]:
-    """Snapshots that are folders with rows as segments (rows/<table>) and dense.safetensors, as checkpoints are."""
+    """Snapshots that are checkpoints or exported versions: rows as segments (rows/<table>), weights beside them."""
     from safetensors.torch import load_file
 
-    from hotrow import _core
-    from hotrow.tiers.host import core_errors
+    from hotrow.tiers.host import scan_snapshot
 
     folder, rows = Path(path), Rows()
+    dims = {table["name"]: int(table["dim"]) for table in _manifest(folder)["tables"]}
     for name, keys in wanted.items():
-        parts_of = sorted((folder / "rows" / name).glob("part-*")) or [folder / "rows" / name]
+        if name not in dims:
+            raise PublishError(f"the snapshot {folder} has no table {name!r}; it is of another model")
         kept: list[tuple[Tensor, Tensor]] = []
-        for part in parts_of:
-            with core_errors():
-                reader = _core.SnapshotReader(str(part))
-                while (chunk := reader.next()) is not None:
-                    found = torch.from_numpy(chunk[0])
-                    mine = torch.isin(found, keys)
-                    kept.append((found[mine], torch.from_numpy(chunk[3])[mine]))
+        for part in sorted((folder / "rows" / name).glob("part-*")) or [folder / "rows" / name]:
+            for found, values in scan_snapshot(str(part), dims[name]):
+                mine = torch.isin(found, keys)
+                kept.append((found[mine], values[mine]))
         if kept:
             rows[name] = torch.cat([k for k, _ in kept]), torch.cat([v for _, v in kept])
-    dense = folder / "dense.safetensors"
-    return rows, load_file(dense) if dense.exists() else None
+    weights = [folder / name for name in ("dense.safetensors", "weights.safetensors") if (folder / name).exists()]
+    return rows, load_file(weights[0]) if weights else None
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    except (OSError, ValueError) as error:
+        raise PublishError(
+            f"the snapshot {folder} cannot be read ({error}); restore it, or go back to another"
+        ) from error
+    return found
