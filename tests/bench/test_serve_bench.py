@@ -13,6 +13,7 @@ from hotrow.bench.serve import Point, best_pair
 from hotrow.errors import OptionError
 
 
+@pytest.mark.soak
 def test_answers_are_compared_and_a_burst_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_model, "KEYS", 200)
     monkeypatch.setattr(serve, "BURST_CONNECTIONS", 256)

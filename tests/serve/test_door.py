@@ -79,9 +79,16 @@ def test_long_turns_are_taken_from_a_request_s_time() -> None:
     deadline = time.monotonic() + 100
     assert door.hastened(Request("ctr", 1, (), deadline=deadline)).deadline == deadline - door.turn
     assert door.hastened(Request("ctr", 1, (), deadline=deadline), 7.0).deadline == deadline - 7.0 - door.turn
-    with pytest.raises(RefusedError, match="as it can answer in time"):
+    with pytest.raises(RefusedError, match="deadline would pass"):
         door.hastened(Request("ctr", 1, (), deadline=time.monotonic() + 0.01))
     assert door.hastened(Request("ctr", 1, ())).deadline is None
+
+
+def test_one_in_a_hurry_does_not_shut_the_door_for_others() -> None:
+    door = Door(4096)
+    for seconds, ordinary in ((1.0, True), (0.001, False), (0.7, True), (0.1, False)):
+        assert door.ordinary(Request("ctr", 1, (), deadline=time.monotonic() + seconds)) is ordinary
+    assert door.ordinary(Request("ctr", 1, ()))
 
 
 def test_requests_are_turned_away_unread_while_everything_else_is_answered() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,13 @@ def test_default_rows_and_deadline_are_kept(tmp_path: Path) -> None:
         assert [on_disk.table.default for on_disk in engine.source.tables] == [(1.0, 2.0, 3.0, 4.0), None, None]
 
 
+def found(engine: hr.Engine, batch: hr.KeyedBatch, policy: str) -> dict[str, torch.Tensor]:
+    """What the tower is given under a policy."""
+    live = engine._open()
+    with torch.inference_mode(), engine._finding(), ExitStack() as crossing:
+        return engine._pool(live, engine._read(live, batch, policy, crossing))[0]
+
+
 def test_rows_on_disk_are_answered_by_policy_until_they_are_warm(tmp_path: Path) -> None:
     model = hr.Recommender(collection(), TwoTasks())
     values = torch.ones(100, 4)
@@ -238,10 +246,10 @@ def test_rows_on_disk_are_answered_by_policy_until_they_are_warm(tmp_path: Path)
         assert engine.cold(batch) >= 3
         _, late = engine.run(batch, policy="default")
         assert late.ids == 3 and late.by_row is not None and late.by_row.tolist() == [1, 1, 1]
-        assert torch.equal(engine._find(engine._open(), batch, "default")[0]["user"], torch.full((3, 4), 5.0))
+        assert torch.equal(found(engine, batch, "default")["user"], torch.full((3, 4), 5.0))
         unseen = model.embeddings.table("user").store
         initial = hr.EmbeddingCollection([hr.Table("user", 4)], seed=3).table("user").read(keys)
-        assert torch.equal(engine._find(engine._open(), batch, "initial")[0]["user"], initial) and len(unseen) == 100
+        assert torch.equal(found(engine, batch, "initial")["user"], initial) and len(unseen) == 100
         assert engine.warm(batch) == 3 and engine.cold(batch) == 0
         logits, late = engine.run(batch, policy="default")
         assert late.ids == 0 and late.by_row is None

@@ -112,8 +112,14 @@ class Door:
         if lost < _SHORT:
             return request
         if request.deadline - lost < now:
-            raise AWAY
+            raise RefusedError(
+                429, "its deadline would pass before an answer comes; ask with more time", _RETRY_SECONDS
+            )
         return replace(request, deadline=request.deadline - lost)
+
+    def ordinary(self, request: Request) -> bool:
+        """Whether it has about as much time as others: what happens to one in a hurry says nothing about the rest."""
+        return request.deadline is None or request.deadline - time.monotonic() > 0.5 * self._allowed
 
     def _lost(self, now: float) -> float:
         """Seconds that a request waits in this turn, and its answer in another."""

@@ -92,16 +92,17 @@ class Service:
         if door.shut:
             self.counts.failed(info.name, info.version, 429)
             raise door.refusal()
-        under_way, end = door.entered(), door.left
+        under_way, end, ordinary = door.entered(), door.left, False
         try:
             if size > _LARGE:
                 request, wishes = await asyncio.to_thread(read, inputs, version or None)
             else:
                 request, wishes = read(inputs, version or None)
+            ordinary = door.ordinary(request)
             answer = await self.backend.infer(door.hastened(request, waited))
             end = door.answered
         except RefusedError as error:
-            if error.status == 429:
+            if error.status == 429 and ordinary:
                 end = partial(door.refused, under_way)
             self.counts.failed(info.name, info.version, error.status)
             raise
