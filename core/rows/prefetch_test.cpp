@@ -19,6 +19,8 @@ using testing::Rows;
 
 constexpr int kDim = 64;
 constexpr size_t kDram = size_t{12} << 20;
+// What readers of the log may take beside a batch: it is counted after they took it, and made up for by the next batch.
+constexpr size_t kReading = size_t{2} << 20;
 using Tables = std::vector<std::shared_ptr<Table>>;
 using Keys = std::vector<int64_t>;
 
@@ -121,7 +123,7 @@ void train_ahead(const Store& store, const std::vector<Keys>& keys, size_t ahead
       allowed = i + ahead + 1;
       finish(plans[i], keys[i].size(), static_cast<uint32_t>(i + 1));
       if (sweeps && i % 10 == 9) sweep(store, static_cast<uint32_t>(i + 1));
-      CHECK(store.budget->used() <= store.budget->limit());
+      CHECK(store.budget->used() <= store.budget->limit() + kReading);
     }
   } catch (...) {
     allowed = keys.size();
