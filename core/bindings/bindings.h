@@ -27,5 +27,6 @@ void bind_device(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>& pla
 void bind_serving(nb::module_& m);
 void bind_ranks(nb::class_<Plan>& plan);
 void bind_remote(nb::module_& m);
+void bind_rooms(nb::module_& m);
 
 }  // namespace hotrow::bindings

@@ -8,4 +8,5 @@ NB_MODULE(_core, m) {
   hotrow::bindings::bind_store(m);
   hotrow::bindings::bind_serving(m);
   hotrow::bindings::bind_remote(m);
+  hotrow::bindings::bind_rooms(m);
 }

@@ -12,7 +12,8 @@ namespace {
 
 constexpr size_t kRowsPerTask = 256;
 constexpr size_t kAhead = 8;
-constexpr size_t kFewRows = 512;
+constexpr size_t kMissingPerTask = 128;  // a request waits for them
+constexpr size_t kFewRows = 256;
 
 inline __attribute__((always_inline)) void prefetch_row(const char* row, size_t bytes) {
   for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
@@ -116,13 +117,13 @@ size_t read_missing(const MissingLists& lists, Cold policy, size_t width, float*
   };
   std::vector<Piece> pieces;
   for (size_t f = 0; f < features; ++f)
-    for (size_t at = 0, count = begins[f + 1] - begins[f]; at < count; at += kRowsPerTask)
-      pieces.push_back({f, at, std::min(count, at + kRowsPerTask)});
+    for (size_t at = 0, count = begins[f + 1] - begins[f]; at < count; at += kMissingPerTask)
+      pieces.push_back({f, at, std::min(count, at + kMissingPerTask)});
   auto work = [&](int p) {
     const auto [f, from, to] = pieces[p];
     const Table& table = *lists.tables[f];
     const int32_t* examples = lists.examples + f * lists.room;
-    std::array<uint8_t, kRowsPerTask> waits{};
+    std::array<uint8_t, kMissingPerTask> waits{};
     const size_t some = table.read_warm(lists.keys + f * lists.room + from, nullptr, to - from, policy,
                                         out + (begins[f] + from) * static_cast<size_t>(table.dim()), waits.data());
     for (size_t i = from; i < to; ++i) {

@@ -22,13 +22,14 @@ from torch import Tensor
 
 from hotrow.kernels.find import way_of
 from hotrow.kernels.launch import cdiv, fast, power_of_2
-from hotrow.kernels.layout import RowLayout, read_values
+from hotrow.kernels.layout import RowLayout, read_values, steps
 from hotrow.kernels.mixing import half_of, hash_key, set_of
 from hotrow.kernels.move import tell
 from hotrow.kernels.sets import SetIndex, check
 from hotrow.kernels.touch import warmed
 
 ELEMENTS, WARPS = 4096, 4
+PUTTERS = 264  # programs: enough for what the wire takes
 
 
 @fast
@@ -72,17 +73,19 @@ def _read_kernel(
 
 
 @fast
-@triton.jit(do_not_specialize=["rows", "places", "count"])
+@triton.jit(do_not_specialize=["rows", "places", "number"])
 def _put_kernel(
-    out, rows, places, count, DIM: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
+    out, rows, places, number, DIM: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0) * R + tl.arange(0, R)
-    real = at < count
+    count = tl.load(number.to(tl.pointer_type(tl.int32)))
     column = tl.arange(0, BLOCK)
-    mask = real[:, None] & (column < DIM)[None, :]
-    place = tl.load(places.to(tl.pointer_type(tl.int64)) + at, mask=real, other=0)
-    source = rows.to(tl.pointer_type(tl.float32)) + at.to(tl.int64)[:, None] * DIM + column[None, :]
-    tl.store(out + place[:, None] + column[None, :], tl.load(source, mask=mask, other=0.0), mask=mask)
+    for begin in steps(tl.program_id(0) * R, count, tl.num_programs(0) * R):
+        at = begin + tl.arange(0, R)
+        real = at < count
+        mask = real[:, None] & (column < DIM)[None, :]
+        place = tl.load(places.to(tl.pointer_type(tl.int64)) + at, mask=real, other=0)
+        source = rows.to(tl.pointer_type(tl.float32)) + at.to(tl.int64)[:, None] * DIM + column[None, :]
+        tl.store(out + place[:, None] + column[None, :], tl.load(source, mask=mask, other=0.0), mask=mask)
 
 
 class Lists:
@@ -131,11 +134,21 @@ def read(
     tell(lists.counted, lists.numbers)
 
 
-def put(out: Tensor, rows: Tensor, places: Tensor, count: int, layout: RowLayout) -> None:
-    """The first `count` rows [n, dim] (float32, pinned) to out, flat; places int64 (pinned) say where each begins."""
-    if count:
-        block = max(1, min(32, ELEMENTS // layout.block))
-        _put_kernel[(cdiv(count, block),)](
-            out, rows.data_ptr(), places.data_ptr(), count, DIM=layout.dim, BLOCK=layout.block, R=power_of_2(block),
-            num_warps=WARPS,
-        )  # fmt: skip
+class Staging:
+    """Rows that a lookup missed, on their way to it: rows [n, dim] (float32), where each begins in the pooled matrix
+    (int64), and how many there are (int32). In memory that the host and the device read."""
+
+    def __init__(self, room: int, dim: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.rows = torch.empty(room, dim, dtype=torch.float32, pin_memory=pinned)
+        self.places = torch.empty(room, dtype=torch.int64, pin_memory=pinned)
+        self.number = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
+
+
+def put(out: Tensor, staging: Staging, layout: RowLayout) -> None:
+    """The staged rows to out, flat. How many they are is read by the device when it comes to it."""
+    block = max(1, min(32, ELEMENTS // layout.block))
+    _put_kernel[(min(PUTTERS, cdiv(staging.rows.shape[0], block)),)](
+        out, staging.rows.data_ptr(), staging.places.data_ptr(), staging.number.data_ptr(), DIM=layout.dim,
+        BLOCK=layout.block, R=power_of_2(block), num_warps=WARPS,
+    )  # fmt: skip

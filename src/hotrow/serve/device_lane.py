@@ -1,11 +1,18 @@
 """A lane on a GPU: a joined batch in, logits out, by two captured graphs on a stream of its own.
 
-    keys → [graph: find and gather] → rows that were missing → [graph: tower, logits down] → logits on the host
+    keys → [graph: find and gather] → rows that were missing → [graph: put them, tower, logits down] → logits
 
 A lane has a *room* for each bucket of its ladder: static inputs (keys, pooled vectors, dense features), both graphs and
-a pinned place for the logits. A batch takes the smallest room it fits; one that fits none is cut. Between the graphs
-the host learns what HBM lacked and has it filled in (table/hot_read.py). Rows of a room behind the batch hold what was
-there before: a tower is row-wise, and nobody reads them.
+a pinned place for the logits. A batch takes the smallest room it fits. Between the graphs the host learns what HBM
+lacked and has it filled in (table/hot_read.py). All that is one call of the core, which needs no lock of Python's
+(core/device/room.h). Rows of a room behind the batch hold what was there before: a tower is row-wise, and nobody reads
+them.
+
+A batch of more than PIECE rows is cut, and its pieces go through rooms in turn: the device has been asked for the next
+piece's rows before it gets this one's tower, so the cores gather what is missing of one while the tower of the one
+before runs.
+
+    ask 0   ask 1   fill 0, tower 0   ask 2   fill 1, tower 1   logits 0   ask 3   fill 2, tower 2   logits 1   ...
 
 A lane runs one batch at a time, on whatever thread has it. Lanes share the rows, the weights and nothing else; graphs
 know the weights' addresses, so new weights are copied into the same storage. Lanes and their rooms are captured before
@@ -22,15 +29,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotrow import _core
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.errors import OptionError, choices
+from hotrow.kernels.launch import cdiv
+from hotrow.kernels.read import Staging
 from hotrow.nn import EmbeddingCollection
 from hotrow.serve.tower import OriginalTower
 from hotrow.table.hot_read import HotReader
+from hotrow.tiers.host import LATE
 
 Tower = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-LADDER = (32, 128, 512, 1024, 4096, 16384)
+EXACT = ("fp32", "tf32")  # towers run as they are; the others cast what a layer reads
+PRECISIONS = (*EXACT, "bf16", "fp16")
+LADDER = (32, 128, 512, 1024, 4096, 8192)
+PIECE = 8192  # rows
+TURNS = 3  # rooms that pieces of a large batch take in turn
 WARM_UP = 3  # runs of a tower before it is captured: libraries choose algorithms and allocate in the first ones
 
 
@@ -51,78 +65,142 @@ class DeviceLane:
         self.reader, self.tower, self.dense, self.precision, self.graphs = reader, tower, dense, precision, graphs
         self.device = reader.device
         self.stream = torch.cuda.Stream(self.device)
+        self.number = reader.add_lane()
         self.pool = torch.cuda.graph_pool_handle()
-        self.ladder = tuple(sorted(ladder))
-        self.rooms: dict[int, Room] = {}
-        self.late_ids = 0
+        self.piece = min(PIECE, max(ladder))
+        self.ladder = tuple(sorted({min(size, self.piece) for size in ladder}))
+        self.rooms: dict[tuple[int, int], Room] = {}
+        self._staging: dict[int, list[Staging]] = {}  # of rooms that take turns; the others have the first one's
 
     def warm(self) -> None:
-        """Make every room of the ladder before traffic comes."""
+        """Make every room before traffic comes."""
         for size in self.ladder:
             self._room(size)
+        for turn in range(1, TURNS):
+            self._room(self.piece, turn)
 
-    def run(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, Tensor, int]:
-        """Logits on the host, which of each example's ids a policy answered (int32), and how many they are.
+    def run(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, Tensor | None, int]:
+        """Logits on the host, how many ids of each example a policy answered (int32; None for none), and of all.
 
         Requires: `reader.takes(batch)`.
         """
-        largest = self.ladder[-1]
-        if batch.size <= largest:
-            return self._run(batch, policy)
-        parts = [self._run(_cut(batch, at, at + largest), policy) for at in range(0, batch.size, largest)]
-        logits, late, count = zip(*parts, strict=True)
-        return torch.cat(logits), torch.cat(late), sum(count)
+        if batch.size <= self.piece:
+            return self._room(next(size for size in self.ladder if size >= batch.size)).run(batch, policy)
+        count = cdiv(batch.size, self.piece)
+        size = cdiv(batch.size, count)
+        rooms = [self._room(self.piece, n % TURNS) for n in range(count)]
+        parts = []
+        rooms[0].ask(_cut(batch, 0, size))
+        for n in range(count):
+            if n >= TURNS - 1:
+                parts.append(rooms[n - TURNS + 1].logits())
+            if n + 1 < count:
+                rooms[n + 1].ask(_cut(batch, (n + 1) * size, (n + 2) * size))
+            rooms[n].answer(policy)
+        parts += [room.logits() for room in rooms[max(0, count - TURNS + 1) :]]
+        logits, late, ids = zip(*parts, strict=True)
+        return torch.cat(logits), _joined_late(late, logits), sum(ids)
 
-    def _run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Tensor, int]:
-        room = self._room(next(size for size in self.ladder if size >= batch.size))
-        with torch.cuda.stream(self.stream), torch.inference_mode():
-            return room.run(batch, policy)
-
-    def _room(self, size: int) -> Room:
-        if size not in self.rooms:
+    def _room(self, size: int, turn: int = 0) -> Room:
+        if (size, turn) not in self.rooms:
+            if turn not in self._staging:
+                self._staging[turn] = self.reader.staging(self.piece)
             with torch.cuda.stream(self.stream), torch.inference_mode():
-                self.rooms[size] = Room(self, size)
-        return self.rooms[size]
+                self.rooms[size, turn] = Room(self, size, self._staging[turn])
+        return self.rooms[size, turn]
 
 
 class Room:
-    """A bucket's static buffers and graphs."""
+    """A bucket's static buffers and graphs. One batch at a time: ask, answer, logits."""
 
-    def __init__(self, lane: DeviceLane, size: int) -> None:
-        self.lane, self.size = lane, size
-        self.reader = lane.reader.lane(size)
+    def __init__(self, lane: DeviceLane, size: int, staging: Sequence[Staging]) -> None:
+        self.lane, self.size, self.count, self.late = lane, size, 0, False
+        self.reader = lane.reader.lane(size, lane.number, staging)
         self.vectors = {
             place.feature: self.reader.out[:, place.begin : place.end] for place in lane.reader.layout.places
         }
         self.dense_in = torch.zeros(size, lane.dense, dtype=torch.float32, pin_memory=True)
         self.dense = torch.zeros_like(self.dense_in, device=lane.device)
-        self._done = torch.cuda.Event()
         for _ in range(WARM_UP):
             logits = self._tower()
-        self.logits = torch.empty(logits.shape, dtype=torch.float32, pin_memory=True)
+        self.down = torch.empty(logits.shape, dtype=torch.float32, pin_memory=True)
         lane.stream.synchronize()
-        self._graph: Any = None
-        if lane.graphs:
-            self.reader.capture()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=lane.pool, stream=lane.stream, capture_error_mode="thread_local"):
-                self._tower_and_down()
-            self._graph = graph
+        self._done = torch.cuda.Event()
+        self._core: Any = self._capture() if lane.graphs else None
 
-    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Tensor, int]:
-        """Find, run, and wait for the logits."""
-        count = batch.size
-        if batch.dense is not None and self.lane.dense:
-            self.dense_in[:count] = batch.dense
-        _, late = self.reader.find(batch, policy)
-        if self._graph is not None:
-            self._graph.replay()
-        else:
+    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Tensor | None, int]:
+        """As DeviceLane.run."""
+        if self._core is None:
+            self.ask(batch)
+            self.answer(policy)
+            return self.logits()
+        keys, dense = self._laid(batch)
+        logits = torch.empty(self.count, *self.down.shape[1:])
+        addresses = [values.data_ptr() for values in keys]
+        self._core.run(addresses, self.count, _address(dense), LATE[policy], logits.data_ptr())
+        return self._told(logits, policy)
+
+    def ask(self, batch: KeyedBatch) -> None:
+        """Have the device look for the batch's rows."""
+        keys, dense = self._laid(batch)
+        if self._core is not None:
+            self._core.ask([values.data_ptr() for values in keys], self.count, _address(dense))
+            return
+        if dense is not None:
+            self.dense_in[: self.count] = dense
+        with torch.cuda.stream(self.lane.stream):
+            self.reader.ask(batch)
+
+    def answer(self, policy: str) -> None:
+        """Fill in what is missing, and have the device run the tower."""
+        self.policy = policy
+        if self._core is not None:
+            self._core.answer(LATE[policy])
+            return
+        with torch.cuda.stream(self.lane.stream), torch.inference_mode():
+            self.reader.fill(policy)
             self._tower_and_down()
-        self._done.record()
-        self._done.synchronize()
-        by_example = torch.from_numpy(self.reader.late[:count].astype("int32"))
-        return self.logits[:count].clone(), by_example, late
+            self._done.record()
+
+    def logits(self) -> tuple[Tensor, Tensor | None, int]:
+        """Wait for the tower."""
+        logits = torch.empty(self.count, *self.down.shape[1:])
+        if self._core is not None:
+            self._core.logits(logits.data_ptr())
+        else:
+            self._done.synchronize()
+            logits.copy_(self.down[: self.count])
+        return self._told(logits, self.policy)
+
+    def _laid(self, batch: KeyedBatch) -> tuple[list[Tensor], Tensor | None]:
+        """What the core copies: they must outlive its call."""
+        self.count = batch.size
+        keys = [batch.ids[name].values.contiguous() for name in self.reader.names]
+        return keys, batch.dense.contiguous() if batch.dense is not None and self.lane.dense else None
+
+    def _told(self, logits: Tensor, policy: str) -> tuple[Tensor, Tensor | None, int]:
+        if self._core is not None:
+            self.reader.offer()
+        late = self.reader.late[: self.count]
+        if policy == "wait" or not late.any():
+            return logits, None, 0
+        return logits, torch.from_numpy(late.astype("int32")), int(late.sum())
+
+    def _capture(self) -> Any:
+        """Both graphs, and what runs them."""
+        self.reader.capture()
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # owns the memory that was captured
+        lane, reader = self.lane, self.reader
+        with torch.cuda.graph(self._graph, pool=lane.pool, stream=lane.stream, capture_error_mode="thread_local"):
+            reader.put()
+            self._tower_and_down()
+        return _core.Room(
+            lane.reader.gate.core, lane.number, lane.stream.cuda_stream, reader.graph.raw_cuda_graph(),
+            self._graph.raw_cuda_graph(), room=self.size, features=len(reader.names), dense=lane.dense,
+            width=reader.out.stride(0), tasks=self.down[0].numel(), keys=reader.keys.data_ptr(),
+            examples=reader.examples.data_ptr(), dense_in=self.dense_in.data_ptr(), logits=self.down.data_ptr(),
+            late=reader.late.ctypes.data, missing=reader.missing(),
+        )  # fmt: skip
 
     def _tower(self) -> Tensor:
         self.dense.copy_(self.dense_in, non_blocking=True)
@@ -130,7 +208,7 @@ class Room:
             return self.lane.tower(self.vectors, self.dense if self.lane.dense else None).float()
 
     def _tower_and_down(self) -> None:
-        self.logits.copy_(self._tower(), non_blocking=True)
+        self.down.copy_(self._tower(), non_blocking=True)
 
 
 class DeviceLanes:
@@ -147,6 +225,8 @@ class DeviceLanes:
     ) -> None:
         assert embeddings.hot is not None
         self.reader = HotReader(embeddings.layout, embeddings.hot)
+        if precision in EXACT:
+            tower.join_activations()
         self.tower, self.dense, self.ladder, self.precision = tower, dense, ladder or LADDER, precision
         self.free: queue.SimpleQueue[DeviceLane] = queue.SimpleQueue()
         for _ in range(lanes):
@@ -156,9 +236,9 @@ class DeviceLanes:
 
     def takes(self, batch: KeyedBatch) -> bool:
         """Whether lanes run such batches."""
-        return batch.size > 0 and self.reader.takes(batch)
+        return batch.size > 0 and not (batch.dense is not None and batch.dense.is_cuda) and self.reader.takes(batch)
 
-    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Tensor, int]:
+    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Tensor | None, int]:
         """As DeviceLane.run, on a free lane."""
         lane = self.free.get()
         try:
@@ -182,6 +262,18 @@ class DeviceLanes:
 def _cut(batch: KeyedBatch, begin: int, end: int) -> KeyedBatch:
     ids = {name: Jagged(jagged.values[begin:end]) for name, jagged in batch.ids.items()}
     return KeyedBatch(ids, None if batch.dense is None else batch.dense[begin:end])
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _joined_late(late: Sequence[Tensor | None], logits: Sequence[Tensor]) -> Tensor | None:
+    """Of pieces, what each one's rows were answered by policy."""
+    if all(part is None for part in late):
+        return None
+    rows = [part.shape[0] for part in logits]
+    return torch.cat([torch.zeros(n, dtype=torch.int32) if p is None else p for p, n in zip(late, rows, strict=True)])
 
 
 def _precision(name: str) -> AbstractContextManager[Any]:

@@ -210,12 +210,13 @@ class Engine:
         """As `run`, and what gave the logits: see Answered."""
         live = self._open()
         with torch.inference_mode(), ExitStack() as crossing:
-            dense = self._dense(batch)
+            self._check_dense(batch)
             lanes = self._lanes
             if lanes is not None and lanes.takes(batch):
                 with self._crossing.together():
                     logits, by_row, ids = lanes.run(batch, policy)
-                    return Answered(logits, Late(ids, by_row if ids else None), True, self.fresh)
+                    return Answered(logits, Late(ids, by_row), True, self.fresh)
+            dense = self._dense(batch)
             with self._finding():
                 lookup = self._read(live, batch, policy, crossing)
                 fresh = self.fresh if live.embeddings.remote is None else self._fresh_of(lookup)
@@ -381,11 +382,15 @@ class Engine:
             if feature in batch.ids
         ]
 
-    def _dense(self, batch: KeyedBatch) -> Tensor | None:
+    def _check_dense(self, batch: KeyedBatch) -> None:
         wanted, came = self.signature.dense, 0 if batch.dense is None else batch.dense.shape[1]
         if came != wanted:
             raise BatchError(f"the model reads {wanted} dense features but the batch has {came}; give [rows, {wanted}]")
-        return None if batch.dense is None or not wanted else batch.dense.to(self.device, non_blocking=True)
+
+    def _dense(self, batch: KeyedBatch) -> Tensor | None:
+        if batch.dense is None or batch.dense.shape[1] == 0:
+            return None
+        return batch.dense.to(self.device, non_blocking=True)
 
     def _open(self) -> _Live:
         live = self._live

@@ -223,6 +223,28 @@ class OriginalTower:
         logits: Tensor = self._call(*arguments)[0]
         return logits
 
+    def join_activations(self) -> int:
+        """Have the product of a layer end with its ReLU: one launch less each, and the same bits. Returns how many."""
+        aten, graph, joined = torch.ops.aten, self.program.graph_module.graph, 0
+        for relu in list(graph.nodes):
+            layer = relu.args[0] if relu.target is aten.relu.default else None
+            if layer is None or layer.target is not aten.linear.default or len(layer.users) > 1:
+                continue
+            if len(layer.args) < 3 or layer.args[2] is None or layer.args[0].meta["val"].dim() != 2:
+                continue
+            rows, weight, bias = layer.args
+            with graph.inserting_before(relu):
+                turned = graph.call_function(aten.t.default, (weight,))
+                both = graph.call_function(aten._addmm_activation.default, (bias, rows, turned))
+            both.meta = dict(relu.meta)
+            relu.replace_all_uses_with(both)
+            graph.erase_node(relu)
+            graph.erase_node(layer)
+            joined += 1
+        self.program.graph_module.recompile()
+        self._call = self.program.graph_module.forward
+        return joined
+
     def replace_weights(self, state: Mapping[str, Tensor]) -> None:
         """Run with other weights from the next call on. All of them, or none: one that does not fit changes nothing."""
         self.set_weights(self.fit(state))

@@ -3,9 +3,9 @@
 Tables with one row layout and one rule share a cache (`Group`), so that a batch takes one launch for all of them. A row
 that comes up keeps its slot in DRAM; one whose place is wanted goes back there with its step and count.
 
-Up: all cores gather into pinned memory, piece by piece, and the copy engine follows on a stream of its own. Of rows
-that never leave DRAM the GPU reads a share in place, which takes it as long as the rest takes the cores
-(kernels/move.py has the rates). Down: rows are collected on the device, copied on another stream, and put into their
+Up: rows that never leave DRAM are found by the cores and read in place by the GPU, the first while the next are looked
+for (kernels/move.py has the rates). Others are gathered by all cores into pinned memory, piece by piece, and the copy
+engine follows on a stream of its own. Down: rows are collected on the device, copied on another stream, and put into their
 slots by a thread behind, for which others wait (`landed`) before they look below again.
 
 Two threads come here: the one that trains, and with a lookahead one that brings rows up for later batches, on a stream
@@ -44,7 +44,7 @@ from hotrow.tiers.host import HostLift, HostStore, Places
 
 PIECE_BYTES = 16 << 20  # of rows that move at a time: one piece is copied while the next is gathered
 FLUSHED = 4  # pieces of rows that are on their way at once when all come down
-IN_PLACE = 0.8  # the share of rows that are read in place
+IN_PLACE = 1.0  # the share of rows that are read in place: all, since the cores are wanted for those that go down
 PULLS = 4  # launches that read them: one reads while the next one's rows are found
 
 

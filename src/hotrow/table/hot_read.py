@@ -13,6 +13,8 @@ This is for tables that are only read, with pooled features of one id each (`tak
 models. Other batches go by HotPlan.read, which copies what is missing and leaves the cache as it is. The two must not
 run beside each other: `changing` is for those.
 
+What a LaneReader does in Python, captured lanes do in the core (core/device/room.h), over the same buffers.
+
 A LaneReader belongs to its lane's thread. Any thread may offer keys to the filler; it takes what it has room for.
 """
 
@@ -34,46 +36,49 @@ from hotrow.batch import KeyedBatch
 from hotrow.kernels import move
 from hotrow.kernels.find import find
 from hotrow.kernels.insert import choose_in_order, erase, place
-from hotrow.kernels.read import Lists, put, read
+from hotrow.kernels.read import Lists, Staging, put, read
 from hotrow.kernels.touch import first_score
 from hotrow.table.hot import Group, HotRows, on, to_device, to_host
 from hotrow.table.lookup import Layout
 from hotrow.tiers.host import LATE
 
 HALF_LIFE = 4096.0  # rounds of the filler
-FIRST_KEYS, ROUND_KEYS = 1 << 15, 1 << 11  # keys of a round while there are empty slots, and afterwards
-PAUSE, DUTY, LONGEST = 0.02, 4, 0.1  # seconds between two rounds: at least, times the last one's own, at most
-PIECE_KEYS = 1 << 14  # missing rows that are put into their places while the next are read
+# Keys of a round, and seconds between two, while there are empty slots and afterwards. A lane that meets a round waits
+# for it: afterwards fewer than one batch in a hundred should.
+FIRST_KEYS, ROUND_KEYS = 1 << 15, 1 << 13
+FIRST_PAUSE, PAUSE = 0.02, 0.25
 
 
 class Gate:
     """Lanes ask the device for reads together; the filler asks for its writes alone, after all reads before it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.lock = threading.Lock()
-        self._reads: dict[int, Any] = {}  # the last read of each lane
-        self._written: Any = None
+        self.device, self.core = device, _core.Gate(device.type == "cuda")
 
     @contextmanager
     def reading(self, lane: int) -> Iterator[None]:
         """Inside it, what is asked of this stream reads the cache."""
-        with self.lock:
-            if self._written is not None:
-                self._written.wait()
+        stream = raw_stream(self.device)
+        self.core.begin_read(stream)
+        try:
             yield
-            if self.device.type == "cuda":
-                self._reads[lane] = torch.cuda.current_stream(self.device).record_event()
+        finally:
+            self.core.end_read(lane, stream)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Inside it, what is asked of this stream changes the cache."""
-        with self.lock:
-            for event in self._reads.values():
-                event.wait()
+        stream = raw_stream(self.device)
+        self.core.begin_write(stream)
+        try:
             yield
-            if self.device.type == "cuda":
-                self._written = torch.cuda.current_stream(self.device).record_event()
+        finally:
+            self.core.end_write(stream)
+
+
+def raw_stream(device: torch.device) -> int:
+    """The stream of now as the driver knows it; 0 under the interpreter."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 class HotReader:
@@ -83,27 +88,35 @@ class HotReader:
         self.layout, self.hot, self.device = layout, hot, hot.device
         self.gate = Gate(hot.device)
         self.clock = torch.tensor([1, 0], dtype=torch.int32, device=hot.device)
-        self.single = [place for place in layout.places if place.pooled]
+        self.single = [place.feature for place in layout.places if place.pooled]
         self.groups = [GroupFeatures(group, layout, hot.device) for group in hot.groups]
         for group in hot.groups:
             group.tier.half_life = HALF_LIFE
-        self.lanes = 0
         self.lock = threading.Lock()  # held by who brings rows up
         self.filler = Filler(self)
 
     def takes(self, batch: KeyedBatch) -> bool:
-        """Whether a batch has one id for each example of every feature, and no sequences."""
-        return len(self.single) == len(self.layout.places) and all(
-            place.feature in batch.ids
-            and batch.ids[place.feature].offsets is None
-            and batch.ids[place.feature].weights is None
-            for place in self.single
-        )
+        """Whether a batch has one id for each example of every feature, and no sequences, in the host's memory."""
+        if len(self.single) != len(self.layout.places):
+            return False
+        for feature in self.single:
+            ids = batch.ids.get(feature)
+            if ids is None or ids.offsets is not None or ids.weights is not None or ids.values.is_cuda:
+                return False
+        return True
 
-    def lane(self, room: int) -> LaneReader:
-        """A lane's reader, for up to so many examples."""
-        self.lanes += 1
-        return LaneReader(self, room, self.lanes)
+    def add_lane(self) -> int:
+        """A lane's number. It asks on one stream."""
+        return int(self.gate.core.add_lane())
+
+    def staging(self, room: int) -> list[Staging]:
+        """Where missing rows of up to so many examples wait for the device, for each group."""
+        return [Staging(len(part.names) * room, part.group.tier.layout.dim, self.device) for part in self.groups]
+
+    def lane(self, room: int, lane: int | None = None, staging: Sequence[Staging] | None = None) -> LaneReader:
+        """A reader for up to so many examples, of a lane of its own or of one that has a number. Readers that share a
+        staging have their batches one after the other."""
+        return LaneReader(self, room, self.add_lane() if lane is None else lane, staging or self.staging(room))
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -180,8 +193,8 @@ class GroupFeatures:
 class LaneReader:
     """Static buffers of one lane and one room: keys in, the pooled matrix out."""
 
-    def __init__(self, reader: HotReader, room: int, lane: int) -> None:
-        self.reader, self.room, self.number = reader, room, lane
+    def __init__(self, reader: HotReader, room: int, lane: int, staging: Sequence[Staging]) -> None:
+        self.reader, self.room, self.number, self.staging = reader, room, lane, staging
         device = reader.device
         pinned = device.type == "cuda"
         features = sum(len(part.names) for part in reader.groups)
@@ -192,49 +205,84 @@ class LaneReader:
         self.out = torch.zeros(room, reader.layout.width, dtype=torch.float32, device=device)
         self.lists = [Lists(len(part.names), room, device) for part in reader.groups]
         self.late = np.zeros(room, dtype=np.uint32)
-        self._names = [name for part in reader.groups for name in part.names]
-        self._examples_in = self.examples.numpy()
-        self._numbers = [lists.numbers.numpy() for lists in self.lists]
-        self._rows = self._empty(1024)
-        self._graph: Any = None
+        self.missed = [np.empty(len(part.names) * room, dtype=np.int64) for part in reader.groups]
+        self.names = [name for part in reader.groups for name in part.names]
+        self.graph: Any = None
+        self.ids = self.misses = self._count = 0
         self._done = torch.cuda.Event() if pinned else None
 
     def find(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, int]:
         """The pooled matrix [examples, width], on the current stream, and how many ids were answered by the policy
         (`late` has them by example). It is this reader's: valid until the next call. Requires: `reader.takes(batch)`.
         """
-        count = batch.size
-        torch.stack([batch.ids[name].values for name in self._names], out=self.keys[:, :count])
-        self._examples_in[0] = count
+        self.ask(batch)
+        late = self.fill(policy)
+        return self.out[: batch.size], late
+
+    def ask(self, batch: KeyedBatch) -> None:
+        """Have the device look for a batch's rows; nothing waits."""
+        self._count = batch.size
+        torch.stack([batch.ids[name].values for name in self.names], out=self.keys[:, : self._count])
+        self.examples[0] = self._count
         with self.reader.gate.reading(self.number):
-            self._ask()
+            if self.graph is not None:
+                self.graph.replay()
+            else:
+                self._launch()
         if self._done is not None:
             self._done.record()
+
+    def fill(self, policy: str = "wait") -> int:
+        """Wait for what `ask` asked, and put what it did not find into its place; returns how many ids the policy
+        answered."""
+        if self._done is not None:
             self._done.synchronize()
-        self.late[:count] = 0
-        parts = zip(self.reader.groups, self.lists, self._numbers, strict=True)
-        self.misses = sum([self._fill_in(*part, policy) for part in parts])
-        self.ids = count * len(self._names)
-        return self.out[:count], int(self.late[:count].sum()) if policy != "wait" and self.misses else 0
+        self.late[: self._count] = 0
+        self.ids, self.misses = (
+            self._count * len(self.names),
+            sum([self._read(*part, policy) for part in self._parts()]),
+        )
+        self.put()
+        self.offer()
+        return int(self.late[: self._count].sum())
+
+    def put(self) -> None:
+        """Rows that are staged, into their places."""
+        for part, staging in zip(self.reader.groups, self.staging, strict=True):
+            put(self.out, staging, part.group.tier.layout)
+
+    def offer(self) -> None:
+        """Have the filler bring up what was missing."""
+        for part, lists, staging, missed in self._parts():
+            if count := int(staging.number[0]):
+                self.reader.filler.offer(part, lists.numbers.numpy(), missed[:count])
 
     def capture(self) -> None:
         """Have the device remember what a lookup asks of it, so that one call asks for all. On the lane's stream."""
-        if self._done is None or self._graph is not None:
+        if self._done is None or self.graph is not None:
             return
         self.examples[0] = 0
         with self.reader.gate.reading(self.number):
             self._launch()
             torch.cuda.current_stream().synchronize()
-            graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
                 self._launch()
-            self._graph = graph
+            self.graph = graph
 
-    def _ask(self) -> None:
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._launch()
+    def missing(self) -> list[Any]:
+        """The same lists as the core's lanes take them (core/device/room.h)."""
+        return [
+            _core.Missing(
+                part.cores, self.room, part.columns.data_ptr(), lists.numbers.data_ptr(), lists.keys.data_ptr(),
+                lists.examples.data_ptr(), staging.rows.data_ptr(), staging.places.data_ptr(), missed.ctypes.data,
+                staging.number.data_ptr(),
+            )
+            for part, lists, staging, missed in self._parts()
+        ]  # fmt: skip
+
+    def _parts(self) -> Iterator[tuple[GroupFeatures, Lists, Staging, Any]]:
+        return zip(self.reader.groups, self.lists, self.staging, self.missed, strict=True)
 
     def _launch(self) -> None:
         self._keys.copy_(self.keys, non_blocking=True)
@@ -249,32 +297,15 @@ class LaneReader:
                 self.out, tier.policy,
             )  # fmt: skip
 
-    def _fill_in(self, part: GroupFeatures, lists: Lists, numbers: Any, policy: str) -> int:
-        """Rows that were not in HBM, read below and put into their places."""
-        total = int(numbers.sum())
-        if total == 0:
-            return 0
-        layout = part.group.tier.layout
-        if self._rows[1].numel() < total or self._rows[0].numel() < total * layout.dim:
-            self._rows = self._empty(2 * total, layout.dim)
-        rows, places, keys = self._rows
-        done = 0
-        for begin, end, count in _pieces(numbers, total):  # one is put into its places while the next is read
-            _core.read_missing(
-                part.cores[begin:end], part.columns.data_ptr() + 4 * begin, lists.numbers.data_ptr() + 4 * begin,
-                lists.keys.data_ptr() + 8 * begin * self.room, lists.examples.data_ptr() + 4 * begin * self.room,
-                self.room, LATE[policy], self.out.stride(0), rows.data_ptr() + 4 * done * layout.dim,
-                places.data_ptr() + 8 * done, keys.ctypes.data + 8 * done, self.late.ctypes.data,
-            )  # fmt: skip
-            put(self.out, rows[done * layout.dim :], places[done:], count, layout)
-            done += count
-        self.reader.filler.offer(part, numbers, keys[:total])
-        return total
-
-    def _empty(self, count: int, dim: int = 1) -> tuple[Tensor, Tensor, Any]:
-        pinned = self.reader.device.type == "cuda"
-        rows = torch.empty(count * dim, dtype=torch.float32, pin_memory=pinned)
-        return rows, torch.empty(count, dtype=torch.int64, pin_memory=pinned), np.empty(count, dtype=np.int64)
+    def _read(self, part: GroupFeatures, lists: Lists, staging: Staging, missed: Any, policy: str) -> int:
+        """Rows that were not in HBM, read below and staged."""
+        count = _core.read_missing(
+            part.cores, part.columns.data_ptr(), lists.numbers.data_ptr(), lists.keys.data_ptr(),
+            lists.examples.data_ptr(), self.room, LATE[policy], self.out.stride(0), staging.rows.data_ptr(),
+            staging.places.data_ptr(), missed.ctypes.data, self.late.ctypes.data,
+        )  # fmt: skip
+        staging.number[0] = count
+        return int(count)
 
 
 class Filler:
@@ -284,6 +315,7 @@ class Filler:
         self.reader = reader
         self.tick = 1
         self.brought = self.rounds = 0
+        self._slots = sum(part.group.tier.capacity for part in reader.groups)
         self._waiting: dict[int, list[tuple[Any, Any]]] = {}
         self._keys = 0
         self._lock = threading.Lock()
@@ -295,14 +327,13 @@ class Filler:
             self._thread.start()
 
     @property
-    def most(self) -> int:
-        """Keys of a round. With all slots taken, a sample of what is missed will do: what is hot is missed again."""
-        empty = self.brought < sum(part.group.tier.capacity for part in self.reader.groups)
-        return FIRST_KEYS if empty else ROUND_KEYS
+    def full(self) -> bool:
+        """Whether all slots are taken. From then on a sample of what is missed will do: what is hot is missed again."""
+        return self.brought >= self._slots
 
     def offer(self, part: GroupFeatures, numbers: Any, keys: Any) -> None:
         """Keys that were missed, `numbers[f]` of feature f, one behind another. Those there is room for are copied."""
-        room = self.most - self._keys
+        room = (ROUND_KEYS if self.full else FIRST_KEYS) - self._keys
         if room <= 0:
             return
         every = -(-keys.size // room)
@@ -334,14 +365,13 @@ class Filler:
             while not self._stop:
                 self._wake.wait()
                 self._wake.clear()
-                begin = time.monotonic()
                 try:
                     if not self._stop:
                         self.round()
                 except BaseException as error:  # the cache stays as it is; lanes read below
                     self.error = error
                     return
-                time.sleep(min(LONGEST, max(PAUSE, DUTY * (time.monotonic() - begin))))
+                time.sleep(PAUSE if self.full else FIRST_PAUSE)
 
     def _bring(self, group: Group, lists: Sequence[tuple[Any, Any]]) -> int:
         tables, keys = _unique(lists)
@@ -374,20 +404,6 @@ class Filler:
         if there.all():
             return keys, tables, rows
         return keys[there], tables[there], rows[torch.from_numpy(there)]
-
-
-def _pieces(numbers: Any, total: int) -> list[tuple[int, int, int]]:
-    """Features from one to another, and how many keys they miss: all at once where they are few.
-
-    >>> _pieces(np.array([3, 4]), 7)
-    [(0, 2, 7)]
-    """
-    if total <= PIECE_KEYS:
-        return [(0, len(numbers), total)]
-    sums = np.concatenate(([0], np.cumsum(numbers)))
-    cuts = np.unique(np.searchsorted(sums, np.arange(0, total, PIECE_KEYS)).clip(0, len(numbers) - 1))
-    edges = [*cuts.tolist(), len(numbers)]
-    return [(a, b, int(sums[b] - sums[a])) for a, b in itertools.pairwise(edges)]
 
 
 def _unique(lists: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:

@@ -1,0 +1,112 @@
+// Lanes of a GPU, for src/hotrow/table/hot_read.py and src/hotrow/serve/device_lane.py, which own what is behind the
+// addresses.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/bindings.h"
+#include "device/room.h"
+
+namespace hotrow::bindings {
+namespace {
+
+using device::Gate;
+using device::Handle;
+using device::Missing;
+using device::Room;
+using device::RoomBuffers;
+using Address = uintptr_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+std::vector<const int64_t*> lists_of(const std::vector<Address>& addresses) {
+  std::vector<const int64_t*> lists;
+  lists.reserve(addresses.size());
+  for (Address address : addresses) lists.push_back(at<const int64_t>(address));
+  return lists;
+}
+
+}  // namespace
+
+void bind_rooms(nb::module_& m) {
+  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<Gate>(m, "Gate")
+      .def(nb::init<bool>(), nb::arg("device"))
+      .def("add_lane", &Gate::add_lane)
+      .def(
+          "begin_read", [](Gate& self, Address stream) { self.begin_read(at<void>(stream)); }, unlocked)
+      .def("end_read", [](Gate& self, int lane, Address stream) { self.end_read(lane, at<void>(stream)); })
+      .def(
+          "begin_write", [](Gate& self, Address stream) { self.begin_write(at<void>(stream)); }, unlocked)
+      .def("end_write", [](Gate& self, Address stream) { self.end_write(at<void>(stream)); });
+
+  nb::class_<Missing>(m, "Missing")
+      .def(
+          "__init__",
+          [](Missing* self, std::vector<std::shared_ptr<Table>> tables, size_t room, Address columns, Address counts,
+             Address keys, Address examples, Address rows, Address places, Address flat, Address count) {
+            const MissingLists lists{{},
+                                     at<const int32_t>(columns),
+                                     at<const int32_t>(counts),
+                                     at<const int64_t>(keys),
+                                     at<const int32_t>(examples),
+                                     room};
+            new (self) Missing{std::move(tables), lists, at<float>(rows), at<int64_t>(places), at<int64_t>(flat),
+                               at<int32_t>(count)};
+          },
+          nb::arg("tables"), nb::arg("room"), nb::arg("columns"), nb::arg("counts"), nb::arg("keys"),
+          nb::arg("examples"), nb::arg("rows"), nb::arg("places"), nb::arg("flat"), nb::arg("count"));
+
+  nb::class_<Room>(m, "Room")
+      .def(
+          "__init__",
+          [](Room* self, std::shared_ptr<Gate> gate, int lane, Address stream, Address find, Address tower, size_t room,
+             size_t features, size_t dense, size_t width, size_t tasks, Address keys, Address examples,
+             Address dense_in, Address logits, Address late, std::vector<Missing> missing) {
+            const RoomBuffers buffers{room,
+                                      features,
+                                      dense,
+                                      width,
+                                      tasks,
+                                      at<int64_t>(keys),
+                                      at<int32_t>(examples),
+                                      at<float>(dense_in),
+                                      at<const float>(logits),
+                                      at<uint32_t>(late)};
+            new (self) Room(std::move(gate), lane, at<void>(stream), at<void>(find), at<void>(tower), buffers,
+                            std::move(missing));
+          },
+          nb::arg("gate"), nb::arg("lane"), nb::arg("stream"), nb::arg("find"), nb::arg("tower"), nb::arg("room"),
+          nb::arg("features"), nb::arg("dense"), nb::arg("width"), nb::arg("tasks"), nb::arg("keys"),
+          nb::arg("examples"), nb::arg("dense_in"), nb::arg("logits"), nb::arg("late"), nb::arg("missing"))
+      .def(
+          "ask",
+          [](Room& self, const std::vector<Address>& keys, size_t count, Address dense) {
+            const auto lists = lists_of(keys);
+            nb::gil_scoped_release release;
+            self.ask(lists, count, at<const float>(dense));
+          },
+          nb::arg("keys"), nb::arg("count"), nb::arg("dense"))
+      .def(
+          "answer", [](Room& self, int policy) { return self.answer(static_cast<Cold>(policy)); }, unlocked,
+          nb::arg("policy"), "Returns how many ids were missing.")
+      .def(
+          "logits", [](Room& self, Address out) { self.logits(at<float>(out)); }, unlocked, nb::arg("out"))
+      .def(
+          "run",
+          [](Room& self, const std::vector<Address>& keys, size_t count, Address dense, int policy, Address out) {
+            const auto lists = lists_of(keys);
+            nb::gil_scoped_release release;
+            self.ask(lists, count, at<const float>(dense));
+            const size_t missing = self.answer(static_cast<Cold>(policy));
+            self.logits(at<float>(out));
+            return missing;
+          },
+          nb::arg("keys"), nb::arg("count"), nb::arg("dense"), nb::arg("policy"), nb::arg("out"),
+          "The three, one after the other; returns how many ids were missing.");
+}
+
+}  // namespace hotrow::bindings
