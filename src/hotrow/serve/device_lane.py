@@ -146,9 +146,9 @@ class Room:
         if self._core is not None:
             self._core.ask([values.data_ptr() for values in keys], self.count, _address(dense))
             return
-        if dense is not None:
-            self.dense_in[: self.count] = dense
-        with torch.cuda.stream(self.lane.stream):
+        with torch.cuda.stream(self.lane.stream), torch.inference_mode():
+            if dense is not None:
+                self.dense_in[: self.count] = dense
             self.reader.ask(batch)
 
     def answer(self, policy: str) -> None:

@@ -5,8 +5,8 @@ that comes up keeps its slot in DRAM; one whose place is wanted goes back there 
 
 Up: rows that never leave DRAM are found by the cores and read in place by the GPU, the first while the next are looked
 for (kernels/move.py has the rates). Others are gathered by all cores into pinned memory, piece by piece, and the copy
-engine follows on a stream of its own. Down: rows are collected on the device, copied on another stream, and put into their
-slots by a thread behind, for which others wait (`landed`) before they look below again.
+engine follows on a stream of its own. Down: rows are collected on the device, copied on another stream, and put into
+their slots by a thread behind, for which others wait (`landed`) before they look below again.
 
 Two threads come here: the one that trains, and with a lookahead one that brings rows up for later batches, on a stream
 of its own (`ahead`). `lock` is held by whoever looks for keys or changes what is here; a batch that was staged takes it
