@@ -22,7 +22,7 @@ from hotrow.errors import StorageError
 from hotrow.kernels.launch import cdiv, fast, power_of_2
 from hotrow.kernels.layout import Source, steps
 
-PULLERS = 1056  # programs that read host rows: enough for what the wire takes, and room for others beside them
+PULLERS = 528  # programs that read host rows: enough for what the wire takes, and room for others beside them
 
 
 @triton.jit
