@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RedisServer
 from readers import Reader, assert_same, publishing
 from runs import clicks
 
 import hotrow as hr
+from hotrow.bench.redis_cluster import RedisServers
 from hotrow.publish import publisher
 from hotrow.publish.bus import Bus, open_bus
 from hotrow.publish.history import commits_after
@@ -115,19 +115,20 @@ def test_what_waited_when_a_run_ended_is_sent_by_the_next(folder_bus: str, line:
     assert_same(reader, again)
 
 
-def test_a_redis_that_is_restarted_is_found_again(redis_server: RedisServer) -> None:
-    address = f"redis://127.0.0.1:{redis_server.port}/0?stream=restarted"
+def test_a_redis_that_is_restarted_is_found_again(redis: RedisServers) -> None:
+    pytest.importorskip("redis", reason="pip install hotrow[redis]")
+    address = f"{redis.url}/0?stream=restarted"
     trainer = publishing(address, every=1)
     trainer.fit(clicks(), steps=2, progress=False)
     reader = Reader(address)
     reader.catch_up(2)
-    redis_server.stop()
+    redis.servers[0].kill()
     try:
         trainer.fit(clicks(), steps=3, cursor=trainer.cursor, progress=False)
         with pytest.raises(hr.BusError):
             reader.take()
     finally:
-        redis_server.start()
+        redis.servers[0].start()
     assert trainer.publisher is not None and trainer.publisher.delivery.flush(60)
     reader.catch_up(5)
     assert reader.numbers == [1, 2, 3, 4, 5]
