@@ -6,12 +6,18 @@ starts `RedisServers` of its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
+import quick_interpreter
 
 from hotrow.bench.kafka_mock import brokers
 from hotrow.bench.redis_cluster import RedisServers, installed
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    quick_interpreter.install()
 
 
 @pytest.fixture(scope="session")
