@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import forked
 import pytest
-
-from hotrow.cli import main
+from command_line import hotrow
 
 JOB = """
 [data]
@@ -34,18 +32,6 @@ dram = "{dram}"
 [output]
 path = "{out}"
 """
-
-
-def hotrow(*args: str) -> subprocess.CompletedProcess[str]:
-    """The command in this process: starting one takes seconds."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", ["hotrow", *args])
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
 
 
 def write_job(tmp_path: Path, tower: str = "deepfm", dram: str = "1GiB", extra: str = "") -> str:
@@ -100,7 +86,8 @@ def test_inspect_reads_an_ssd_folder(tmp_path: Path) -> None:
     code += f"memory = hr.Memory(dram='4MiB', ssd={str(tmp_path / 'ssd')!r})\n"
     code += "e = hr.EmbeddingCollection([hr.Table('user', dim=64)], memory=memory)\n"
     code += "for start in range(0, 100_000, 2000): e.table('user').create(torch.arange(start, start + 2000))\n"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    made = forked.python(code, log=tmp_path / "log")
+    assert made.wait(120) == 0, made.text()
     for folder in (tmp_path / "ssd", tmp_path / "ssd" / "user"):
         shown = hotrow("inspect", str(folder))
         assert "records" in shown.stdout, shown.stderr

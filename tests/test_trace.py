@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -11,6 +10,7 @@ import timeit
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 import hotrow as hr
@@ -69,11 +69,11 @@ def test_a_trace_keeps_little_in_memory_and_a_killed_process_leaves_a_readable_o
         "        with trace.span('t', 'x'): pass\n"
         "    print('ready', flush=True)\n    time.sleep(60)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    process = forked.python(code, str(path), log=tmp_path / "log")
+    while "ready" not in process.text():
+        assert process.poll() is None, process.text()
+        time.sleep(0.01)
     process.kill()
-    process.wait()
-    process.stdout.close()
     text = path.read_text()
     text = text[: text.rindex("\n")].rstrip(",")  # the format lets "]" be left out; Python's json does not
     assert len(json.loads(text + "]")) > 9_000

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,15 +16,10 @@ import pytest
 
 from hotrow import data
 from hotrow.batch import KeyedBatch
+from hotrow.bench.redis_cluster import RedisServers
 from hotrow.data.follow import FollowSource, Journal
 from hotrow.errors import DataError, OptionError
 from hotrow.features import FeatureSpec, Key
-
-_spec = importlib.util.spec_from_file_location("bus_servers", Path(__file__).parent.parent / "publish" / "conftest.py")
-assert _spec is not None and _spec.loader is not None
-_servers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_servers)
-redis_server, kafka_brokers = _servers.redis_server, _servers.kafka_brokers
 
 SPEC = FeatureSpec([Key("user", hash="none")], label="click", time="at")
 _names = itertools.count()
@@ -52,6 +47,12 @@ class Stream:
         return data.follow(self.address, SPEC, **{"batch_size": 10, "flush": 0.3, **options})  # type: ignore[arg-type]
 
 
+def client_of(servers: RedisServers) -> Any:
+    """redis-py's client."""
+    client = pytest.importorskip("redis", reason="pip install hotrow[redis]")
+    return client.Redis(port=servers.servers[0].port)
+
+
 @pytest.fixture(params=["folder", "redis json", "redis arrow", "kafka json", "kafka arrow"])
 def stream(request: pytest.FixtureRequest, tmp_path: Path) -> Stream:
     kind, _, form = request.param.partition(" ")
@@ -67,14 +68,12 @@ def stream(request: pytest.FixtureRequest, tmp_path: Path) -> Stream:
 
         return Stream(str(tmp_path), to_folder)
     if kind == "redis":
-        import redis
-
-        port = request.getfixturevalue("redis_server").port
-        client = redis.Redis(port=port)
-        return Stream(f"redis://127.0.0.1:{port}/0?stream={name}", lambda r: client.xadd(name, {"value": encode(r)}))
+        server: RedisServers = request.getfixturevalue("redis")
+        client = client_of(server)
+        return Stream(f"{server.url}/0?stream={name}", lambda r: client.xadd(name, {"value": encode(r)}))
+    brokers = request.getfixturevalue("kafka_brokers")
     import confluent_kafka
 
-    brokers = request.getfixturevalue("kafka_brokers")
     producer = confluent_kafka.Producer({"bootstrap.servers": brokers, "log_level": 0})
 
     def to_kafka(rows: list[dict[str, int]]) -> None:
@@ -185,14 +184,11 @@ def test_files_that_were_read_may_go(tmp_path: Path) -> None:
     assert take(source, 1, cursor)[0][0] == list(range(10, 20))
 
 
-def test_trimmed_entries_are_an_error(request: pytest.FixtureRequest) -> None:
-    server = request.getfixturevalue("redis_server")
-    import redis
-
-    client, name = redis.Redis(port=server.port), f"events{next(_names)}"
+def test_trimmed_entries_are_an_error(redis: RedisServers) -> None:
+    client, name = client_of(redis), f"events{next(_names)}"
     for event in events(0, 30):
         client.xadd(name, {"value": json.dumps(event)})
-    source = data.follow(f"redis://127.0.0.1:{server.port}/0?stream={name}", SPEC, batch_size=10)
+    source = data.follow(f"{redis.url}/0?stream={name}", SPEC, batch_size=10)
     [(_, cursor)] = take(source, 1)
     client.xtrim(name, maxlen=5, approximate=False)
     with pytest.raises(DataError, match="is gone, so later ones may be too"):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -26,8 +25,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 
+import forked
 import torch
-import torch._dynamo  # an optimizer's first step imports it, which takes longer than the whole run
 from runs import SHAPE, bits, make_trainer
 
 import hotrow as hr
@@ -125,8 +124,8 @@ class Run:
 
     def __init__(self, folder: Path, options: Options) -> None:
         self.folder = folder
-        self.pipe, theirs = _context().Pipe(duplex=False)
-        self.process = _context().Process(target=train, args=(folder, options, theirs))
+        self.pipe, theirs = forked.context().Pipe(duplex=False)
+        self.process = forked.context().Process(target=train, args=(folder, options, theirs))
         self.process.start()
         theirs.close()
 
@@ -186,20 +185,11 @@ def use_folder(folder: Path, kind: str, pipe: Connection) -> None:
 
 def as_nobody(folder: Path, kind: str) -> str:
     """What `use_folder` says in a process of its own."""
-    ours, theirs = _context().Pipe(duplex=False)
-    process = _context().Process(target=use_folder, args=(folder, kind, theirs))
+    ours, theirs = forked.context().Pipe(duplex=False)
+    process = forked.context().Process(target=use_folder, args=(folder, kind, theirs))
     process.start()
     theirs.close()
     words = str(ours.recv()) if ours.poll(60) else "it hangs"
     process.kill()
     process.join()
     return words
-
-
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["run"])
-    here = str(Path(__file__).parent)
-    if here not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # the server reads it when it starts
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    return context

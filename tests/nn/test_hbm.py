@@ -6,6 +6,7 @@ on the device with larger ones.
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections import deque
@@ -25,6 +26,7 @@ from hotrow.errors import GradientError, MemoryBudgetError, OptionError, Storage
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Admission, Expiry, Lookup, Table
 from hotrow.table.hot import Piece
+from hotrow.train.report import Report
 from hotrow.train.trainer import Trainer
 
 LARGE = torch.cuda.is_available()  # interpreting a step takes seconds
@@ -126,9 +128,20 @@ def figures(trainer: Trainer) -> dict[str, int]:
     return trainer.model.embeddings.hot.report()
 
 
+def fitted(trainer: Trainer) -> tuple[Trainer, Report]:
+    """After STEPS of the same clicks, evaluated on the way."""
+    return trainer, trainer.fit(Clicks(STEPS), evaluate=Clicks(1, seed=9), evaluate_every=2, progress=False)
+
+
+@functools.cache
+def roomy_run(device: str, accumulate: int = 1) -> tuple[Trainer, Report]:
+    """The run whose rows are all in HBM, for tests that compare with it and leave it as it is."""
+    return fitted(trainer_of(Memory(hbm=ROOMY), device, accumulate))
+
+
 def test_a_run_equals_the_cpu_to_rounding(device: str) -> None:
-    cpu, gpu = trainer_of(None), trainer_of(Memory(hbm=ROOMY), device)
-    reports = [trainer.fit(Clicks(STEPS), progress=False) for trainer in (cpu, gpu)]
+    (cpu, by_cpu), (gpu, by_gpu) = fitted(trainer_of(None)), roomy_run(device)
+    reports = [by_cpu, by_gpu]
     torch.testing.assert_close(torch.tensor(reports[0].losses), torch.tensor(reports[1].losses))
     a, b = rows_of(cpu), rows_of(gpu)
     for name in a:
@@ -140,14 +153,12 @@ def test_a_run_equals_the_cpu_to_rounding(device: str) -> None:
 @pytest.mark.parametrize(("accumulate", "ssd"), [(1, False), (2, True), *([(2, False), (1, True)] if LARGE else [])])
 def test_every_budget_gives_the_same_bits(device: str, accumulate: int, ssd: bool, tmp_path: Path) -> None:
     below = {"dram": "16MiB", "ssd": tmp_path} if ssd else {}
-    roomy = trainer_of(Memory(hbm=ROOMY), device, accumulate)
-    tight = trainer_of(Memory(hbm=TINY, **below), device, accumulate)
-    reports = [
-        trainer.fit(Clicks(STEPS), evaluate=Clicks(1, seed=9), evaluate_every=2, progress=False)
-        for trainer in (roomy, tight)
-    ]
-    assert reports[0].losses == reports[1].losses
-    assert reports[0].evaluations == reports[1].evaluations and reports[0].evaluations
+    roomy, in_roomy = roomy_run(device, accumulate)
+    tight, in_tight = fitted(trainer_of(Memory(hbm=TINY, **below), device, accumulate))
+    assert tight.model.embeddings.hot is not None
+    assert all(bool(group.in_place) == (not ssd) for group in tight.model.embeddings.hot.groups)
+    assert in_roomy.losses == in_tight.losses
+    assert in_roomy.evaluations == in_tight.evaluations and in_roomy.evaluations
     assert figures(roomy)["evictions"] == 0 and figures(roomy)["overflows"] == 0
     assert figures(tight)["evictions"] > 10 and figures(tight)["overflows"] > 10
     assert_same(roomy, tight)
@@ -171,8 +182,7 @@ def test_admission_and_expiry_do_not_depend_on_the_cache(device: str) -> None:
 
 
 def test_a_checkpoint_has_the_rows_that_are_in_hbm(device: str, tmp_path: Path) -> None:
-    straight = trainer_of(Memory(hbm=TIGHT), device)
-    straight.fit(Clicks(STEPS), progress=False)
+    straight, _ = roomy_run(device)
     first = trainer_of(Memory(hbm=ROOMY), device)
     first.fit(Clicks(STEPS), steps=STEPS // 2, progress=False)
     first.save(tmp_path)
@@ -298,16 +308,17 @@ def test_tables_that_are_full_get_what_others_leave_empty(device: str, monkeypat
     assert min(sets[2:]) > 2 * max(sets[:2])
 
 
-def test_rows_that_are_read_in_place_are_the_same_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.table.hot.IN_PLACE", 0.0)
-    staged = trainer_of(Memory(hbm=TINY), device)
-    monkeypatch.setattr("hotrow.table.hot.IN_PLACE", 0.6)
-    in_place = trainer_of(Memory(hbm=TINY), device)
-    assert in_place.model.embeddings.hot is not None
-    assert all(group.in_place for group in in_place.model.embeddings.hot.groups)
-    reports = [trainer.fit(Clicks(STEPS - 1), progress=False) for trainer in (staged, in_place)]
-    assert reports[0].losses == reports[1].losses
-    assert_same(staged, in_place)
+@pytest.mark.parametrize("share", [0.0, 0.6] if LARGE else [0.0])  # every budget is run with the usual share
+def test_rows_that_are_read_in_place_or_not_are_the_same_bits(
+    device: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotrow.table.hot.IN_PLACE", share)
+    tight = trainer_of(Memory(hbm=TINY), device)
+    assert tight.model.embeddings.hot is not None
+    assert all(group.in_place == share for group in tight.model.embeddings.hot.groups)
+    report = tight.fit(Clicks(STEPS), progress=False)
+    assert report.losses == roomy_run(device)[1].losses
+    assert_same(roomy_run(device)[0], tight)
 
 
 def fit_ahead(trainer: Trainer, source: Clicks, ahead: int) -> list[float]:
@@ -331,6 +342,7 @@ def fit_ahead(trainer: Trainer, source: Clicks, ahead: int) -> list[float]:
 
 
 AHEAD = [(budget, ahead) for budget in (TIGHT, TINY, "ssd") for ahead in (1, 3)]
+QUICK = {False: [(TIGHT, 1)], True: [("ssd", 3)]}  # by policies; the rows over SSD are in a tiny cache, too
 
 
 @pytest.mark.parametrize("policies", [False, True])
@@ -342,7 +354,7 @@ def test_rows_that_come_ahead_are_the_same_bits(
     plain = trainer_of(Memory(hbm=ROOMY), device, **rules)
     clicks = Clicks(STEPS - (not LARGE))
     expected = plain.fit(clicks, epochs=2, progress=False).losses
-    for budget, ahead in AHEAD if LARGE else ((TINY, 1), ("ssd", 3)) if policies else ((TIGHT, 3),):
+    for budget, ahead in AHEAD if LARGE else QUICK[policies]:
         below = {"dram": "16MiB", "ssd": str(tmp_path / f"{ahead}")}
         memory = Memory(hbm=TINY, **below) if budget == "ssd" else Memory(hbm=budget)
         trainer = trainer_of(memory, device, **rules)  # type: ignore[arg-type]

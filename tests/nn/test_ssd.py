@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from torch import Tensor, nn
@@ -329,8 +330,8 @@ def test_a_folder_belongs_to_one_collection_at_a_time(tmp_path: Path) -> None:
         "from hotrow import EmbeddingCollection, Memory, Table\n"
         f"EmbeddingCollection([Table('t', dim=8)], memory=Memory(dram='16MiB', ssd={str(tmp_path)!r}))"
     )
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert other.returncode != 0 and "StorageError" in other.stderr
+    other = forked.python(code, log=tmp_path.with_suffix(".log"))
+    assert other.wait(60) != 0 and "StorageError" in other.text()
     assert first.tables[0].contains(torch.arange(100)).all()
     del first
     again = EmbeddingCollection([Table("t", dim=8)], memory=Memory(dram="16MiB", ssd=tmp_path))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+import forked
 import torch
 
 import hotrow as hr
@@ -25,8 +25,7 @@ class Crew:
 
     def __init__(self, world: int, timeout: float = 30.0, backend: str = "gloo") -> None:
         self.world = world
-        context = multiprocessing.get_context("forkserver")  # torch is imported once for all ranks
-        context.set_forkserver_preload(["hotrow"])
+        context = forked.context()  # torch is imported once for all ranks
         port = free_port()
         self.pipes, self.processes = [], []
         for rank in range(world):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
+import forked
 import pytest
 
 import hotrow as hr
@@ -100,17 +99,16 @@ for i in range(40):
 """
 
 
-def test_several_processes_append_at_once(address: str) -> None:
+def test_several_processes_append_at_once(address: str, tmp_path: Path) -> None:
     bus = open_bus(address)
     bus.append(b"first")
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    other = subprocess.Popen([sys.executable, "-c", WRITER, address, "a"], env=env)  # b is this process
+    other = forked.python(WRITER, address, "a", log=tmp_path / "a.log")  # b is this process
     begun = bus.head()
-    while bus.head() == begun and not other.poll():  # until it writes too
+    while bus.head() == begun and other.poll() is None:  # until it writes too
         time.sleep(0.005)
     for i in range(40):
         bus.append(f"b-{i}".encode())
-    assert other.wait(300) == 0
+    assert other.wait(300) == 0, other.text()
     bus.close()
     bus = open_bus(address)
     read: list[bytes] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,13 @@ import torch
 from small_models import make_batch, trained
 
 import hotrow as hr
-from hotrow.bench.redis_cluster import RedisServers, installed
+from hotrow.bench.redis_cluster import RedisServers
 from hotrow.errors import LateError, MemoryBudgetError, OptionError
 from hotrow.publish.publication import DELTA, Publication, TableChange
 from hotrow.serve.fill import fill_from_export
 from hotrow.serve.repository import open_version
 from hotrow.serve.server import ServeOptions
 from hotrow.tiers.remote import RemoteStore, open_remote, write_publication
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServers]:
-    if not installed():
-        pytest.skip("there is no redis-server; apt-get install redis-server")
-    with RedisServers() as servers:
-        yield servers
 
 
 @pytest.fixture
@@ -159,7 +150,7 @@ def test_a_store_that_is_older_than_the_export_is_named_and_not_believed_for_lon
     store.close()
 
 
-def test_a_store_that_does_not_answer_makes_rows_late_or_an_error(tmp_path: Path) -> None:
+def test_a_store_that_does_not_answer_makes_rows_late_or_an_error(tmp_path: Path, redis_installed: None) -> None:
     hr.export(trained().model, tmp_path / "ctr")
     with RedisServers() as servers:
         url = f"{servers.url}?timeout=0.1"

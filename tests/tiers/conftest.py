@@ -1,4 +1,4 @@
-"""Real servers for the remote tier: started once for all tests that do not break them."""
+"""Stores of the remote tier, over real servers that are started once for all tests that do not break them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from hotrow.bench.redis_cluster import RedisServers, installed
+from hotrow.bench.redis_cluster import RedisServers
 from hotrow.tiers.remote import RemoteStore, open_remote
 
 
-def need_redis() -> None:
-    if not installed():
-        pytest.skip("there is no redis-server; apt-get install redis-server")
-
-
 @pytest.fixture(scope="session")
-def redis() -> Iterator[RedisServers]:
-    need_redis()
-    with RedisServers() as servers:
-        yield servers
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[RedisServers]:
-    need_redis()
+def cluster(redis_installed: None) -> Iterator[RedisServers]:
     with RedisServers(masters=3) as servers:
         yield servers
 

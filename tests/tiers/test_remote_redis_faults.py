@@ -48,7 +48,7 @@ def whole(store: RedisStore) -> bool:
 
 
 @pytest.fixture
-def mortal() -> Iterator[RedisServers]:
+def mortal(redis_installed: None) -> Iterator[RedisServers]:
     """A cluster of three masters that a test may break."""
     with RedisServers(masters=3) as servers:
         yield servers

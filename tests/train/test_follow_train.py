@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
+import forked
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -128,11 +126,9 @@ except KeyboardInterrupt:
     print("differed", trainer.publisher.counters.differed, "steps", trainer.steps)
 """
     for arguments in (["8"], ["13"], []):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, env=os.environ
-        )
-        assert done.returncode == (-signal.SIGKILL if arguments else 0), done.stderr[-2000:]
-    assert "differed 0" in done.stdout
+        run = forked.python(code, *arguments, log=tmp_path / "log")
+        assert run.wait(300) == (-signal.SIGKILL if arguments else 0), run.text()[-2000:]
+    assert "differed 0" in run.text()
     seen = []
     reader = Subscriber(bus, after=0)
     for publication in reader:
@@ -155,17 +151,16 @@ def test_sigterm_ends_hotrow_train_follow_with_a_checkpoint(tmp_path: Path) -> N
         f'flush = 0.2\n[embeddings]\ndim = 4\n[train]\nwindow = 50\n[checkpoints]\nfolder = "{tmp_path / "run"}"\n'
         f'[publish]\nbus = "dir:{tmp_path / "bus"}"\nevery_steps = 1\n'
     )
-    command = [sys.executable, "-m", "hotrow", "train", str(job), "--follow", "--resume"]
     for stop in (100, 160):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = forked.hotrow("train", str(job), "--follow", "--resume", log=tmp_path / "log")
         end = time.monotonic() + 120
         number = 4 if stop == 100 else 6
         while not _published(tmp_path / "bus", number) and time.monotonic() < end and process.poll() is None:
             time.sleep(0.1)
         time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
-        assert process.returncode == 0, out
+        code, out = process.wait(60), process.text()
+        assert code == 0, out
         assert "saved to" in " ".join(out.split())
         assert "windows" in out
         write(folder, 1, 100, 60)

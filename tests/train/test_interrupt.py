@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from runs import bits, clicks, make_trainer, names
 
@@ -152,14 +151,9 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hotrow ")]
 
 
-def start(job: Path, *options: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "hotrow", "train", str(job), "--quiet", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400"},
-    )
+def start(job: Path, *options: str) -> forked.Forked:
+    log = job.with_suffix(".log")
+    return forked.hotrow("train", str(job), "--quiet", *options, log=log, env={"COLUMNS": "400"})
 
 
 @pytest.mark.parametrize("lookahead", [3])
@@ -169,19 +163,19 @@ def test_sigint_to_a_real_run_exits_with_130_and_resume_is_exact(tmp_path: Path,
     process = start(job)
     deadline = time.monotonic() + 120
     while not (folder.exists() and list_checkpoints(folder)):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        assert process.poll() is None and time.monotonic() < deadline, process.text()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, out
+    code, out = process.wait(60), process.text()
+    assert code == 130, out
     newest = list_checkpoints(folder)[0]
     step = int(newest.name.split("-")[1])
     assert f"stopped after step {step:,}; saved to {newest}; go on with `hotrow train {job} --resume`" in out
     assert "Traceback" not in out and "Aborted" not in out
 
     resumed = start(job, "--resume", "--steps", str(step + 7))
-    out, _ = resumed.communicate(timeout=120)
-    assert resumed.returncode == 0, out
+    code, out = resumed.wait(120), resumed.text()
+    assert code == 0, out
     assert "stages busy at a time" in out and "compute" in out
 
     plain_job = tmp_path / "plain.toml"

@@ -12,23 +12,22 @@ machine's cores, so the load and the clicks are what two cores carry.
 
 from __future__ import annotations
 
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from hotrow._core import set_threads
 from hotrow.bench.harness import Result, higher, lower
+from hotrow.bench.kafka_mock import brokers
+from hotrow.bench.redis_cluster import RedisServers, installed
 from hotrow.data.synthetic import SyntheticClicks
 from hotrow.demo_server import DemoServer, Load, follows_a_bus
 from hotrow.demo_stream import Live
@@ -38,13 +37,6 @@ from hotrow.publish.publisher import Publish
 from hotrow.train.trainer import Trainer
 
 P50, P99, ROWS, SLOWER = 0.5, 1.0, 20_000, 1.3
-KAFKA = """
-import sys, confluent_kafka
-owner = confluent_kafka.Producer({"test.mock.num.brokers": 1, "bootstrap.servers": "none", "log_level": 0})
-broker = next(iter(owner.list_topics(timeout=30).brokers.values()))
-print(f"{broker.host}:{broker.port}", flush=True)
-sys.stdin.read()
-"""
 
 
 @dataclass(frozen=True)
@@ -144,50 +136,11 @@ def open_bus_of(name: str, home: Path) -> Iterator[str | None]:
     """A bus of this kind with a server of its own; None where there cannot be one."""
     if name == "dir":
         yield f"dir:{home / 'bus'}"
-    elif name == "redis":
-        yield from _redis(home)
+    elif name == "redis" and installed() and find_spec("redis"):
+        with RedisServers() as servers:
+            yield f"{servers.url}/0?stream=publications"
+    elif name == "kafka" and find_spec("confluent_kafka"):
+        with brokers() as address:
+            yield f"kafka://{address}/publications?create=no"
     else:
-        yield from _kafka()
-
-
-def _redis(home: Path) -> Iterator[str | None]:
-    try:
-        import redis
-    except ImportError:
         yield None
-        return
-    if shutil.which("redis-server") is None:
-        yield None
-        return
-    from hotrow.demo_server import free_port
-
-    port = free_port()
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", str(home), "--save", ""]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        client: Any = redis.Redis(port=port)
-        end = time.monotonic() + 30
-        while time.monotonic() < end:
-            try:
-                client.ping()
-                break
-            except redis.RedisError:
-                time.sleep(0.05)
-        yield f"redis://127.0.0.1:{port}/0?stream=publications"
-    finally:
-        process.terminate()
-        process.wait(20)
-
-
-def _kafka() -> Iterator[str | None]:
-    try:
-        import confluent_kafka  # noqa: F401
-    except ImportError:
-        yield None
-        return
-    cluster = subprocess.Popen([sys.executable, "-c", KAFKA], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert cluster.stdout is not None
-    try:
-        yield f"kafka://{cluster.stdout.readline().strip()}/publications?create=no"
-    finally:
-        cluster.communicate(timeout=20)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 from plain_servable import load
@@ -21,8 +19,6 @@ from hotrow.serve.engine_process import EngineOptions, EngineProcess
 from hotrow.serve.remote_backend import RemoteBackend
 from hotrow.serve.request import Ids, Request
 
-HERE = Path(__file__).parent
-
 
 class EngineUnderTest:
     """An engine process, its lines read as they come."""
@@ -30,13 +26,8 @@ class EngineUnderTest:
     def __init__(self, repository: Path, socket: Path, **options: Any) -> None:
         self.socket = str(socket)
         says = {"socket": self.socket, "repository": str(repository), "loader": "plain_servable:load", **options}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "hotrow.serve.engine_process", json.dumps(says)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
-        )
+        code = "import sys; from hotrow.serve.engine_process import main; sys.exit(main(sys.argv[1:]))"
+        self.process = forked.python(code, json.dumps(says), log=socket.with_suffix(".log"), pipes=True)
 
     def wait_for(self, event: str) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -44,11 +35,10 @@ class EngineUnderTest:
             said: dict[str, Any] = json.loads(line)
             if said["event"] == event:
                 return said
-        raise AssertionError(f"the engine ended with {self.process.wait()} before it said {event!r}")
+        raise AssertionError(f"the engine ended with {self.process.wait(60)} before it said {event!r}")
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)

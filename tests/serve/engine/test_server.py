@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.request
@@ -14,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import psutil
 import pytest
 from plain_servable import write_version
@@ -25,26 +24,11 @@ class Served:
     """`hotrow serve` with ports that the system chose."""
 
     def __init__(self, repository: Path, *arguments: str) -> None:
-        self.log = open(repository.parent / "serve.log", "w+")  # noqa: SIM115 (closed by end)
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "hotrow",
-                "serve",
-                str(repository),
-                "--loader",
-                "plain_servable:load",
-                "--http",
-                "0",
-                "--grpc",
-                "-1",
-                "--metrics",
-                "0",
-                *arguments,
-            ],
-            stderr=self.log,
-            env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        ports = ["--http", "0", "--grpc", "-1", "--metrics", "0"]
+        self.process = forked.hotrow(
+            *("serve", str(repository), "--loader", "plain_servable:load", *ports, *arguments),
+            log=repository.parent / "serve.log",
+            env={"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         )
         self.ports = self._ports()
 
@@ -59,8 +43,7 @@ class Served:
         raise AssertionError(f"it did not come up: {self.text()}")
 
     def text(self) -> str:
-        self.log.flush()
-        return Path(self.log.name).read_text()
+        return self.process.text()
 
     def get(self, path: str, port: str = "http") -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[port]}{path}", timeout=30) as answer:
@@ -80,10 +63,7 @@ class Served:
         return [p for p in psutil.Process(self.process.pid).children() if any(word in part for part in p.cmdline())]
 
     def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        self.log.close()
+        self.process.kill()
 
 
 @pytest.fixture
@@ -127,7 +107,6 @@ def test_killed_supervisor_leaves_no_orphans(served: Served) -> None:
     family = psutil.Process(served.process.pid).children(recursive=True)
     assert len(family) >= 2
     served.process.kill()
-    served.process.wait()
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
 
@@ -138,15 +117,10 @@ def test_port_in_use_is_named_before_a_model_is_loaded(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        ended = subprocess.run(
-            [sys.executable, "-m", "hotrow", "serve", str(tmp_path / "repository"), "--http", port],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "COLUMNS": "200"},
-            timeout=120,
-        )
-    assert ended.returncode == 2
-    assert f"--http {port}: cannot listen on 127.0.0.1:{port}" in ended.stderr
+        words = ("serve", str(tmp_path / "repository"), "--http", port)
+        ended = forked.hotrow(*words, log=tmp_path / "log", env={"COLUMNS": "200"})
+        assert ended.wait(120) == 2
+    assert f"--http {port}: cannot listen on 127.0.0.1:{port}" in ended.text()
 
 
 @pytest.mark.parametrize(

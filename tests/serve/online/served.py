@@ -6,11 +6,9 @@ through the protocol.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import forked
 import numpy as np
 import psutil
 import torch
@@ -84,28 +83,19 @@ class Command:
     """A hotrow command as a process, with what it says in a file."""
 
     def __init__(self, log: Path, *arguments: str) -> None:
-        self.log = log
-        with open(log, "wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "hotrow", *arguments],
-                stdout=out,
-                stderr=out,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "XDG_CACHE_HOME": str(log.parent)},
-            )
+        env = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "XDG_CACHE_HOME": str(log.parent)}
+        self.process = forked.hotrow(*arguments, log=log, env=env)
 
     def text(self) -> str:
-        return self.log.read_text(errors="replace")
+        return self.process.text()
 
-    def end(self) -> int:
-        """SIGTERM, and its exit code; SIGKILL if it does not mind."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
+    def end(self) -> None:
+        """SIGTERM; SIGKILL if it does not mind."""
+        self.process.send_signal(signal.SIGCONT)
+        self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(AssertionError):
+            self.process.wait(20)
+        self.process.kill()
 
     def __enter__(self) -> Any:
         return self

@@ -12,14 +12,10 @@ import pytest
 from served import PATIENCE, Command, Events, Server, make_trainer, publications, rows_of, until
 
 import hotrow as hr
-from hotrow.bench.redis_cluster import RedisServers, installed
+from hotrow.bench.redis_cluster import RedisServers
 from hotrow.tiers.remote import open_remote
 
-
-@pytest.fixture(autouse=True)
-def need_redis() -> None:
-    if not installed():
-        pytest.skip("there is no redis-server; apt-get install redis-server")
+pytestmark = pytest.mark.usefixtures("redis_installed")
 
 
 def check_rows(server: Server, trainer: hr.Trainer) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +12,11 @@ import torch
 from served import KEYS, Events, make_trainer, publications, rows_of, until
 
 import hotrow as hr
-from hotrow.bench.redis_cluster import RedisServers, installed
+from hotrow.bench.redis_cluster import RedisServers
 from hotrow.errors import OptionError
 from hotrow.serve.follower import Follower
 from hotrow.serve.remote_writer import RemoteWriter, first_export, run
 from hotrow.tiers.remote import RemoteStore, open_remote
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServers]:
-    if not installed():
-        pytest.skip("there is no redis-server; apt-get install redis-server")
-    with RedisServers() as servers:
-        yield servers
 
 
 class Writer:

@@ -1,0 +1,40 @@
+"""Real servers for all tests: started at the first test that asks, and shared by those that take a name of their own.
+
+A test that stops the Redis starts it again, and finds what it had: its log is on disk. One that breaks more than that
+starts `RedisServers` of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import quick_interpreter
+
+from hotrow.bench.kafka_mock import brokers
+from hotrow.bench.redis_cluster import RedisServers, installed
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    quick_interpreter.install()
+
+
+@pytest.fixture(scope="session")
+def redis_installed() -> None:
+    """For tests with servers of their own."""
+    if not installed():
+        pytest.skip("there is no redis-server; apt-get install redis-server")
+
+
+@pytest.fixture(scope="session")
+def redis(redis_installed: None) -> Iterator[RedisServers]:
+    with RedisServers(options=["--appendonly", "yes"]) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def kafka_brokers() -> Iterator[str]:
+    pytest.importorskip("confluent_kafka", reason="pip install hotrow[kafka]")
+    with brokers() as address:
+        yield address
