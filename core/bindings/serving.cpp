@@ -10,6 +10,7 @@
 
 #include "bindings/bindings.h"
 #include "serve/join.h"
+#include "serve/pairs.h"
 
 namespace hotrow::bindings {
 namespace {
@@ -127,6 +128,19 @@ nb::bytes make_answers(const std::vector<std::tuple<uint64_t, uint64_t, uint32_t
 }  // namespace
 
 void bind_serving(nb::module_& m) {
+  m.def("can_pair", &can_pair, nb::arg("count"), nb::arg("dim"));
+  m.def(
+      "pair_dots",
+      [](const std::vector<std::tuple<uintptr_t, size_t>>& vectors, size_t dim, uintptr_t lead, size_t lead_stride,
+         size_t lead_width, size_t rows, uintptr_t out) {
+        auto at = [](uintptr_t address) { return reinterpret_cast<float*>(address); };
+        std::vector<Strided> places;
+        for (const auto& [address, stride] : vectors) places.push_back({at(address), stride});
+        nb::gil_scoped_release release;
+        pair_dots(places, dim, {at(lead), lead_stride}, lead_width, rows, at(out));
+      },
+      nb::arg("vectors"), nb::arg("dim"), nb::arg("lead"), nb::arg("lead_stride"), nb::arg("lead_width"),
+      nb::arg("rows"), nb::arg("out"), "A lead and the dot products of all pairs of vectors, by address and stride.");
   nb::exception<FrameError>(m, "FrameError", PyExc_ValueError);
   m.def("scan_frames", &scan, nb::arg("buffer"), nb::arg("begin"), nb::arg("end"), nb::arg("longest"),
         "The whole frames between begin and end, where the rest begins, and how many bytes the next frame wants.");

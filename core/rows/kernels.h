@@ -93,6 +93,19 @@ struct SumArgs {
   uint8_t* present;         // 0 where a row had no gradient: its sum is then zeros
 };
 
+// Dot products of all pairs of a row's vectors: out[i * (i - 1) / 2 + j] = <v_i, v_j> for j < i. Vector n of row r lies
+// at vectors[n] + r * strides[n]. Each is summed from its first element to its last.
+constexpr size_t kMostPaired = 64;          // vectors
+constexpr size_t kMostPairedFloats = 8192;  // of them all, with their number rounded up to eight
+struct PairArgs {
+  const float* const* vectors;
+  const size_t* strides;
+  size_t count, dim;
+  size_t begin, end;  // rows
+  float* out;
+  size_t out_stride;
+};
+
 struct Kernels {
   const char* name;
   size_t (*find)(const FindArgs&);                                     // returns how many were not found
@@ -102,6 +115,7 @@ struct Kernels {
   bool (*all_finite)(const float* values, size_t count);
   void (*update[static_cast<int>(RuleKind::kCount)])(const UpdateArgs&);
   bool (*sum)(const SumArgs&);  // returns whether every row had a gradient
+  void (*pair_dots)(const PairArgs&);
 };
 
 const Kernels& kernels();

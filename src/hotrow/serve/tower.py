@@ -4,10 +4,11 @@ The graph takes (weights, vectors, dense): weights are inputs, so new ones need 
 The number of rows is free from 1 up, and so is the length of each sequence. What is saved is compared with the tower
 itself first, over several sizes: a tower that torch.export cuts down to the example's size is refused by name.
 
-`OriginalTower` runs the graph operator by operator. It is always there and always right; compiled buckets
-(serve/buckets.py) are measured against it. Any thread may call `run`; `replace_weights` swaps all weights at once, and
-a run that has begun ends with those it began with. The graph is called with its arguments in order and not through
-`ExportedProgram.module()`, which checks its inputs again at every call: the engine has checked them.
+`OriginalTower` runs the graph operator by operator, or by quicker calls of the same (quick_graph.py). It is always
+there and always right; compiled buckets (serve/buckets.py) are measured against it. Any thread may call `run`;
+`replace_weights` swaps all weights at once, and a run that has begun ends with those it began with. The graph is called
+with its arguments in order and not through `ExportedProgram.module()`, which checks its inputs again at every call: the
+engine has checked them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.export.passes import move_to_device_pass
 
 from hotrow.errors import OptionError, RepositoryError, choices
 from hotrow.nn import EmbeddingCollection
+from hotrow.serve import quick_graph
 
 TOLERANCE = 1e-5  # between graph and tower, relative to the largest logit
 CHECKED = ((1, 1), (2, 3), (7, 1), (5, 4))  # rows and length of sequences
@@ -197,7 +199,10 @@ class OriginalTower:
             program = move_to_device_pass(program, self.device)
         _drop_assertions(program)
         self.program, self.inputs, self.tied = program, inputs, dict(tied or {})
-        self._call = program.graph_module.forward
+        self._module = quick_graph.copy_of(program)
+        if self.device.type == "cpu":
+            quick_graph.join_pairs(self._module, program)
+        self._call = self._module.forward
         self._constants = [constant.to(self.device) for constant in _constants(program)]
         self._names = inputs.names
         self._weights = {name: value.to(self.device) for name, value in weights.items()}
@@ -224,25 +229,9 @@ class OriginalTower:
         return logits
 
     def join_activations(self) -> int:
-        """Have the product of a layer end with its ReLU: one launch less each, and the same bits. Returns how many."""
-        aten, graph, joined = torch.ops.aten, self.program.graph_module.graph, 0
-        for relu in list(graph.nodes):
-            layer = relu.args[0] if relu.target is aten.relu.default else None
-            if layer is None or layer.target is not aten.linear.default or len(layer.users) > 1:
-                continue
-            if len(layer.args) < 3 or layer.args[2] is None or layer.args[0].meta["val"].dim() != 2:
-                continue
-            rows, weight, bias = layer.args
-            with graph.inserting_before(relu):
-                turned = graph.call_function(aten.t.default, (weight,))
-                both = graph.call_function(aten._addmm_activation.default, (bias, rows, turned))
-            both.meta = dict(relu.meta)
-            relu.replace_all_uses_with(both)
-            graph.erase_node(relu)
-            graph.erase_node(layer)
-            joined += 1
-        self.program.graph_module.recompile()
-        self._call = self.program.graph_module.forward
+        """On a GPU: have the product of a layer end with its ReLU (quick_graph.py). Returns how many."""
+        joined = quick_graph.join_activations(self._module)
+        self._call = self._module.forward
         return joined
 
     def replace_weights(self, state: Mapping[str, Tensor]) -> None:
