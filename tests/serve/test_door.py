@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 
 import pytest
-from fuzz import binary, http_request
+from fuzz import binary, http_request, text
 from in_process import Running, small_backend
 from test_bad_input import asking, connect, good, read_reply
 
@@ -82,6 +83,26 @@ def test_long_turns_are_taken_from_a_request_s_time() -> None:
     with pytest.raises(RefusedError, match="deadline would pass"):
         door.hastened(Request("ctr", 1, (), deadline=time.monotonic() + 0.01))
     assert door.hastened(Request("ctr", 1, ())).deadline is None
+
+
+def test_one_that_lay_for_most_of_its_time_is_turned_away_in_a_flood_alone() -> None:
+    door = Door(4096)
+    assert not door.shut_for(0.9)
+    door.refused(door.entered())
+    assert door.limit == LEAST and not door.shut
+    assert door.shut_for(0.9) and not door.shut_for(0.1)
+
+
+@pytest.mark.parametrize(("deadline_ms", "status"), [(150, 429), (5000, 200)])
+def test_the_time_that_a_request_lay_in_its_socket_is_taken_from_its_deadline(deadline_ms: int, status: int) -> None:
+    with Running(small_backend()) as running:
+        connection = connect(running)
+        body = json.loads(text(good()))
+        body["parameters"] = {"deadline_ms": deadline_ms}
+        running.loop.call_soon_threadsafe(time.sleep, 0.4)
+        time.sleep(0.1)
+        connection.sendall(http_request(json.dumps(body).encode(), None))
+        assert read_reply(connection)[0] == status
 
 
 def test_one_in_a_hurry_does_not_shut_the_door_for_others() -> None:

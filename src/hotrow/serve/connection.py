@@ -21,6 +21,7 @@ import logging
 import math
 import re
 import socket
+import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
@@ -61,6 +62,7 @@ _IDLE, _READING, _BUSY = 0, 1, 2
 _PLAIN = re.compile(rb"POST /v2/models/[^ \r\n]{1,300}/infer HTTP/1\.1\r\n")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,12})[ \t]*(?=\r\n|$)")
 _SPECIAL = re.compile(rb"\r\n(?:transfer-encoding|expect|upgrade|connection|content-length[^:]|[ \t])")
+_TOLD_BYTES, _LAST_CAME_AT, _LAST_CAME = 56, 52, struct.Struct("=I")  # of Linux's tcp_info: tcpi_last_data_recv, ms
 _PARSER_BUFFER = 1 << 30  # we bound bodies ourselves; the parser must not pause the transport under us
 
 
@@ -71,7 +73,7 @@ class Call(NamedTuple):
     path: str
     headers: Mapping[str, str]
     body: bytes
-    waited: float = 0.0  # seconds that it may have been there unheard
+    waited: float = 0.0  # seconds that it lay in the socket
 
 
 class Reply(NamedTuple):
@@ -110,7 +112,6 @@ class HttpServer:
         self.held = 0
         self.draining = False
         self._listening: list[socket.socket] = []
-        self._crowded = 0.0  # since when more wait to be taken than one turn takes
         self._welcoming: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -128,12 +129,10 @@ class HttpServer:
         """Take all who wait. The loop's own server takes one a turn, and in a flood turns are long: clients waited for
         seconds to be let in."""
         loop = asyncio.get_running_loop()
-        since, self._crowded = self._crowded, self._crowded or loop.time()
         for _ in range(_ACCEPTED):
             try:
                 accepted, _ = listening.accept()
             except BlockingIOError:
-                self._crowded = 0.0
                 return
             except OSError as error:  # a client that went away, or no file left
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
@@ -143,15 +142,15 @@ class HttpServer:
                     return
                 continue
             accepted.setblocking(False)
-            task = loop.create_task(self._welcome(accepted, since))
+            task = loop.create_task(self._welcome(accepted))
             self._welcoming.add(task)
             task.add_done_callback(self._welcoming.discard)
 
-    async def _welcome(self, accepted: socket.socket, since: float) -> None:
+    async def _welcome(self, accepted: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await loop.connect_accepted_socket(lambda: Connection(self, loop, since), accepted)
+            await loop.connect_accepted_socket(lambda: Connection(self, loop, accepted), accepted)
 
     def _accept_again(self, listening: socket.socket) -> None:
         if listening.fileno() >= 0:
@@ -191,9 +190,9 @@ class HttpServer:
 class Connection(BaseProtocol):
     """One client's connection."""
 
-    def __init__(self, server: HttpServer, loop: asyncio.AbstractEventLoop, since: float = 0.0) -> None:
+    def __init__(self, server: HttpServer, loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> None:
         super().__init__(loop)
-        self._server = server
+        self._server, self._socket = server, accepted
         self._http = HttpRequestParser(
             self,
             loop,
@@ -209,8 +208,7 @@ class Connection(BaseProtocol):
         self._head = 0  # bytes of a message whose headers are not complete
         self._body = 0  # bytes since the last message's headers were
         self._unread = 0  # bytes to come of a request that is turned away
-        self._shut = since  # since when the client was not heard
-        self._waited = 0.0  # for how long
+        self._waited = 0.0  # seconds that a request lay in the socket
         self._last = False  # close after what is waiting
         self._stuck = 0.0  # when the client stopped reading its answers
 
@@ -239,12 +237,10 @@ class Connection(BaseProtocol):
             return self._throw_away(data)
         server.door.read(self._loop)
         if self._state == _IDLE:
-            if server.door.shut and (length := plain_length(data, server.body_bytes)):
+            self._state, self._since, self._waited = _READING, self._loop.time(), lain(self._socket)
+            if server.door.shut_for(self._waited) and (length := plain_length(data, server.body_bytes)):
                 self._unread = length
-                self._state, self._since = _READING, self._loop.time()
                 return self._throw_away(data)
-            self._state, self._since = _READING, self._loop.time()
-            self._waited, self._shut = self._since - self._shut if self._shut else 0.0, 0.0
         self._held += size
         server.held += size
         if server.held > server.buffered_bytes:
@@ -288,7 +284,6 @@ class Connection(BaseProtocol):
         self._state, self._since = _IDLE, self._loop.time()
         if self.transport is not None and not self.transport.is_closing():
             self.transport.write(self._server.turning_away)
-            self._shut = self._since
             self.transport.pause_reading()
             self._server.door.shut_out(self, self._loop)
         if more:
@@ -447,6 +442,16 @@ class Connection(BaseProtocol):
         size = min(size, self._held)
         self._held -= size
         self._server.held -= size
+
+
+def lain(accepted: socket.socket) -> float:
+    """Seconds since the last bytes came to this socket, as the kernel knows it, to some milliseconds; 0 where it does
+    not say. What was just read came then: in a flood that is where requests grow old."""
+    try:
+        told = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TOLD_BYTES)
+    except (OSError, AttributeError):  # closed, or another system
+        return 0.0
+    return _LAST_CAME.unpack_from(told, _LAST_CAME_AT)[0] / 1000 if len(told) == _TOLD_BYTES else 0.0
 
 
 def plain_length(data: bytes, most: int) -> int:

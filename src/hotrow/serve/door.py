@@ -9,14 +9,16 @@ So the front end keeps two figures:
   were under way when that one came, and rises by one with every answer that comes while it is nearly reached. So it
   follows the engine's own edge from just below: most of a flood ends here, for the price of one read and one small
   write (connection.py), and a few requests still ask the engine, which alone knows.
-- `turn`, how long a turn of the event loop takes. What is read in a turn waits for all that was read before it, and its
-  answer will wait for another turn: both are taken from the request's time, and when that is more than requests
-  usually have, they are turned away like those over the limit. A turn is microseconds until there is a flood.
+- `turn`, how long a turn of the event loop takes: so long an answer will wait. A turn is microseconds until there is a
+  flood.
+
+How long a request lay in its socket before it was read, the kernel knows (connection.lain). That and the turn are taken
+from the request's time; one that has lain for most of the time that requests usually have is turned away unread, like
+those over the limit.
 
 Whoever was turned away is not heard for some milliseconds, and only so many are heard again at a time. Without that a
 thousand clients who ask again at once keep the loop reading: libuv looks up to 48 times for more before it lets others
-run, and answers that were long there waited for seconds. What such a client asks next may have waited as long as
-it was not heard, so that is taken from its time too.
+run, and answers that were long there waited for seconds.
 
 Everything runs on the event loop.
 """
@@ -71,10 +73,13 @@ class Door:
 
     @property
     def shut(self) -> bool:
-        """Whether nobody may come in now: enough are inside, or this turn has taken more than requests have."""
-        if self.inside >= min(self.limit, max(LEAST, self._allowed / _COST)):
-            return True
-        return self._lost(time.monotonic()) > self._allowed
+        """Whether nobody may come in now: enough are inside."""
+        return self.inside >= min(self.limit, max(LEAST, self._allowed / _COST))
+
+    def shut_for(self, waited: float) -> bool:
+        """Whether one that lay in its socket for so long may not: nobody may, or in a flood, too much of its time has
+        gone."""
+        return self.shut or (self.limit < self.most and waited + self.turn > (1 - _MARGIN) * self._allowed)
 
     def refusal(self) -> RefusedError:
         """What to say to one who may not."""
@@ -100,13 +105,14 @@ class Door:
             loop.call_later(_TICK, self._let_in, loop)
 
     def hastened(self, request: Request, waited: float = 0.0) -> Request:
-        """The request with the time taken off that it waited unheard and in this turn, and that its answer will wait
-        here. Raises RefusedError where nothing is left."""
+        """The request with the time taken off that it lay in its socket, and that it takes here: this turn and, for its
+        answer, another. Raises RefusedError where nothing is left."""
         if request.deadline is None:
             return request
         now = time.monotonic()
         self._allowed += 0.1 * (request.deadline - now - self._allowed)
-        lost = waited + self._lost(now)
+        age = now - self._began if self._began else 0.0
+        lost = waited + max(age, self.turn)
         if self.limit < self.most:
             lost += _MARGIN * (request.deadline - now)
         if lost < _SHORT:
@@ -120,11 +126,6 @@ class Door:
     def ordinary(self, request: Request) -> bool:
         """Whether it has about as much time as others: what happens to one in a hurry says nothing about the rest."""
         return request.deadline is None or request.deadline - time.monotonic() > 0.5 * self._allowed
-
-    def _lost(self, now: float) -> float:
-        """Seconds that a request waits in this turn, and its answer in another."""
-        age = now - self._began if self._began else 0.0
-        return age + max(age, self.turn)
 
     def answered(self) -> None:
         """It was answered."""
