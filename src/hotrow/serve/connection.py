@@ -56,7 +56,7 @@ _PHRASES = {
     504: "Gateway Timeout",
 }
 _JSON = b"application/json"
-_BACKLOG, _ACCEPTED = 4096, 256  # connections that may wait, and that are taken in one turn
+_BACKLOG, _ACCEPTED = 4096, 16  # connections that may wait, and that are taken in one turn
 _PIPELINED = 16  # requests that may wait behind the one being answered
 _IDLE, _READING, _BUSY = 0, 1, 2
 _PLAIN = re.compile(rb"POST /v2/models/[^ \r\n]{1,300}/infer HTTP/1\.1\r\n")
@@ -152,6 +152,11 @@ class HttpServer:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await loop.connect_accepted_socket(lambda: Connection(self, loop, accepted), accepted)
 
+    def hold_back(self) -> None:
+        """A flood has begun: those who have not asked are not heard for a moment (door.py)."""
+        held = [connection for connection in self.connections if connection.stop_hearing()]
+        self.door.hold_back(held, asyncio.get_running_loop())
+
     def _accept_again(self, listening: socket.socket) -> None:
         if listening.fileno() >= 0:
             asyncio.get_running_loop().add_reader(listening.fileno(), self._accept, listening)
@@ -239,6 +244,8 @@ class Connection(BaseProtocol):
         if self._state == _IDLE:
             self._state, self._since, self._waited = _READING, self._loop.time(), lain(self._socket)
             if server.door.shut_for(self._waited) and (length := plain_length(data, server.body_bytes)):
+                if not server.door.crowded:
+                    server.hold_back()
                 self._unread = length
                 return self._throw_away(data)
         self._held += size
@@ -288,6 +295,13 @@ class Connection(BaseProtocol):
             self._server.door.shut_out(self, self._loop)
         if more:
             self.data_received(more)
+
+    def stop_hearing(self) -> bool:
+        """Not to be read for a while, unless it has begun to say something. Whether that is so now."""
+        if self._state != _IDLE or self._last or self.transport is None or self.transport.is_closing():
+            return False
+        self.transport.pause_reading()
+        return True
 
     def let_in(self) -> None:
         """One that was shut out is read again."""

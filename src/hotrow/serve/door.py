@@ -18,7 +18,8 @@ those over the limit.
 
 Whoever was turned away is not heard for some milliseconds, and only so many are heard again at a time. Without that a
 thousand clients who ask again at once keep the loop reading: libuv looks up to 48 times for more before it lets others
-run, and answers that were long there waited for seconds.
+run, and answers that were long there waited for seconds. When a flood begins, all others that are idle are held back in
+the same way: a turn that turns a thousand away takes longer than the few that came in before have.
 
 Everything runs on the event loop.
 """
@@ -28,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol
 
@@ -36,7 +38,7 @@ from hotrow.serve.request import RefusedError, Request
 LEAST = 32  # requests under way, whatever the engine says: it refuses precisely, this does not
 _FALL = 0.9  # of those under way when one came that the engine refused
 _NEAR = 0.5  # of the limit: with fewer under way an answer says nothing about more
-_COST = 0.001  # seconds of this process and of the engine that a request takes, roughly: the limit before all figures
+_COST = 0.0016  # seconds of this process and of the engine that a request takes, roughly: the limit before all figures
 _MARGIN = 0.25  # of a request's time that is not planned with in a flood: nobody knows all its waits
 _RETRY_SECONDS = 0.1
 AWAY = RefusedError(429, "the server has as many requests as it can answer in time; ask again", _RETRY_SECONDS)
@@ -94,9 +96,18 @@ class Door:
     def shut_out(self, guest: Guest, loop: asyncio.AbstractEventLoop) -> None:
         """One was turned away. It is not heard for a moment, so that a flood cannot fill whole turns."""
         self.turned_away += 1
+        self.hold_back([guest], loop)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there are some who are not heard."""
+        return bool(self._outside)
+
+    def hold_back(self, guests: Iterable[Guest], loop: asyncio.AbstractEventLoop) -> None:
+        """These are not heard; they are let in again some at a time."""
         if not self._outside:
             loop.call_later(_TICK, self._let_in, loop)
-        self._outside.append(guest)
+        self._outside.extend(guests)
 
     def _let_in(self, loop: asyncio.AbstractEventLoop) -> None:
         for _ in range(min(len(self._outside), _TOGETHER)):
