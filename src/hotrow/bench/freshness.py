@@ -49,7 +49,7 @@ class Pace:
 
     clicks: int = 11_000
     requests: float = 40.0
-    still: float = 10.0
+    still: float = 20.0
     updates: float = 30.0
     settle: float = 5.0  # not counted: the first publication has all rows
 
@@ -65,9 +65,10 @@ class Measured:
 
 
 def results(
-    model: Recommender, log: SyntheticClicks, bodies: list[str], pace: Pace | None = None
+    make: Callable[[], Recommender], log: SyntheticClicks, bodies: list[str], pace: Pace | None = None
 ) -> Iterator[Result | str]:
-    """The rows of all buses that this machine can have. Requires: the model is that of `log`."""
+    """The rows of all buses that this machine can have. Each has a new model of `log`: the first publication has all
+    rows, and a mock of Kafka keeps a few MiB."""
     if not follows_a_bus():
         yield "no freshness rows: hotrow serve of this release follows no bus"
         return
@@ -80,7 +81,7 @@ def results(
                 yield f"no {name} here: its server or its client is not installed"
                 continue
             yield f"following a {name} bus"
-            measured = measure(model, log, bodies, bus, home, chosen)
+            measured = measure(make(), log, bodies, bus, home, chosen)
             yield from rows(name, measured)
 
 

@@ -83,8 +83,12 @@ def freshness(pace: Pace | None = None) -> Iterator[Result | str]:
     from hotrow.demo_server import requests
 
     log = SyntheticClicks(1 << 40, 512, keys=500_000, drift=DRIFT, shape=Shape(history_length=5))
-    served = model(log)
-    Trainer(served).fit(log, steps=100, progress=False)
+
+    def served() -> Recommender:
+        made = model(log)
+        Trainer(made).fit(log, steps=100, progress=False)
+        return made
+
     yield from bench.results(served, replace(log, offset=51_200), requests(log, 51_200), pace)
 
 
