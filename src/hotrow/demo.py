@@ -7,7 +7,7 @@
     look      the model of the beginning, frozen, on the same clicks; a report page
 
 Training has one thread: the other core is the server's and the load's, and two threads that wait for each other at
-every layer are slow where others want the cores too (60 times slower was seen on two busy cores).
+every layer are slow where others want the cores too (several times slower was seen on two busy cores).
 
 Times are shares of HOTROW_DEMO_SECONDS (110). Everything is written below `output`; what was there of an earlier demo
 is removed first.
