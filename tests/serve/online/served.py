@@ -142,9 +142,16 @@ class Server(Command):
         return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{")), 0.0)
 
     def engine(self) -> psutil.Process:
-        """The process that has the rows."""
-        children = psutil.Process(self.process.pid).children()
-        return next(p for p in children if any("engine_process" in part for part in p.cmdline()))
+        """The process that has the rows; one that was killed is started again after a moment."""
+        found: list[psutil.Process] = []
+
+        def there() -> bool:
+            children = psutil.Process(self.process.pid).children()
+            found[:] = [p for p in children if any("engine_process" in part for part in p.cmdline())]
+            return bool(found)
+
+        until(there, "an engine")
+        return found[0]
 
     def reaches(self, publication: int) -> dict[str, Any]:
         """Ask until an answer is of that publication, whole; its parameters."""
@@ -171,7 +178,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -
         try:
             if condition():
                 return
-        except (OSError, urllib.error.URLError):
+        except (OSError, urllib.error.URLError, psutil.Error):
             pass
         assert time.monotonic() < end, f"waited {seconds:g} s for {what}"
         time.sleep(0.05)
