@@ -20,6 +20,14 @@ namespace nb = nanobind;
 template <class T>
 using Vector = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
+// Memory that Python owns and has checked (torch's tensors, pinned or not), by its address.
+using Address = uintptr_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
 void bind_hashing(nb::module_& m);
 void bind_store(nb::module_& m);
 void bind_durable(nb::module_& m);

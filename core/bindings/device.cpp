@@ -12,16 +12,10 @@
 namespace hotrow::bindings {
 namespace {
 
-using Address = uintptr_t;
 using Parts = std::vector<std::tuple<std::shared_ptr<Table>, size_t, size_t>>;  // table, begin, end
 
 void require(bool condition, const char* what) {
   if (!condition) throw std::invalid_argument(what);
-}
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
 }
 
 std::vector<TablePart> parts_of(const Parts& tuples) {

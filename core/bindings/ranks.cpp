@@ -10,14 +10,8 @@
 namespace hotrow::bindings {
 namespace {
 
-using Address = uintptr_t;
 using Asked = std::tuple<Address, Address, size_t>;               // keys, seen, count
 using MatrixTuple = std::tuple<Address, size_t, size_t, size_t>;  // data, rows, columns, stride
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
 
 std::vector<Matrix> matrices(const std::vector<MatrixTuple>& tuples) {
   std::vector<Matrix> result;

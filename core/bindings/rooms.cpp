@@ -1,7 +1,6 @@
 // Lanes of a GPU, for src/hotrow/table/hot_read.py and src/hotrow/serve/device_lane.py, which own what is behind the
 // addresses.
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.h"
@@ -11,16 +10,9 @@ namespace hotrow::bindings {
 namespace {
 
 using device::Gate;
-using device::Handle;
 using device::Missing;
 using device::Room;
 using device::RoomBuffers;
-using Address = uintptr_t;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
 
 std::vector<const int64_t*> lists_of(const std::vector<Address>& addresses) {
   std::vector<const int64_t*> lists;

@@ -131,13 +131,12 @@ void bind_serving(nb::module_& m) {
   m.def("can_pair", &can_pair, nb::arg("count"), nb::arg("dim"));
   m.def(
       "pair_dots",
-      [](const std::vector<std::tuple<uintptr_t, size_t>>& vectors, size_t dim, uintptr_t lead, size_t lead_stride,
-         size_t lead_width, size_t rows, uintptr_t out) {
-        auto at = [](uintptr_t address) { return reinterpret_cast<float*>(address); };
+      [](const std::vector<std::tuple<Address, size_t>>& vectors, size_t dim, Address lead, size_t lead_stride,
+         size_t lead_width, size_t rows, Address out) {
         std::vector<Strided> places;
-        for (const auto& [address, stride] : vectors) places.push_back({at(address), stride});
+        for (const auto& [address, stride] : vectors) places.push_back({at<const float>(address), stride});
         nb::gil_scoped_release release;
-        pair_dots(places, dim, {at(lead), lead_stride}, lead_width, rows, at(out));
+        pair_dots(places, dim, {at<const float>(lead), lead_stride}, lead_width, rows, at<float>(out));
       },
       nb::arg("vectors"), nb::arg("dim"), nb::arg("lead"), nb::arg("lead_stride"), nb::arg("lead_width"),
       nb::arg("rows"), nb::arg("out"), "A lead and the dot products of all pairs of vectors, by address and stride.");

@@ -21,7 +21,6 @@ namespace {
 
 template <class T>
 using Rows = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Address = uintptr_t;
 using FeatureTuple =
     std::tuple<Address, size_t, Address, size_t, Address, int>;   // keys, count, offsets, bags, weights, pooling
 using MatrixTuple = std::tuple<Address, size_t, size_t, size_t>;  // data, rows, columns, stride

@@ -46,12 +46,12 @@ def test_after_a_flood_the_limit_comes_back_with_the_answers() -> None:
     for _ in range(100):
         door.refused(door.entered())
     assert door.limit == LEAST
-    for _ in range(12):
+    for _ in range(14):
         while not door.shut:
             door.entered()
         while door.inside:
             door.answered()
-    assert door.limit > 600
+    assert door.limit > 1000
 
 
 def test_a_quiet_server_keeps_its_limit_whatever_single_requests_do() -> None:

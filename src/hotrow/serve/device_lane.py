@@ -114,7 +114,7 @@ class Room:
     """A bucket's static buffers and graphs. One batch at a time: ask, answer, logits."""
 
     def __init__(self, lane: DeviceLane, size: int, staging: Sequence[Staging]) -> None:
-        self.lane, self.size, self.count, self.late = lane, size, 0, False
+        self.lane, self.size, self.count, self.policy = lane, size, 0, "wait"
         self.reader = lane.reader.lane(size, lane.number, staging)
         self.vectors = {
             place.feature: self.reader.out[:, place.begin : place.end] for place in lane.reader.layout.places

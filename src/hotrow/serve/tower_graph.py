@@ -125,7 +125,7 @@ class TowerGraph:
         return cls(program)
 
     def __call__(self, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
-        """Run the original graph, op by op."""
+        """Run the original graph."""
         logits: Tensor = self._quick(*weights, *inputs)[0]
         return logits
 
@@ -193,12 +193,12 @@ def _quick(program: torch.export.ExportedProgram, module: torch.fx.GraphModule) 
 
 def _without_none(program: torch.export.ExportedProgram) -> torch.fx.GraphModule:
     """The graph without arguments that were None at export; nothing reads them, but a call would have to pass them."""
-    graph = copy.deepcopy(program.graph)
-    for node in list(graph.nodes):
+    module = quick_graph.copy_of(program)
+    for node in list(module.graph.nodes):
         if node.op == "placeholder" and not node.users and node.meta.get("val") is None:
-            graph.erase_node(node)
-    graph.set_codegen(torch.fx.graph.CodeGen())
-    return torch.fx.GraphModule(program.graph_module, graph)
+            module.graph.erase_node(node)
+    module.recompile()
+    return module
 
 
 def _drawn(given: Input, sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
