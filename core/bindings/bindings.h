@@ -36,5 +36,6 @@ void bind_serving(nb::module_& m);
 void bind_ranks(nb::class_<Plan>& plan);
 void bind_remote(nb::module_& m);
 void bind_rooms(nb::module_& m);
+void bind_ways(nb::module_& m);
 
 }  // namespace hotrow::bindings

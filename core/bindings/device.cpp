@@ -1,27 +1,15 @@
 // Rows on their way to a GPU and back, for src/hotrow/tiers/host.py, which has checked what is behind the addresses.
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-
 #include <stdexcept>
 
 #include "bindings/bindings.h"
-#include "rows/device_rows.h"
+#include "bindings/parts.h"
 #include "rows/plan.h"
 
 namespace hotrow::bindings {
 namespace {
 
-using Parts = std::vector<std::tuple<std::shared_ptr<Table>, size_t, size_t>>;  // table, begin, end
-
 void require(bool condition, const char* what) {
   if (!condition) throw std::invalid_argument(what);
-}
-
-std::vector<TablePart> parts_of(const Parts& tuples) {
-  std::vector<TablePart> parts;
-  for (const auto& [table, begin, end] : tuples) parts.push_back({table.get(), begin, end});
-  return parts;
 }
 
 }  // namespace

@@ -9,4 +9,5 @@ NB_MODULE(_core, m) {
   hotrow::bindings::bind_serving(m);
   hotrow::bindings::bind_remote(m);
   hotrow::bindings::bind_rooms(m);
+  hotrow::bindings::bind_ways(m);
 }

@@ -27,6 +27,8 @@ Driver load() {
   find(library, "cuEventSynchronize", found.event_wait);
   find(library, "cuEventDestroy_v2", found.event_destroy);
   find(library, "cuStreamWaitEvent", found.stream_wait);
+  find(library, "cuMemcpyHtoDAsync_v2", found.copy_up);
+  find(library, "cuMemcpyDtoHAsync_v2", found.copy_down);
   find(library, "cuGraphInstantiateWithFlags", found.graph_instantiate);
   find(library, "cuGraphLaunch", found.graph_launch);
   find(library, "cuGraphExecDestroy", found.graph_destroy);

@@ -1,12 +1,14 @@
-// The few calls of NVIDIA's driver that a lane makes for every batch, found when first asked for: the core is built and
+// The few calls of NVIDIA's driver that are made for every batch, found when first asked for: the core is built and
 // installed where there is no CUDA. Handles are torch's own (streams, captured graphs), which are the driver's too.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace hotrow::device {
 
 using Handle = void*;
+using DeviceAddress = unsigned long long;
 
 struct Driver {
   int (*context_get)(Handle*);
@@ -16,6 +18,8 @@ struct Driver {
   int (*event_wait)(Handle);
   int (*event_destroy)(Handle);
   int (*stream_wait)(Handle stream, Handle event, unsigned);
+  int (*copy_up)(DeviceAddress, const void*, size_t, Handle stream);
+  int (*copy_down)(void*, DeviceAddress, size_t, Handle stream);
   int (*graph_instantiate)(Handle*, Handle graph, unsigned long long);
   int (*graph_launch)(Handle, Handle stream);
   int (*graph_destroy)(Handle);

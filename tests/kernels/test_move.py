@@ -7,7 +7,7 @@ import torch
 
 from hotrow.kernels import launch
 from hotrow.kernels.layout import Source
-from hotrow.kernels.move import collect, deliver, pull, tell
+from hotrow.kernels.move import Puller, collect, deliver, tell
 
 CAPACITY, EXTRA = 40, 12
 
@@ -92,27 +92,32 @@ def test_what_is_collected_can_be_delivered_elsewhere(device: torch.device) -> N
 
 
 @pytest.mark.parametrize("width", [1, 12, 33])
-@pytest.mark.parametrize("extra", [True, False])
-def test_pulled_rows_come_from_their_tables_memory(device: torch.device, width: int, extra: bool) -> None:
+@pytest.mark.parametrize("count", [0, 1, 35])
+def test_pulled_rows_come_from_their_tables_memory(device: torch.device, width: int, count: int) -> None:
     host_stride = width + 1
     pinned = device.type == "cuda"  # memory that the GPU can address
     hosts_rows = [torch.empty(30, host_stride, pin_memory=pinned), torch.empty(50, host_stride, pin_memory=pinned)]
     for seed, rows in enumerate(hosts_rows):
         rows.copy_(drawn(*rows.shape, seed=7 + seed))
-    source = some_rows(width, device, extra)
-    expected = copied(source)
-    slots = some_slots(35, CAPACITY + EXTRA if extra else CAPACITY, device)
-    generator = torch.Generator().manual_seed(3)
-    tables = torch.randint(0, 2, (35,), generator=generator).int()
-    hosts = torch.randint(0, 30, (35,), generator=generator).int()
-    hosts[tables == 1] += 20
-    hosts[3::7] = -1
-    for slot, table, host in zip(slots.tolist(), tables.tolist(), hosts.tolist(), strict=True):
-        if slot >= 0 and host >= 0:
-            row(expected, slot)[:width] = hosts_rows[table][host, :width].to(device)
+    source = some_rows(width, device, extra=False)
     bases = torch.tensor([rows.data_ptr() for rows in hosts_rows], device=device)
-    pull(source, slots, tables.to(device), bases, hosts.to(device), width, host_stride)
-    same(source, expected)
+    pull = Puller(source.rows, bases, width, host_stride, room=35)
+    for turn in range(2):  # one launch after another
+        expected = copied(source)
+        slots = some_slots(35, CAPACITY, device)[:count]
+        generator = torch.Generator().manual_seed(3 + turn)
+        tables = torch.randint(0, 2, (count,), generator=generator).int()
+        hosts = torch.empty(count, dtype=torch.int32, pin_memory=pinned)
+        hosts.copy_(torch.randint(0, 30, (count,), generator=generator))
+        hosts[tables == 1] += 20
+        hosts[3::7] = -1
+        for slot, table, host in zip(slots.tolist(), tables.tolist(), hosts.tolist(), strict=True):
+            if slot >= 0 and host >= 0:
+                row(expected, slot)[:width] = hosts_rows[table][host, :width].to(device)
+        there = tables.to(device)
+        pull.ask(slots, there, hosts)
+        pull()
+        same(source, expected)
 
 
 def test_no_slots_move_nothing(device: torch.device) -> None:
@@ -121,7 +126,6 @@ def test_no_slots_move_nothing(device: torch.device) -> None:
     empty = torch.empty(0, 12, device=device)
     collect(source, none, 12, empty)
     deliver(source, none, 12, empty)
-    pull(source, none, none, torch.zeros(1, dtype=torch.int64, device=device), none, 12, 12)
     same(source, before)
 
 

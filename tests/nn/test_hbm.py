@@ -11,7 +11,6 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from hotrow.data import Cursor
 from hotrow.errors import GradientError, MemoryBudgetError, OptionError, StorageError
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Admission, Expiry, Lookup, Table
-from hotrow.table.hot import Piece
+from hotrow.tiers.host import Places
 from hotrow.train.report import Report
 from hotrow.train.trainer import Trainer
 
@@ -156,7 +155,7 @@ def test_every_budget_gives_the_same_bits(device: str, accumulate: int, ssd: boo
     roomy, in_roomy = roomy_run(device, accumulate)
     tight, in_tight = fitted(trainer_of(Memory(hbm=TINY, **below), device, accumulate))
     assert tight.model.embeddings.hot is not None
-    assert all(bool(group.in_place) == (not ssd) for group in tight.model.embeddings.hot.groups)
+    assert all(bool(group.way.in_place) == (not ssd) for group in tight.model.embeddings.hot.groups)
     assert in_roomy.losses == in_tight.losses
     assert in_roomy.evaluations == in_tight.evaluations and in_roomy.evaluations
     assert figures(roomy)["evictions"] == 0 and figures(roomy)["overflows"] == 0
@@ -250,12 +249,12 @@ def test_hbm_stays_inside_its_budget(device: str) -> None:
 
 
 def test_many_rows_come_down_a_few_at_a_time(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.table.hot.PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr("hotrow.table.way.PIECE_BYTES", 1 << 10)
     trainer, plain = trainer_of(Memory(hbm=ROOMY), device), trainer_of(None)
     for each in (trainer, plain):
         each.fit(Clicks(1), progress=False)
     assert trainer.model.embeddings.hot is not None
-    assert max(group.tier.dirty().numel() / group.piece for group in trainer.model.embeddings.hot.groups) > 4
+    assert max(group.tier.dirty().numel() / group.way.piece for group in trainer.model.embeddings.hot.groups) > 4
     ours, theirs = rows_of(trainer), rows_of(plain)
     for name in ours:
         torch.testing.assert_close(ours[name][1], theirs[name][1], rtol=1e-4, atol=1e-5)
@@ -267,10 +266,12 @@ def test_rows_that_could_not_be_put_away_are_an_error_until_a_checkpoint_is_load
     trainer.save(tmp_path)
     saved = rows_of(trainer)
     assert trainer.model.embeddings.hot is not None
-    failed: Future[list[Piece]] = Future()
-    failed.set_exception(StorageError("disk full"))
+
+    def fails(places: Places, clean: int) -> None:
+        raise StorageError("disk full")
+
     group = trainer.model.embeddings.hot.groups[0]
-    group._put_behind(group.describe(group.tier.resident()), failed, 0, True)
+    group._put_behind(fails, group.describe(group.tier.resident()), 0, True)
     for _ in range(2):
         with pytest.raises(StorageError, match=r"could not be put away: disk full\. They are lost"):
             trainer.model.embeddings.table("user").read(torch.tensor([1]))
@@ -312,10 +313,10 @@ def test_tables_that_are_full_get_what_others_leave_empty(device: str, monkeypat
 def test_rows_that_are_read_in_place_or_not_are_the_same_bits(
     device: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotrow.table.hot.IN_PLACE", share)
+    monkeypatch.setattr("hotrow.table.way.IN_PLACE", share)
     tight = trainer_of(Memory(hbm=TINY), device)
     assert tight.model.embeddings.hot is not None
-    assert all(group.in_place == share for group in tight.model.embeddings.hot.groups)
+    assert all(group.way.in_place == share for group in tight.model.embeddings.hot.groups)
     report = tight.fit(Clicks(STEPS), progress=False)
     assert report.losses == roomy_run(device)[1].losses
     assert_same(roomy_run(device)[0], tight)

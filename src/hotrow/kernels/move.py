@@ -1,10 +1,11 @@
 """Rows between slots, staging buffers and host memory.
 
-`collect` copies rows out of slots into a buffer (write-back gather), `deliver` copies a buffer into slots. `pull` reads
-rows straight from host memory that the GPU can address. On an H200 with 16 cores, 133,000 random rows of 12 to 16
-million: pull 4.0 ms at 512 bytes (17 GB/s; 33 million rows/s whatever tile and warps are) and 4.7 ms at 1,536 (44
-GB/s); writing them the same way takes as long, and both at once the sum, so rows go down by way of a buffer. All cores
-gather the same rows into pinned memory in 1.5 and 5.1 ms, and the copy engine moves it at 55 GB/s meanwhile.
+`collect` copies rows out of slots into a buffer (write-back gather), `deliver` copies a buffer into slots. A Puller
+reads rows straight from host memory that the GPU can address. On an H200 with 16 cores, 133,000 random rows of 20 GB:
+4.5 ms at 528 bytes (29 million rows/s, whatever tile, warps and pages are: each row is a miss of the host's IOMMU; 2.4
+ms of 2 GB, 1.5 of 256 MB; 3.6 in the order of their addresses) and 4.8 ms at 1,552; writing them the same way takes as
+long, and both at once the sum, so rows go down by way of a buffer. All cores gather the same rows into pinned memory in
+1.5 and 5.1 ms, and the copy engine moves it at 55 GB/s meanwhile.
 
 A row is `width` floats. Slots at or beyond `capacity` are rows of the batch's own `extra`; negative ones are passed
 over.
@@ -20,8 +21,9 @@ from torch import Tensor
 from hotrow.config import format_size
 from hotrow.errors import StorageError
 from hotrow.kernels.launch import cdiv, fast, power_of_2
-from hotrow.kernels.layout import Source, steps
+from hotrow.kernels.layout import Source
 
+ORDER_BLOCK, ORDERERS = 1024, 64
 PULLERS = 528  # programs that read host rows: enough for what the wire takes, and room for others beside them
 
 
@@ -50,18 +52,36 @@ def _buffer_kernel(
 
 
 @fast
-@triton.jit(do_not_specialize=["count"])
-def _pull_kernel(
-    rows, extra, capacity, stride, slots, tables, bases, hosts, count, host_stride, width, W: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["cell"])
+def _order_kernel(order, hosts, cell, BLOCK: tl.constexpr):
+    """What the host wants read: four numbers, and the rows' slots there."""
+    cell = cell.to(tl.pointer_type(tl.int64))
+    number = tl.arange(0, 4)
+    tl.store(order + number, tl.load(cell + number), mask=tl.program_id(0) + number * 0 == 0)
+    source, count = tl.load(cell + 2).to(tl.pointer_type(tl.int32)), tl.load(cell + 3)
+    begin = tl.program_id(0) * BLOCK
+    while begin < count:
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(hosts + at, tl.load(source + at, mask=at < count), mask=at < count)
+        begin += tl.num_programs(0) * BLOCK
+
+
+@fast
+@triton.jit
+def _pull_kernel(rows, stride, order, bases, hosts, host_stride, width, W: tl.constexpr):
     column = tl.arange(0, W)
-    for at in steps(tl.program_id(0), count, tl.num_programs(0)):
-        slot = tl.load(slots + at)
+    slots = tl.load(order).to(tl.pointer_type(tl.int32))
+    tables = tl.load(order + 1).to(tl.pointer_type(tl.int32))
+    count = tl.load(order + 3)
+    at = tl.program_id(0).to(tl.int64)
+    while at < count:
+        slot = tl.load(slots + at).to(tl.int64)
         base = tl.load(bases + tl.load(tables + at)).to(tl.pointer_type(tl.float32))
         host = tl.load(hosts + at).to(tl.int64)
         mask = (slot >= 0) & (host >= 0) & (column < width)
         arriving = tl.load(base + host * host_stride + column, mask=mask)
-        tl.store(_slot_rows(rows, extra, capacity, stride, slot) + column, arriving, mask=mask)
+        tl.store(rows + slot * stride + column, arriving, mask=mask)
+        at += tl.num_programs(0)
 
 
 def collect(source: Source, slots: Tensor, width: int, out: Tensor) -> None:
@@ -74,18 +94,33 @@ def deliver(source: Source, slots: Tensor, width: int, incoming: Tensor) -> None
     _buffer(source, slots, width, incoming, False)
 
 
-def pull(
-    source: Source, slots: Tensor, tables: Tensor, bases: Tensor, hosts: Tensor, width: int, host_stride: int
-) -> None:
-    """The row of slots[i] = row hosts[i] of table tables[i] in host memory, whose `bases` the GPU can reach."""
-    count = slots.numel()
-    if count == 0:
-        return
-    tile = power_of_2(width)
-    _pull_kernel[(min(count, PULLERS),)](
-        source.rows, _extra(source), source.capacity, source.rows.stride(0), slots, tables, bases, hosts, count,
-        host_stride, width, W=tile, num_warps=1 if tile <= 1024 else 4,
-    )  # fmt: skip
+class Puller:
+    """Reads host rows into slots, up to `room` of them, as its cell says: a pinned int64 [4] of the address of their
+    slots here, of their tables, of their slots in host memory (pinned too), and how many they are.
+
+    The cell is read when the launch runs, so that a captured launch serves every batch.
+    """
+
+    def __init__(self, rows: Tensor, bases: Tensor, width: int, host_stride: int, room: int) -> None:
+        self.rows, self.bases, self.width, self.host_stride, self.room = rows, bases, width, host_stride, room
+        self.cell = torch.zeros(4, dtype=torch.int64, pin_memory=rows.device.type == "cuda")
+        self._order = torch.zeros(4, dtype=torch.int64, device=rows.device)
+        self._hosts = torch.zeros(room, dtype=torch.int32, device=rows.device)
+
+    def __call__(self) -> None:
+        """The row of slots[i] = row hosts[i] of table tables[i], whose `bases` the GPU can reach; below 0: none."""
+        _order_kernel[(min(ORDERERS, cdiv(self.room, ORDER_BLOCK)),)](
+            self._order, self._hosts, self.cell.data_ptr(), BLOCK=ORDER_BLOCK,
+        )  # fmt: skip
+        tile = power_of_2(self.width)
+        _pull_kernel[(min(self.room, PULLERS),)](
+            self.rows, self.rows.stride(0), self._order, self.bases, self._hosts, self.host_stride, self.width,
+            W=tile, num_warps=1 if tile <= 1024 else 4,
+        )  # fmt: skip
+
+    def ask(self, slots: Tensor, tables: Tensor, hosts: Tensor) -> None:
+        """What to read. Requires: none of it changes until it has been read."""
+        self.cell.copy_(torch.tensor([slots.data_ptr(), tables.data_ptr(), hosts.data_ptr(), slots.numel()]))
 
 
 def _buffer(source: Source, slots: Tensor, width: int, buffer: Tensor, out: bool) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hotrow.batch import Jagged
 from hotrow.kernels.layout import Items, small_table, spread
-from hotrow.table.hot import to_device
+from hotrow.table.streams import to_device
 
 Feature = tuple[Jagged, str]  # with its pooling
 

@@ -3,10 +3,8 @@
 Tables with one row layout and one rule share a cache (`Group`), so that a batch takes one launch for all of them. A row
 that comes up keeps its slot in DRAM; one whose place is wanted goes back there with its step and count.
 
-Up: rows that never leave DRAM are found by the cores and read in place by the GPU, the first while the next are looked
-for (kernels/move.py has the rates). Others are gathered by all cores into pinned memory, piece by piece, and the copy
-engine follows on a stream of its own. Down: rows are collected on the device, copied on another stream, and put into
-their slots by a thread behind, for which others wait (`landed`) before they look below again.
+How rows move is in way.py. Those that go down are put into their slots by a thread behind, for which others wait
+(`landed`) before they look below again.
 
 Two threads come here: the one that trains, and with a lookahead one that brings rows up for later batches, on a stream
 of its own (`ahead`). `lock` is held by whoever looks for keys or changes what is here; a batch that was staged takes it
@@ -18,10 +16,9 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -39,13 +36,12 @@ from hotrow.kernels.runs import Grouper
 from hotrow.kernels.sets import WAYS
 from hotrow.table import shares
 from hotrow.table.rows import TableRows
+from hotrow.table.streams import follow, new_stream, on, to_device, to_host, used_on, wait_for
+from hotrow.table.way import Into, Way
 from hotrow.tiers.hbm import LEAST_SETS, HbmTier, slot_bytes
 from hotrow.tiers.host import HostLift, HostStore, Places
 
-PIECE_BYTES = 16 << 20  # of rows that move at a time: one piece is copied while the next is gathered
-FLUSHED = 4  # pieces of rows that are on their way at once when all come down
-IN_PLACE = 1.0  # the share of rows that are read in place: all, since the cores are wanted for those that go down
-PULLS = 4  # launches that read them: one reads while the next one's rows are found
+FLUSHED = 8  # pieces of rows that are on their way at once when all come down
 
 
 if TYPE_CHECKING:
@@ -61,7 +57,7 @@ class HotRows:
             _core.set_threads(_core.threads() - 2)  # launching and rows on their way down want a core each
         self.flag = Later(device)  # whether a gradient was not finite
         self.lock = threading.RLock()
-        self.ahead = _stream(device)
+        self.ahead = new_stream(device)
         self.ahead_of_turn = False  # whether batches may be in flight ahead of the one in work
         self.staging = False  # whether rows may come up ahead, on another thread and stream
         self.patience = 0  # batches not to stage: the last one had unseen keys, for which all must wait
@@ -185,23 +181,12 @@ def layout_of(rows: TableRows) -> RowLayout:
 FIGURES = ("hits", "misses", "evictions", "overflows")
 
 
-class Into(NamedTuple):
-    """Where missing rows go: slots of a source, and the tables they are of."""
-
-    source: Source
-    slots: Tensor
-    tables: Tensor
-
-
 class Coming(NamedTuple):
     """Rows on their way up: found at `places`, those before `first` read in place, the others in `incoming`."""
 
     places: Places
     first: int
     incoming: Tensor
-
-
-Piece = tuple[int, int, Tensor, Any]  # rows from one number to another, and when they are there
 
 
 class Group:
@@ -213,27 +198,21 @@ class Group:
         self.stores = list(stores)
         self.tier = tier
         self.code = code
-        self.width = tier.layout.width
-        self.piece = max(1, PIECE_BYTES // (4 * self.width))
-        self.stays = not any(store.evicts for store in stores)  # rows never leave DRAM
-        self.in_place = IN_PLACE if self.stays else 0.0
+        self.way = Way(stores, tier)
+        self.width, self.stays = self.way.width, self.way.stays
         self.streams = torch.tensor(
             [signed(int(store.core.count_stream)) for store in stores], dtype=torch.int64, device=tier.device
         )
         self.grouper = Grouper()
         self.missing = Later(tier.device)
         self.missed = True  # whether the last batch missed any
-        self.up, self._down = _stream(tier.device), _stream(tier.device)
+        self.up = self.way.up
         self._look = shares.FIRST  # batches after which to look again how the cache is divided
         self.aside = 0  # batches in flight whose own rows must go down before anybody looks for them below
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="hotrow-down")
         self.landing: Future[None] | None = None  # the last rows that were sent down
         self._spoiled, self._tell_spoiled = list[Tensor](), spoiled  # slots whose rows never came
         self._lost: BaseException | None = None
-        self._reached = [0] * len(self.stores)  # bytes of each table's rows that the GPU can address
-        self._ranges: list[int] = []
-        weakref.finalize(self, _let_go, self._ranges, tier.device)  # before the stores, which this keeps, are freed
-        self._bases = torch.tensor([store.row_memory()[0] for store in stores], device=tier.device)
 
     def table_of(self, slots: Tensor) -> Tensor:
         """Which table's sets these slots are in, int32."""
@@ -252,53 +231,18 @@ class Group:
         unseen keys have slot -1 below.
         """
         count = keys.numel()
-        first = int(count * self.in_place) if into is not None else 0
+        first = int(count * self.way.in_place) if into is not None else 0
         places = lift.nowhere(self.stores, bounds, count)
-
-        def seek(begin: int, end: int, rows: Tensor | None = None) -> bool:
-            return places.seek(keys, begin, end, rows) or step is None
-
-        if self.stays and self._pull(into, places, seek, first):
-            incoming = self._gather(first, count, seek)
+        if self.stays:
+            incoming = self.way.raise_rows(places, keys, first, into, step is not None)
             if incoming is not None:
                 return Coming(places, first, incoming)
+            wait_for(self.up)
         assert step is not None
         lift.fetch(places, keys, seen, step)
-        incoming = self._gather(0, count, places.copy_rows)
+        incoming = self.way.raise_rows(places, None, 0, None, False)
         assert incoming is not None
         return Coming(places, 0, incoming)
-
-    def _pull(self, into: Into | None, places: Places, seek: Callable[[int, int], bool], count: int) -> bool:
-        """Find the first `count` rows and have them read in place. False as soon as one is not there."""
-        if into is None:
-            return True
-        part = max(1, -(-count // PULLS))
-        follow(self.up)
-        for begin in range(0, count, part):
-            end = min(count, begin + part)
-            if not seek(begin, end):
-                wait_for(self.up)
-                return False
-            with on(self.up):
-                hosts = to_device(places.slots[begin:end], self.tier.device)
-                slots, tables = into.slots[begin:end], into.tables[begin:end]
-                move.pull(into.source, slots, tables, self._reach(), hosts, self.width, self.width)
-        used_on(self.up, into.slots, into.tables)
-        return True
-
-    def _gather(self, first: int, count: int, copy: Callable[[int, int, Tensor], bool]) -> Tensor | None:
-        """Rows from number `first` on, piece by piece, by way of pinned memory. None as soon as `copy` is False."""
-        with on(self.up):
-            incoming = torch.empty(count - first, self.width, dtype=torch.float32, device=self.tier.device)
-        staged = torch.empty(incoming.shape, dtype=torch.float32, pin_memory=self.up is not None)
-        for begin in range(first, count, self.piece):
-            end = min(count, begin + self.piece)
-            piece = slice(begin - first, end - first)
-            if not copy(begin, end, staged[piece]):
-                return None
-            with on(self.up):
-                incoming[piece].copy_(staged[piece], non_blocking=True)
-        return incoming
 
     def raise_rows(self, into: Into, coming: Coming) -> None:
         """Rows that fetch_rows found come into their slots, on the stream `up`."""
@@ -306,17 +250,6 @@ class Group:
         with on(self.up):
             move.deliver(into.source, into.slots[coming.first :], self.width, coming.incoming)
         used_on(self.up, into.slots, into.source.extra)
-
-    def _reach(self) -> Tensor:
-        """Addresses of the tables' rows, all of which the GPU can reach now."""
-        for number, store in enumerate(self.stores):
-            address, used, _ = store.row_memory()
-            if used > self._reached[number]:
-                begin = address + self._reached[number]
-                move.reachable(begin, used - self._reached[number], self.tier.device)
-                self._ranges.append(begin)
-                self._reached[number] = used
-        return self._bases
 
     # --- down ---
 
@@ -327,47 +260,24 @@ class Group:
         because the cores are wanted for something else first.
         """
         self._check_lost()
-        count, clean = slots.numel(), self.tier.clean
-        leaving = torch.empty(count, self.width, dtype=torch.float32, device=self.tier.device)
-        move.collect(source, slots, self.width, leaving)
-        if self._down is None:
-            return lambda: self._put(places, [(0, count, leaving, None)], clean, unhold)
-        collected = torch.cuda.Event()
-        collected.record()
-        pieces = self._behind.submit(self._send, leaving, collected)
+        put, clean = self.way.lower_rows(source, slots), self.tier.clean
+        if self.up is None:
+            return lambda: self._put(put, places, clean, unhold)
 
         def behind() -> None:
-            self.landing = self._behind.submit(self._put_behind, places, pieces, clean, unhold)
+            self.landing = self._behind.submit(self._put_behind, put, places, clean, unhold)
 
         return behind
 
-    def _send(self, leaving: Tensor, collected: torch.cuda.Event) -> list[Piece]:
-        """Rows on their way into pinned memory, piece by piece."""
-        staged = torch.empty(leaving.shape, dtype=torch.float32, pin_memory=True)
-        pieces: list[Piece] = []
-        with on(self._down):
-            self._down.wait_event(collected)
-            for begin in range(0, len(staged), self.piece):
-                end = min(len(staged), begin + self.piece)
-                staged[begin:end].copy_(leaving[begin:end], non_blocking=True)
-                arrived = torch.cuda.Event()
-                arrived.record(self._down)
-                pieces.append((begin, end, staged[begin:end], arrived))
-        leaving.record_stream(self._down)
-        return pieces
-
     @staticmethod
-    def _put(places: Places, pieces: Sequence[Piece], clean: int, unhold: bool) -> None:
-        for begin, end, rows, arrived in pieces:
-            if arrived is not None:
-                arrived.synchronize()
-            places.lower(rows, begin, end, clean)
+    def _put(put: Callable[[Places, int], None], places: Places, clean: int, unhold: bool) -> None:
+        put(places, clean)
         if unhold:
             places.unhold()
 
-    def _put_behind(self, places: Places, pieces: Future[list[Piece]], clean: int, unhold: bool) -> None:
+    def _put_behind(self, put: Callable[[Places, int], None], places: Places, clean: int, unhold: bool) -> None:
         try:
-            self._put(places, pieces.result(), clean, unhold)
+            self._put(put, places, clean, unhold)
         except BaseException as error:
             self._lost = self._lost or error
 
@@ -409,7 +319,7 @@ class Group:
         dirty = tier.dirty()
         if not dirty.numel():
             return
-        for slots in dirty.split(FLUSHED * self.piece):
+        for slots in dirty.split(FLUSHED * self.way.piece):
             self.lower(tier.source(), slots, self.describe(slots), unhold=False)()
         self.landed()
         tier.clean = int(tier.steps[dirty.long()].max())
@@ -496,52 +406,3 @@ class Later:
         """Forget a number that was sent and never asked for, because of an error in between."""
         if self._sent:
             self.increase()
-
-
-def _stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
-def on(stream: Any) -> AbstractContextManager[Any]:
-    """Inside it, work goes to that stream."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def follow(stream: Any) -> None:
-    """What goes to that stream from now on comes after what was asked of this one."""
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream())
-
-
-def wait_for(stream: Any) -> None:
-    """What is asked of this stream from now on comes after what was asked of that one."""
-    if stream is not None:
-        torch.cuda.current_stream().wait_stream(stream)
-
-
-def used_on(stream: Any, *tensors: Tensor | None) -> None:
-    """That stream reads these: their memory is not given to others before it has."""
-    if stream is not None:
-        for tensor in tensors:
-            if tensor is not None:
-                tensor.record_stream(stream)
-
-
-def _let_go(ranges: list[int], device: torch.device) -> None:
-    for address in ranges:
-        move.unreachable(address, device)
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, by way of pinned memory. Waits for it."""
-    if tensor.device.type == "cpu":
-        return tensor
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    pinned.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream().synchronize()
-    return pinned
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; does not wait where the tensor is pinned."""
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)

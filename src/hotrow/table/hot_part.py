@@ -31,7 +31,9 @@ from hotrow.kernels.runs import group as group_runs
 from hotrow.kernels.touch import first_score
 from hotrow.kernels.update import Coefficients, Meta, update
 from hotrow.table.batch_layout import Feature, lay_out
-from hotrow.table.hot import Coming, Group, Into, to_device, to_host, used_on, wait_for
+from hotrow.table.hot import Coming, Group
+from hotrow.table.streams import to_device, to_host, used_on, wait_for
+from hotrow.table.way import Into
 from hotrow.tiers.host import HostLift, Places, Update
 
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from hotrow.errors import GradientError
 from hotrow.kernels import finite
 from hotrow.table.batch_layout import Feature, join
-from hotrow.table.hot import HotRows, follow, on, wait_for
+from hotrow.table.hot import HotRows
 from hotrow.table.hot_part import Part
+from hotrow.table.streams import follow, on, wait_for
 from hotrow.tiers.host import HostPlan, HostStore, Moved, Update
 
 PATIENCE = 16  # batches that come up at their turn, after one that was staged and lacked something

@@ -38,8 +38,9 @@ from hotrow.kernels.find import find
 from hotrow.kernels.insert import choose_in_order, erase, place
 from hotrow.kernels.read import Lists, Staging, put, read
 from hotrow.kernels.touch import first_score
-from hotrow.table.hot import Group, HotRows, on, to_device, to_host
+from hotrow.table.hot import Group, HotRows
 from hotrow.table.lookup import Layout
+from hotrow.table.streams import on, to_device, to_host
 from hotrow.tiers.host import LATE
 
 HALF_LIFE = 4096.0  # rounds of the filler

@@ -1,0 +1,54 @@
+"""Streams of a GPU, and copies to and from it; without one, nothing waits for anything and nothing is copied."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def new_stream(device: torch.device) -> Any:
+    """A stream of that device, None where it has none."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def on(stream: Any) -> AbstractContextManager[Any]:
+    """Inside it, work goes to that stream."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def follow(stream: Any) -> None:
+    """What goes to that stream from now on comes after what was asked of this one."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+
+
+def wait_for(stream: Any) -> None:
+    """What is asked of this stream from now on comes after what was asked of that one."""
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+def used_on(stream: Any, *tensors: Tensor | None) -> None:
+    """That stream reads these: their memory is not given to others before it has."""
+    if stream is not None:
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(stream)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, by way of pinned memory. Waits for it."""
+    if tensor.device.type == "cpu":
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return pinned
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device; does not wait where the tensor is pinned."""
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)

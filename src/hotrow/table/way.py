@@ -1,0 +1,195 @@
+"""Rows of a group of tables between DRAM and HBM.
+
+Up: rows that never leave DRAM are found by the cores; some are read in place by the GPU, the first while the next are
+looked for, the others are gathered into pinned memory, piece by piece, and the copy engine follows (kernels/move.py
+and core/device/way.h have the rates). Rows over SSD are all gathered. Down: rows are collected on the device and copied
+into pinned memory, from which the cores put them into their slots.
+
+On a GPU both are calls of the core without Python's lock; without one (under the interpreter) the same is done here,
+step by step.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hotrow import _core
+from hotrow.kernels import move
+from hotrow.kernels.launch import cdiv
+from hotrow.kernels.layout import Source
+from hotrow.table.streams import follow, new_stream, on, used_on
+from hotrow.tiers.hbm import HbmTier
+from hotrow.tiers.host import HostStore, Places, core_errors
+
+PIECE_BYTES = 8 << 20  # of rows that move at a time: one piece is copied while the next is gathered
+IN_PLACE = 0.6  # the share of rows that are read in place: they and what the cores gather meanwhile come together
+PULLS = 4  # launches that read them: one reads while the next one's rows are found
+CELLS = 2 * PULLS  # launches that may wait for their turn
+ROOM = 1 << 15  # rows of a launch
+
+
+class Into(NamedTuple):
+    """Where missing rows go: slots of a source, and the tables they are of."""
+
+    source: Source
+    slots: Tensor
+    tables: Tensor
+
+
+class Way:
+    """The way between a group's rows in HBM and DRAM."""
+
+    def __init__(self, stores: Sequence[HostStore], tier: HbmTier) -> None:
+        self.stores, self.tier = list(stores), tier
+        self.width = tier.layout.width
+        self.piece = max(1, PIECE_BYTES // (4 * self.width))
+        self.stays = not any(store.evicts for store in stores)  # rows never leave DRAM
+        self.in_place = IN_PLACE if self.stays else 0.0
+        self.up, self.copies, self.down = (new_stream(tier.device) for _ in range(3))
+        self._reached = [0] * len(self.stores)  # bytes of each table's rows that the GPU can address
+        self._ranges: list[int] = []
+        weakref.finalize(self, _let_go, self._ranges, tier.device)  # before the stores, which this keeps, are freed
+        self._bases = torch.tensor([store.row_memory()[0] for store in stores], device=tier.device)
+        self._pullers: list[move.Puller] = []
+        self._core: Any = None
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._making = threading.Lock()
+        self._staged = [Staged(), Staged()]
+
+    def raise_rows(
+        self, places: Places, keys: Tensor | None, first: int, into: Into | None, whole: bool
+    ) -> Tensor | None:
+        """Find rows of keys (None: places know) and have them come, the first ones read in place. Returns the others,
+        on their way on the stream `up`; None if a row is not there and all must be."""
+        if into is None:
+            first = 0
+        if first:
+            self._reach()
+        count = places.slots.numel()
+        with on(self.copies):
+            incoming = torch.empty(count - first, self.width, dtype=torch.float32, device=self.tier.device)
+        if self.up is None:
+            return self._raise_plainly(places, keys, first, into, whole, incoming)
+        follow(self.up)
+        used_on(self.up, incoming, *(into[1:] if first and into is not None else ()))
+        self._staged.append(self._staged.pop(0))
+        staged = self._staged[0].take(incoming.shape)
+        with core_errors():
+            absent = self._native().raise_rows(
+                places.parts, count, 0 if keys is None else keys.data_ptr(), places.slots.data_ptr(),
+                places.steps.data_ptr(), places.counts.data_ptr(), first,
+                into.slots.data_ptr() if into is not None else 0, into.tables.data_ptr() if into is not None else 0,
+                staged.data_ptr(), incoming.data_ptr(), whole, PULLS,
+            )  # fmt: skip
+        self._staged[0].give(self.copies)
+        return None if absent and whole else incoming
+
+    def _raise_plainly(
+        self, places: Places, keys: Tensor | None, first: int, into: Into | None, whole: bool, incoming: Tensor
+    ) -> Tensor | None:
+        pull, part = (self._pullers or [self._puller()])[0], min(ROOM, cdiv(first, PULLS))
+        count = places.slots.numel()
+        for begin in range(0, first, max(1, part)):
+            end = min(first, begin + part)
+            assert keys is not None and into is not None
+            if not places.seek(keys, begin, end) and whole:
+                return None
+            pull.ask(into.slots[begin:end], into.tables[begin:end], places.slots[begin:end])
+            pull()
+        for begin in range(first, count, self.piece):
+            end = min(count, begin + self.piece)
+            rows = incoming[begin - first : end - first]
+            there = places.copy_rows(begin, end, rows) if keys is None else places.seek(keys, begin, end, rows)
+            if not there and whole:
+                return None
+        return incoming
+
+    def _native(self) -> Any:
+        """The core's part, made when it is first wanted: capturing a launch takes one that has been compiled."""
+        with self._making:
+            if self._core is None:
+                self._core = self._captured()
+        return self._core
+
+    def _captured(self) -> Any:
+        with on(self.up):
+            for _ in range(CELLS):
+                pull = self._puller()
+                pull()  # of nothing
+                graph = torch.cuda.CUDAGraph(keep_graph=True)
+                graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on with theirs
+                pull()
+                graph.capture_end()
+                self._graphs.append(graph)
+        pulls = zip(self._graphs, self._pullers, strict=True)
+        return _core.Way(
+            self.up.cuda_stream, self.copies.cuda_stream, self.down.cuda_stream, self.width, ROOM, self.piece,
+            [(graph.raw_cuda_graph(), pull.cell.data_ptr()) for graph, pull in pulls],
+        )  # fmt: skip
+
+    def _puller(self) -> move.Puller:
+        self._pullers.append(move.Puller(self.tier.rows, self._bases, self.width, self.width, ROOM))
+        return self._pullers[-1]
+
+    def _reach(self) -> None:
+        """Have the GPU reach all rows there are."""
+        for number, store in enumerate(self.stores):
+            address, used, _ = store.row_memory()
+            if used > self._reached[number]:
+                begin = address + self._reached[number]
+                move.reachable(begin, used - self._reached[number], self.tier.device)
+                self._ranges.append(begin)
+                self._reached[number] = used
+
+    def lower_rows(self, source: Source, slots: Tensor) -> Callable[[Places, int], None]:
+        """Rows in `slots` (-1 is passed over) start on their way down. What this returns puts them into places, those
+        that were updated after a step."""
+        leaving = torch.empty(slots.numel(), self.width, dtype=torch.float32, device=self.tier.device)
+        move.collect(source, slots, self.width, leaving)
+        if self.down is None:
+            return lambda places, clean: places.lower(leaving, 0, slots.numel(), clean)
+        staged = torch.empty(leaving.shape, dtype=torch.float32, pin_memory=True)
+        sent = self._native().lower_rows(
+            torch.cuda.current_stream(self.tier.device).cuda_stream, leaving.data_ptr(), len(leaving), staged.data_ptr()
+        )
+        used_on(self.down, leaving)
+
+        return partial(_put, sent, staged)
+
+
+def _put(sent: Any, staged: Tensor, places: Places, clean: int) -> None:
+    """Rows into DRAM. `staged` is what the core reads them from: torch does not know."""
+    with core_errors():
+        sent.put(places.parts, places.slots.data_ptr(), places.steps.data_ptr(), places.counts.data_ptr(), clean)
+
+
+class Staged:
+    """A pinned buffer that copies are made from, for one batch after another."""
+
+    def __init__(self) -> None:
+        self._rows = torch.empty(0)
+        self._read: Any = None
+
+    def take(self, shape: torch.Size) -> Tensor:
+        """Room for so many rows, when the last ones have been copied."""
+        if self._read is not None:
+            self._read.synchronize()
+        if self._rows.numel() < shape.numel():
+            self._rows = torch.empty(shape.numel() * 9 // 8, dtype=torch.float32, pin_memory=True)
+        return self._rows
+
+    def give(self, stream: Any) -> None:
+        """What was asked of that stream reads it."""
+        self._read = stream.record_event(self._read)
+
+
+def _let_go(ranges: list[int], device: torch.device) -> None:
+    for address in ranges:
+        move.unreachable(address, device)
