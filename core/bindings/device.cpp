@@ -21,14 +21,15 @@ void bind_device(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>& pla
          Address out, size_t stride) {
         const auto parts = parts_of(tuples);
         nb::gil_scoped_release release;
-        return seek_rows(parts, at<const int64_t>(keys), begin, end, at<uint32_t>(slots), at<uint32_t>(steps),
-                         at<uint32_t>(counts), at<float>(out), stride);
+        const Sought sought{parts, at<const int64_t>(keys), at<uint32_t>(slots), at<uint32_t>(steps),
+                            at<uint32_t>(counts)};
+        return seek_rows(sought, {begin, end, at<float>(out)}, stride);
       },
       "Slots, steps and counts of keys in DRAM, with `out` their rows too; returns how many are not there.");
   m.def("copy_rows", [](const Parts& tuples, Address slots, size_t begin, size_t end, Address out, size_t stride) {
     const auto parts = parts_of(tuples);
     nb::gil_scoped_release release;
-    copy_rows(parts, at<const uint32_t>(slots), begin, end, at<float>(out), stride);
+    seek_rows({parts, nullptr, at<uint32_t>(slots), nullptr, nullptr}, {begin, end, at<float>(out)}, stride);
   });
   m.def("lower_rows", [](const Parts& tuples, Address slots, Address steps, Address counts, uint32_t clean,
                          size_t begin, size_t end, Address rows, size_t stride) {

@@ -1,11 +1,10 @@
 // Rows between DRAM and a GPU, for src/hotrow/table/way.py, which owns what is behind the addresses.
-#include "device/way.h"
-
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/unique_ptr.h>
 
 #include "bindings/bindings.h"
 #include "bindings/parts.h"
+#include "device/way.h"
 
 namespace hotrow::bindings {
 

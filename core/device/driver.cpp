@@ -9,6 +9,7 @@ namespace hotrow::device {
 namespace {
 
 constexpr unsigned kNoClock = 2;  // CU_EVENT_DISABLE_TIMING
+constexpr int kNotReady = 600;    // CUDA_ERROR_NOT_READY
 
 template <class Function>
 void find(void* library, const char* name, Function& function) {
@@ -25,6 +26,7 @@ Driver load() {
   find(library, "cuEventCreate", found.event_create);
   find(library, "cuEventRecord", found.event_record);
   find(library, "cuEventSynchronize", found.event_wait);
+  find(library, "cuEventQuery", found.event_query);
   find(library, "cuEventDestroy_v2", found.event_destroy);
   find(library, "cuStreamWaitEvent", found.stream_wait);
   find(library, "cuMemcpyHtoDAsync_v2", found.copy_up);
@@ -51,6 +53,11 @@ void check(int code, const char* what) {
 }
 
 Event::Event() { check(driver().event_create(&event_, kNoClock), "to make an event"); }
+bool Event::past() {
+  const int code = driver().event_query(event_);
+  if (code != kNotReady) check(code, "to say how far it is");
+  return code != kNotReady;
+}
 Event::~Event() { driver().event_destroy(event_); }
 
 Graph::Graph(Handle captured) { check(driver().graph_instantiate(&ready_, captured, 0), "to make a graph ready"); }

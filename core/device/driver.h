@@ -16,6 +16,7 @@ struct Driver {
   int (*event_create)(Handle*, unsigned);
   int (*event_record)(Handle, Handle stream);
   int (*event_wait)(Handle);
+  int (*event_query)(Handle);
   int (*event_destroy)(Handle);
   int (*stream_wait)(Handle stream, Handle event, unsigned);
   int (*copy_up)(DeviceAddress, const void*, size_t, Handle stream);
@@ -42,6 +43,7 @@ class Event {
 
   void record(Handle stream) { check(driver().event_record(event_, stream), "to record an event"); }
   void wait() { check(driver().event_wait(event_), "to wait for the device"); }
+  bool past();
   void hold(Handle stream) { check(driver().stream_wait(stream, event_, 0), "to have a stream wait"); }
 
  private:

@@ -8,9 +8,12 @@ namespace hotrow::device {
 void Leaving::put(const std::vector<TablePart>& parts, const uint32_t* slots, const uint32_t* steps,
                   const uint32_t* counts, uint32_t clean) {
   check(driver().context_set(context_), "to be used on this thread");
-  for (const Piece& piece : pieces_) {
-    piece.arrived->wait();
-    lower_rows(parts, slots, steps, counts, clean, piece.begin, piece.end, staged_ + piece.begin * width_, width_);
+  for (size_t p = 0; p < pieces_.size();) {
+    const size_t begin = pieces_[p].begin;
+    pieces_[p].arrived->wait();
+    while (++p < pieces_.size() && pieces_[p].arrived->past()) {
+    }  // waking the pool takes a while: as many as are there
+    lower_rows(parts, slots, steps, counts, clean, begin, pieces_[p - 1].end, staged_ + begin * width_, width_);
   }
 }
 
@@ -24,46 +27,46 @@ Way::Way(Handle up, Handle copies, Handle down, size_t width, size_t room, size_
 
 size_t Way::raise(const Rising& rising, size_t parts) {
   check(driver().context_set(context_), "to be used on this thread");
-  size_t absent = pull(rising, parts);
-  if (absent == 0 || !rising.all) absent += gather(rising);
+  const Sought sought{rising.parts, rising.keys, rising.slots, rising.steps, rising.counts, rising.all};
+  const size_t part = std::min(room_, rising.first / std::max<size_t>(1, parts) + 1);
+  size_t absent = 0, at = 0;
+  std::vector<Segment> segments;
+  while (at < rising.count && !(absent && rising.all)) {
+    segments.clear();
+    const size_t first_cell = next_;
+    for (; at < rising.first && segments.size() < pulls_.size(); at = segments.back().end) {
+      segments.push_back({at, std::min(rising.first, at + part)});
+      pulls_[next_++ % pulls_.size()].read.wait();  // what its cell said has been read
+    }
+    const size_t pulled = segments.size();
+    for (; at >= rising.first && at < rising.count; at = segments.back().end)
+      segments.push_back({at, std::min(rising.count, at + piece_), rising.staged + (at - rising.first) * width_});
+    absent += seek_segments(sought, segments, width_, [&](size_t s) {
+      check(driver().context_set(context_), "to be used on this thread");
+      const auto& [begin, end, staged] = segments[s];
+      if (s < pulled)
+        pull(rising, begin, end, pulls_[(first_cell + s) % pulls_.size()]);
+      else
+        copy(rising, begin, end);
+    });
+  }
   copied_.record(copies_);
   copied_.hold(up_);
   return absent;
 }
 
-size_t Way::pull(const Rising& rising, size_t parts) {
-  const size_t part = std::min(room_, rising.first / std::max<size_t>(1, parts) + 1);
-  size_t absent = 0;
-  for (size_t begin = 0; begin < rising.first; begin += part) {
-    const size_t end = std::min(rising.first, begin + part);
-    absent += seek_rows(rising.parts, rising.keys, begin, end, rising.slots, rising.steps, rising.counts);
-    if (absent && rising.all) break;
-    Pull& pull = pulls_[next_++ % pulls_.size()];
-    pull.read.wait();  // for what this cell was last used for
-    const int64_t words = static_cast<int64_t>(begin * sizeof(int32_t));
-    *pull.cell = {rising.device_slots + words, rising.device_tables + words,
-                  reinterpret_cast<int64_t>(rising.slots + begin), static_cast<int64_t>(end - begin)};
-    pull.graph.launch(up_);
-    pull.read.record(up_);
-  }
-  return absent;
+void Way::pull(const Rising& rising, size_t begin, size_t end, Pull& pull) {
+  const int64_t words = static_cast<int64_t>(begin * sizeof(int32_t));
+  *pull.cell = {rising.device_slots + words, rising.device_tables + words,
+                reinterpret_cast<int64_t>(rising.slots + begin), static_cast<int64_t>(end - begin)};
+  pull.graph.launch(up_);
+  pull.read.record(up_);
 }
 
-size_t Way::gather(const Rising& rising) {
-  size_t absent = 0;
-  for (size_t begin = rising.first; begin < rising.count; begin += piece_) {
-    const size_t end = std::min(rising.count, begin + piece_), row = begin - rising.first;
-    float* staged = rising.staged + row * width_;
-    if (rising.keys)
-      absent += seek_rows(rising.parts, rising.keys, begin, end, rising.slots, rising.steps, rising.counts, staged,
-                          width_);
-    else
-      copy_rows(rising.parts, rising.slots, begin, end, staged, width_);
-    if (absent && rising.all) break;
-    const size_t bytes = width_ * sizeof(float);
-    check(driver().copy_up(rising.incoming + row * bytes, staged, (end - begin) * bytes, copies_), "a copy to it");
-  }
-  return absent;
+void Way::copy(const Rising& rising, size_t begin, size_t end) {
+  const size_t row = begin - rising.first, bytes = width_ * sizeof(float);
+  const float* staged = rising.staged + row * width_;
+  check(driver().copy_up(rising.incoming + row * bytes, staged, (end - begin) * bytes, copies_), "a copy to it");
 }
 
 std::unique_ptr<Leaving> Way::lower(Handle stream, DeviceAddress leaving, size_t rows, float* staged) {

@@ -4,6 +4,7 @@
 //   up     find a part's rows in DRAM ─→ a launch reads them in place       (stream `up`)
 //          ... the next part, while that one is read ...
 //          find and gather a piece into pinned memory ─→ a copy             (stream `copies`)
+//          all in one run of the pool: who finishes a part or a piece launches or copies it
 //   down   copies into pinned memory, piece by piece (stream `down`), each put into DRAM when it is there
 //
 // In place: 29 million rows a second, whatever their width and pages, because each is a miss of the host's IOMMU; the
@@ -83,14 +84,14 @@ class Way {
     Pull(Handle captured, PullCell* cell) : graph(captured), cell(cell) {}
   };
 
-  size_t pull(const Rising& rising, size_t parts);
-  size_t gather(const Rising& rising);
+  void pull(const Rising& rising, size_t begin, size_t end, Pull& pull);
+  void copy(const Rising& rising, size_t begin, size_t end);
 
   const Handle up_, copies_, down_;
   Handle context_ = nullptr;
   const size_t width_, room_, piece_;
   std::deque<Pull> pulls_;
-  size_t next_ = 0;
+  size_t next_ = 0;  // of them
   Event copied_;
 };
 

@@ -30,49 +30,79 @@ void for_pieces(const std::vector<TablePart>& parts, size_t begin, size_t end, F
                      [&](int p) { fn(*pieces[p].table, pieces[p].begin, pieces[p].end); });
 }
 
+// Rows whose slots are known.
+void copy_task(const Table& table, const uint32_t* slots, size_t from, size_t to, float* out, size_t stride) {
+  const RowView view = table.view();
+  auto row = [&](size_t i) { return view.rows + size_t{slots[i]} * view.row_bytes; };
+  for (size_t i = from; i < to; ++i) {
+    if (i + kAhead < to) prefetch_row(row(i + kAhead), view.row_bytes);
+    stream_copy(out + (i - from) * stride, row(i), view.row_bytes);
+  }
+  finish_stream_copies();
+}
+
+// Returns how many are not there.
+size_t seek_task(const Table& table, const Sought& sought, size_t from, size_t to, float* out, size_t stride) {
+  const RowView view = table.view();
+  uint32_t* slots = sought.slots;
+  std::array<uint64_t, kRowsPerTask> hashes;
+  for (size_t i = from; i < to; ++i) hashes[i - from] = hash_key(sought.keys[i]);
+  const size_t none = kernels().find({view, sought.keys + from, hashes.data(), to - from, slots + from});
+  auto row = [&](size_t i) { return view.rows + size_t{slots[i]} * view.row_bytes; };
+  auto ask = [&](size_t i) {
+    if (i >= to || slots[i] == kNoSlot) return;
+    __builtin_prefetch(&view.headers[slots[i] / 4]);
+    if (out) prefetch_row(row(i), view.row_bytes);
+  };
+  const size_t ahead = out ? kAhead : 4 * kAhead;
+  for (size_t i = from; i < from + ahead; ++i) ask(i);
+  for (size_t i = from; i < to; ++i) {
+    ask(i + ahead);
+    if (slots[i] == kNoSlot) continue;
+    const HeaderGroup& group = view.headers[slots[i] / 4];
+    sought.steps[i] = step_of(group.stamp[slots[i] % 4]);
+    sought.counts[i] = group.count[slots[i] % 4];
+    if (out) stream_copy(out + (i - from) * stride, row(i), view.row_bytes);
+  }
+  finish_stream_copies();
+  return none;
+}
+
 }  // namespace
 
-size_t seek_rows(const std::vector<TablePart>& parts, const int64_t* keys, size_t begin, size_t end, uint32_t* slots,
-                 uint32_t* steps, uint32_t* counts, float* out, size_t stride) {
+size_t seek_segments(const Sought& sought, const std::vector<Segment>& segments, size_t stride,
+                     const std::function<void(size_t)>& done) {
+  struct Task {
+    const Table* table;
+    size_t from, to, segment;
+  };
+  std::vector<Task> tasks;
+  std::vector<std::atomic<int>> left(segments.size());
+  for (size_t s = 0; s < segments.size(); ++s)
+    for (const TablePart& part : sought.parts)
+      for (size_t at = std::max(part.begin, segments[s].begin), last = std::min(part.end, segments[s].end); at < last;
+           at += kRowsPerTask) {
+        tasks.push_back({part.table, at, std::min(last, at + kRowsPerTask), s});
+        left[s].fetch_add(1, std::memory_order_relaxed);
+      }
   std::atomic<size_t> absent{0};
-  for_pieces(parts, begin, end, [&](const Table& table, size_t from, size_t to) {
-    const RowView view = table.view();
-    std::array<uint64_t, kRowsPerTask> hashes;
-    for (size_t i = from; i < to; ++i) hashes[i - from] = hash_key(keys[i]);
-    const size_t none = kernels().find({view, keys + from, hashes.data(), to - from, slots + from});
-    if (none) absent.fetch_add(none, std::memory_order_relaxed);
-    auto row = [&](size_t i) { return view.rows + size_t{slots[i]} * view.row_bytes; };
-    auto ask = [&](size_t i) {
-      if (i >= to || slots[i] == kNoSlot) return;
-      __builtin_prefetch(&view.headers[slots[i] / 4]);
-      if (out) prefetch_row(row(i), view.row_bytes);
-    };
-    const size_t ahead = out ? kAhead : 4 * kAhead;
-    for (size_t i = from; i < from + ahead; ++i) ask(i);
-    for (size_t i = from; i < to; ++i) {
-      ask(i + ahead);
-      if (slots[i] == kNoSlot) continue;
-      const HeaderGroup& group = view.headers[slots[i] / 4];
-      steps[i] = step_of(group.stamp[slots[i] % 4]);
-      counts[i] = group.count[slots[i] % 4];
-      if (out) stream_copy(out + (i - begin) * stride, row(i), view.row_bytes);
-    }
-    finish_stream_copies();
+  auto over = [&] { return sought.whole && absent.load(std::memory_order_relaxed) != 0; };
+  Pool::shared().run(static_cast<int>(tasks.size()), [&](int t) {
+    if (over()) return;
+    const Task& task = tasks[t];
+    const Segment& segment = segments[task.segment];
+    float* out = segment.out ? segment.out + (task.from - segment.begin) * stride : nullptr;
+    if (!sought.keys)
+      copy_task(*task.table, sought.slots, task.from, task.to, out, stride);
+    else if (size_t none = seek_task(*task.table, sought, task.from, task.to, out, stride))
+      absent.fetch_add(none, std::memory_order_relaxed);
+    if (left[task.segment].fetch_sub(1, std::memory_order_acq_rel) == 1 && !over() && done) done(task.segment);
   });
   return absent;
 }
 
-void copy_rows(const std::vector<TablePart>& parts, const uint32_t* slots, size_t begin, size_t end, float* out,
-               size_t stride) {
-  for_pieces(parts, begin, end, [&](const Table& table, size_t from, size_t to) {
-    const RowView view = table.view();
-    auto row = [&](size_t i) { return view.rows + size_t{slots[i]} * view.row_bytes; };
-    for (size_t i = from; i < to; ++i) {
-      if (i + kAhead < to) prefetch_row(row(i + kAhead), view.row_bytes);
-      stream_copy(out + (i - begin) * stride, row(i), view.row_bytes);
-    }
-    finish_stream_copies();
-  });
+size_t seek_rows(const Sought& sought, const Segment& segment, size_t stride) {
+  return seek_segments(sought, {segment}, stride, nullptr);
 }
 
 void lower_rows(const std::vector<TablePart>& parts, const uint32_t* slots, const uint32_t* steps,
@@ -95,11 +125,19 @@ void lower_rows(const std::vector<TablePart>& parts, const uint32_t* slots, cons
   }
   for_pieces(parts, begin, end, [&](const Table& table, size_t from, size_t to) {
     const RowView view = table.view();
+    auto row = [&](size_t i) { return view.rows + size_t{slots[i]} * view.row_bytes; };
+    auto ask = [&](size_t i) {  // for what is not written as whole lines
+      if (i >= to || !comes(i)) return;
+      __builtin_prefetch(&view.headers[slots[i] / 4], 1);
+      __builtin_prefetch(row(i), 1);
+      __builtin_prefetch(row(i) + view.row_bytes - 1, 1);
+    };
+    for (size_t i = from; i < from + kAhead; ++i) ask(i);
     for (size_t i = from; i < to; ++i) {
-      if (i + kAhead < to && comes(i + kAhead)) __builtin_prefetch(&view.headers[slots[i + kAhead] / 4], 1);
+      ask(i + kAhead);
       if (!comes(i)) continue;
       HeaderGroup& group = view.headers[slots[i] / 4];
-      stream_copy(view.rows + size_t{slots[i]} * view.row_bytes, rows + (i - begin) * stride, view.row_bytes);
+      stream_copy(row(i), rows + (i - begin) * stride, view.row_bytes);
       group.stamp[slots[i] % 4] = stamp_of(steps[i]);
       group.count[slots[i] % 4] = static_cast<uint16_t>(counts[i]);
     }

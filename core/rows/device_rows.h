@@ -6,6 +6,7 @@
 // at once. No reader runs beside them: readers ask the GPU's owner first, who brings its rows down.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "rows/table.h"
@@ -18,14 +19,28 @@ struct TablePart {
   size_t begin, end;
 };
 
-// Slots, steps and count codes of keys number `begin` to `end`; kNoSlot where a key has no row in DRAM. Returns how
-// many those are. With `out` the rows are copied too: out[(i - begin) * stride] is key i's.
-size_t seek_rows(const std::vector<TablePart>& parts, const int64_t* keys, size_t begin, size_t end, uint32_t* slots,
-                 uint32_t* steps, uint32_t* counts, float* out = nullptr, size_t stride = 0);
+// Keys of several tables and where their rows are: slots, steps and count codes; kNoSlot where a key has no row in
+// DRAM.
+struct Sought {
+  const std::vector<TablePart>& parts;
+  const int64_t* keys;  // null: slots are known, and nothing else is asked
+  uint32_t *slots, *steps, *counts;
+  bool whole = false;  // the first row that is not there ends it
+};
 
-// Whole rows: out[(i - begin) * stride] is the row of slots[i], for i from `begin` to `end`.
-void copy_rows(const std::vector<TablePart>& parts, const uint32_t* slots, size_t begin, size_t end, float* out,
-               size_t stride);
+// Rows from number `begin` to `end`. With `out` they are copied too: out[(i - begin) * stride] is row i.
+struct Segment {
+  size_t begin, end;
+  float* out = nullptr;
+};
+
+// Finds the rows of all segments in one run of the pool, the first ones first: done(s) is called, by one thread or
+// another, as soon as all of segment s is there. Returns how many rows are not.
+size_t seek_segments(const Sought& sought, const std::vector<Segment>& segments, size_t stride,
+                     const std::function<void(size_t)>& done);
+
+// The same for one.
+size_t seek_rows(const Sought& sought, const Segment& segment, size_t stride = 0);
 
 // Rows come back: rows[(i - begin) * stride] into slots[i], with its step and count code, for i from `begin` to `end`.
 // What a snapshot still wants of them is captured first. Slots of kNoSlot and rows whose step is not above `clean` are

@@ -2,7 +2,9 @@
 #include "rows/device_rows.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <mutex>
 #include <set>
 #include <stdexcept>
 #include <thread>
@@ -63,7 +65,11 @@ struct Lot {
     keys.insert(keys.end(), some.begin(), some.end());
     for (auto* each : {&slots, &steps, &counts}) each->resize(keys.size(), kUntouched);
   }
-  size_t seek() { return seek_rows(parts, keys.data(), 0, keys.size(), slots.data(), steps.data(), counts.data()); }
+  Sought sought(bool whole = false) { return {parts, keys.data(), slots.data(), steps.data(), counts.data(), whole}; }
+  size_t seek() { return seek_rows(sought(), {0, keys.size()}); }
+  void copy(size_t begin, size_t end, float* out, size_t stride) {
+    seek_rows({parts, nullptr, slots.data(), nullptr, nullptr}, {begin, end, out}, stride);
+  }
   void lower(uint32_t clean, size_t begin, size_t end, const std::vector<float>& rows, size_t stride) const {
     lower_rows(parts, slots.data(), steps.data(), counts.data(), clean, begin, end, rows.data() + begin * stride,
                stride);
@@ -180,7 +186,8 @@ TEST(sought_rows_are_the_ones_each_table_finds) {
     CHECK_EQ(absent, expected);
     CHECK(expected > 100);
   }
-  CHECK_EQ(seek_rows({}, nullptr, 0, 0, nullptr, nullptr, nullptr), 0u);
+  Lot nothing;
+  CHECK_EQ(nothing.seek(), 0u);
 }
 
 TEST(copied_rows_are_whole_and_lie_from_the_start_of_the_piece) {
@@ -195,7 +202,7 @@ TEST(copied_rows_are_whole_and_lie_from_the_start_of_the_piece) {
     for (size_t c = 0; c + 1 < std::size(kCuts); ++c) {
       const size_t begin = kCuts[c], end = kCuts[c + 1];
       std::vector<float> out((end - begin + 1) * stride, -7.0f);  // and one more, which nobody writes
-      copy_rows(lot.parts, lot.slots.data(), begin, end, out.data(), stride);
+      lot.copy(begin, end, out.data(), stride);
       std::vector<float> expected(out.size(), -7.0f);
       for (size_t i = begin; i < end; ++i) {
         const Row row = row_at(lot.table(i), lot.slots[i]);
@@ -205,11 +212,64 @@ TEST(copied_rows_are_whole_and_lie_from_the_start_of_the_piece) {
       CHECK(out == expected);
       Lot again = lot;
       std::fill(out.begin(), out.end(), -7.0f);
-      CHECK_EQ(seek_rows(again.parts, again.keys.data(), begin, end, again.slots.data(), again.steps.data(),
-                         again.counts.data(), out.data(), stride),
-               0u);
+      CHECK_EQ(seek_rows(again.sought(), {begin, end, out.data()}, stride), 0u);
       CHECK(out == expected && again.slots == lot.slots && again.steps == lot.steps && again.counts == lot.counts);
     }
+  }
+}
+
+TEST(segments_are_whole_when_they_are_said_to_be_done) {
+  testing::Random random(7);
+  const auto keys = keys_from(0, 800);
+  const Tables tables = some_tables(random, keys);
+  Lot known = some_lot(random, tables, keys);
+  known.seek();
+  const size_t stride = known.widest();
+  for (int threads : {1, 4})
+    for (int run = 0; run < 20; ++run) {
+      testing::WithThreads with(threads);
+      Lot lot = known;
+      for (uint32_t& slot : lot.slots) slot = kUntouched;
+      std::vector<float> rows(lot.size() * stride, -7.0f);
+      std::vector<Segment> segments;
+      for (size_t c = 0; c + 1 < std::size(kCuts); ++c)
+        segments.push_back({kCuts[c], kCuts[c + 1], c % 2 ? rows.data() + kCuts[c] * stride : nullptr});
+      std::mutex mutex;
+      std::multiset<size_t> finished;
+      CHECK_EQ(seek_segments(lot.sought(true), segments, stride,
+                             [&](size_t s) {
+                               bool there = true;
+                               for (size_t i = segments[s].begin; i < segments[s].end; ++i) {
+                                 const Row row = row_at(lot.table(i), known.slots[i]);
+                                 there &= lot.slots[i] == known.slots[i];
+                                 if (segments[s].out)
+                                   there &= std::equal(row.values.begin(), row.values.end(), rows.begin() + i * stride);
+                               }
+                               std::lock_guard lock(mutex);
+                               CHECK(there);
+                               finished.insert(s);
+                             }),
+               0u);
+      CHECK((finished == std::multiset<size_t>{1, 2, 3, 4, 5, 6, 7, 8}));  // the first is empty
+    }
+}
+
+TEST(a_row_that_is_not_there_ends_a_search_for_the_whole) {
+  testing::Random random(8);
+  const auto keys = keys_from(0, 800);
+  const Tables tables = some_tables(random, keys);
+  for (int threads : {1, 4}) {
+    testing::WithThreads with(threads);
+    Lot lot = some_lot(random, tables, keys);
+    lot.keys[320] = 5;  // unseen, in the fourth
+    std::vector<Segment> segments;
+    for (size_t c = 0; c + 1 < std::size(kCuts); ++c) segments.push_back({kCuts[c], kCuts[c + 1]});
+    std::atomic<bool> third{false};
+    CHECK_EQ(seek_segments(lot.sought(true), segments, 0, [&](size_t s) { third = third || s == 3; }), 1u);
+    CHECK(!third);
+    std::atomic<int> finished{0};
+    CHECK_EQ(seek_segments(lot.sought(), segments, 0, [&](size_t) { ++finished; }), 1u);
+    CHECK_EQ(finished.load(), 8);
   }
 }
 
@@ -394,12 +454,12 @@ TEST(refused_keys_are_lent_a_slot_and_noted_only_by_a_commit) {
     const std::vector<uint32_t> none(keys.size(), kNoSlot);
     Plan plan;
     auto refused = [&](uint32_t seen) {
-      const Lot lot = lift(plan, {table}, {keys}, std::vector<uint32_t>(keys.size(), seen), 1);
+      Lot lot = lift(plan, {table}, {keys}, std::vector<uint32_t>(keys.size(), seen), 1);
       CHECK(std::all_of(lot.steps.begin(), lot.steps.end(), [](uint32_t step) { return step == ~0u; }));
       CHECK_EQ(std::set<uint32_t>(lot.slots.begin(), lot.slots.end()).size(), keys.size());
       CHECK(find(*table, keys) == none);
       std::vector<float> rows(keys.size() * table->width());
-      copy_rows(lot.parts, lot.slots.data(), 0, keys.size(), rows.data(), table->width());
+      lot.copy(0, keys.size(), rows.data(), table->width());
       for (size_t i = 0; i < keys.size(); ++i) {
         const auto* row = rows.data() + i * table->width();
         CHECK(std::equal(row, row + table->width(), testing::initial_row(*table, keys[i]).values.begin()));

@@ -24,6 +24,7 @@ from hotrow.kernels.launch import cdiv, fast, power_of_2
 from hotrow.kernels.layout import Source
 
 ORDER_BLOCK, ORDERERS = 1024, 64
+TELL_BLOCK = 2048
 PULLERS = 528  # programs that read host rows: enough for what the wire takes, and room for others beside them
 
 
@@ -140,16 +141,17 @@ def _extra(source: Source) -> Tensor:
 
 
 @fast
-@triton.jit(do_not_specialize=["address"])
+@triton.jit(do_not_specialize=["address", "n"])
 def _tell_kernel(numbers, address, n, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(numbers + at, mask=at < n, other=0)
     tl.store(address.to(tl.pointer_type(tl.int32)) + at, value, mask=at < n)
 
 
 def tell(numbers: Tensor, pinned: Tensor) -> None:
-    """A few int32 numbers into pinned host memory; by a kernel, because the copy engine may be busy for long."""
-    _tell_kernel[(1,)](numbers, pinned.data_ptr(), numbers.numel(), BLOCK=power_of_2(numbers.numel()))
+    """int32 numbers into pinned host memory; by a kernel, because the copy engine may be busy for long."""
+    block = min(TELL_BLOCK, power_of_2(numbers.numel()))
+    _tell_kernel[(cdiv(numbers.numel(), block),)](numbers, pinned.data_ptr(), numbers.numel(), BLOCK=block)
 
 
 def reachable(address: int, size: int, device: torch.device) -> None:

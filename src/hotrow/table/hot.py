@@ -57,7 +57,7 @@ class HotRows:
             _core.set_threads(_core.threads() - 2)  # launching and rows on their way down want a core each
         self.flag = Later(device)  # whether a gradient was not finite
         self.lock = threading.RLock()
-        self.ahead = new_stream(device)
+        self.ahead = new_stream(device, urgent=True)
         self.ahead_of_turn = False  # whether batches may be in flight ahead of the one in work
         self.staging = False  # whether rows may come up ahead, on another thread and stream
         self.patience = 0  # batches not to stage: the last one had unseen keys, for which all must wait

@@ -32,7 +32,7 @@ from hotrow.kernels.touch import first_score
 from hotrow.kernels.update import Coefficients, Meta, update
 from hotrow.table.batch_layout import Feature, lay_out
 from hotrow.table.hot import Coming, Group
-from hotrow.table.streams import to_device, to_host, used_on, wait_for
+from hotrow.table.streams import to_device, to_host, told, used_on, wait_for
 from hotrow.table.way import Into
 from hotrow.tiers.host import HostLift, Places, Update
 
@@ -239,12 +239,12 @@ class Part:
         """
         tier = self.group.tier
         report = brief(unique, chosen, tier.hosts, tier.steps, tier.counts, tier.clean)
-        told, n = to_host(report.told), chosen.slots.numel()
-        tables, seen, slots, *leaving, numbers = told[2 * n :].view(FIELDS - 2, n).unbind()
-        number = int(numbers[0])
+        numbers, n = told(report.told), chosen.slots.numel()
+        tables, seen, slots, *leaving, many = numbers[2 * n :].view(FIELDS - 2, n).unbind()
+        number = int(many[0])
         bounds = self.group.bounds(tables[:number])
         rows = Places(self.group.stores, bounds, *(field[:number] for field in leaving))
-        keys = told[: 2 * n].view(torch.int64)[:number]
+        keys = numbers[: 2 * n].view(torch.int64)[:number]
         return report, keys, Wanted(seen[:number], slots[:number]), rows
 
     def _settle_places(self, chosen: Tensor, wanted: Tensor, leaving: Places, arriving: Places) -> Tensor:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotrow.kernels.move import tell
 
-def new_stream(device: torch.device) -> Any:
-    """A stream of that device, None where it has none."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+def new_stream(device: torch.device, urgent: bool = False) -> Any:
+    """A stream of that device, None where it has none. What is urgent gets room before what is not."""
+    return torch.cuda.Stream(device, priority=-int(urgent)) if device.type == "cuda" else None
 
 
 def on(stream: Any) -> AbstractContextManager[Any]:
@@ -45,6 +47,17 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     pinned.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return pinned
+
+
+def told(numbers: Tensor) -> Tensor:
+    """As to_host, for int32 numbers that are waited for while rows are on their way down."""
+    if numbers.device.type == "cpu":
+        return numbers
+    pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    if numbers.numel():
+        tell(numbers, pinned)
     torch.cuda.current_stream().synchronize()
     return pinned
 
