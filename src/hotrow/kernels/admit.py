@@ -20,6 +20,7 @@ from hotrow.kernels.dedup import Unique
 from hotrow.kernels.insert import Chosen
 from hotrow.kernels.launch import cdiv, fast
 from hotrow.kernels.sets import SetIndex, held_by
+from hotrow.kernels.terms import CLEAN, real_of, term
 
 BLOCK = 256
 FIELDS = 9  # int32 words a key: two of the key, then table, sightings, slot, and host, step, count of who is in it
@@ -29,8 +30,9 @@ FIELDS = 9  # int32 words a key: two of the key, then table, sightings, slot, an
 @triton.jit(do_not_specialize=["n", "clean"])
 def _brief_kernel(
     keys, tables, seen, chosen, order, number, hosts, steps, counts, out, out_keys, going, ranks, n, clean,
-    STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    STRIDE: tl.constexpr, TERMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    clean = term(clean, CLEAN, TERMS)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     place = tl.load(order + at, mask=inside, other=0)
@@ -69,7 +71,8 @@ def _admit_kernel(
 
 @fast
 @triton.jit(do_not_specialize=["n"])
-def _answer_kernel(positions, inverse, ranks, slots, out, n, BLOCK: tl.constexpr):
+def _answer_kernel(positions, inverse, ranks, slots, out, count, n, COUNTED: tl.constexpr, BLOCK: tl.constexpr):
+    n = real_of(n, count, COUNTED)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     rank = tl.load(ranks + tl.load(inverse + at, mask=inside, other=0), mask=inside, other=0)
@@ -103,15 +106,17 @@ class Brief(NamedTuple):
 TABLES, SLOTS = 2, 4
 
 
-def brief(unique: Unique, chosen: Chosen, hosts: Tensor, steps: Tensor, counts: Tensor, clean: int) -> Brief:
-    """What the host must know of missing keys. Rows of chosen slots changed if their step is after `clean`."""
+def brief(unique: Unique, chosen: Chosen, hosts: Tensor, steps: Tensor, counts: Tensor, clean: int | Tensor) -> Brief:
+    """What the host must know of missing keys. Rows of chosen slots changed if their step is after `clean`, a
+    number or terms."""
     n = chosen.slots.numel()
     told = torch.empty(FIELDS * n, dtype=torch.int32, device=chosen.slots.device)
     found = Brief(told, torch.empty_like(chosen.slots), torch.empty_like(chosen.slots))
     if n:
         _brief_kernel[(cdiv(n, BLOCK),)](
             unique.keys, unique.tables, unique.counts, chosen.slots, chosen.order, unique.number, hosts, steps, counts,
-            told, found.keys, found.going, found.ranks, n, clean, STRIDE=steps.stride(0), BLOCK=BLOCK,
+            told, found.keys, found.going, found.ranks, n, clean, STRIDE=steps.stride(0),
+            TERMS=isinstance(clean, Tensor), BLOCK=BLOCK,
         )  # fmt: skip
     return found
 
@@ -147,8 +152,13 @@ def note(beside: tuple[Tensor, Tensor, Tensor], slots: Tensor, places: Tensor) -
         )  # fmt: skip
 
 
-def answer(positions: Tensor, inverse: Tensor, ranks: Tensor, slots: Tensor, out: Tensor) -> None:
-    """out[positions[i]] = slots[ranks[inverse[i]]]."""
+def answer(
+    positions: Tensor, inverse: Tensor, ranks: Tensor, slots: Tensor, out: Tensor, count: Tensor | None = None
+) -> None:
+    """out[positions[i]] = slots[ranks[inverse[i]]], for all or the first `count`."""
     n = positions.numel()
     if n:
-        _answer_kernel[(cdiv(n, BLOCK),)](positions, inverse, ranks, slots, out, n, BLOCK=BLOCK)
+        _answer_kernel[(cdiv(n, BLOCK),)](
+            positions, inverse, ranks, slots, out, positions if count is None else count, n,
+            COUNTED=count is not None, BLOCK=BLOCK,
+        )  # fmt: skip

@@ -24,11 +24,13 @@ from hotrow.errors import BatchError
 from hotrow.kernels.launch import cdiv, fast
 from hotrow.kernels.mixing import hash_key, unhash
 from hotrow.kernels.sets import check
+from hotrow.kernels.terms import real_of
 
 BLOCK, WARPS = 1024, 4
 CHUNK = 256  # block counts that are added up at a time
 
 _SIGN = tl.constexpr(1 << 63)
+_LAST = tl.constexpr((1 << 63) - 1)
 
 
 class Unique(NamedTuple):
@@ -90,10 +92,13 @@ def compact_kernel(
 
 @fast
 @triton.jit(do_not_specialize=["n"])
-def hash_kernel(keys, hashes, n, BLOCK: tl.constexpr):
+def hash_kernel(keys, hashes, count, n, COUNTED: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     hash = hash_key(tl.load(keys + at, mask=at < n, other=0))
-    tl.store(hashes + at, (hash ^ _SIGN).to(tl.int64, bitcast=True), mask=at < n)
+    signed = (hash ^ _SIGN).to(tl.int64, bitcast=True)
+    if COUNTED:  # the others go last; the sort is stable, so behind a real one of the same hash
+        signed = tl.where(at < real_of(n, count, COUNTED), signed, _LAST)
+    tl.store(hashes + at, signed, mask=at < n)
 
 
 @triton.jit
@@ -121,7 +126,11 @@ def heads_of(hashes, by_hash, by_table, tables, at, n, TABLES: tl.constexpr):
 
 @fast
 @triton.jit(do_not_specialize=["n"])
-def count_heads_kernel(hashes, by_hash, by_table, tables, counts, n, TABLES: tl.constexpr, BLOCK: tl.constexpr):
+def count_heads_kernel(
+    hashes, by_hash, by_table, tables, counts, count, n,
+    TABLES: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = real_of(n, count, COUNTED)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     _, _, _, head = heads_of(hashes, by_hash, by_table, tables, at, n, TABLES)
     tl.store(counts + tl.program_id(0), tl.sum(head.to(tl.int32), axis=0))
@@ -130,9 +139,10 @@ def count_heads_kernel(hashes, by_hash, by_table, tables, counts, n, TABLES: tl.
 @fast
 @triton.jit(do_not_specialize=["n"])
 def unique_kernel(
-    hashes, by_hash, by_table, tables, counts, keys, unique_tables, starts, order, inverse, number, n,
-    TABLES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    hashes, by_hash, by_table, tables, counts, keys, unique_tables, starts, order, inverse, number, count, n,
+    TABLES: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    n = real_of(n, count, COUNTED)
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     valid = at < n
@@ -150,13 +160,15 @@ def unique_kernel(
 
 @fast
 @triton.jit(do_not_specialize=["n"])
-def finish_kernel(keys, tables, counts, starts, number, n, TABLES: tl.constexpr, BLOCK: tl.constexpr):
+def finish_kernel(
+    keys, tables, counts, starts, number, count, n, TABLES: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = tl.load(number)
     padding = (at >= real) & (at < n)
     start = tl.load(starts + at, mask=at < real, other=0)
     end = tl.load(starts + at + 1, mask=at + 1 < real, other=0)
-    end = tl.where(at + 1 == real, n, end)
+    end = tl.where(at + 1 == real, real_of(n, count, COUNTED), end)
     tl.store(counts + at, tl.where(at < real, end - start, 0), mask=at < n)
     tl.store(keys + at, tl.zeros([BLOCK], tl.int64), mask=padding)
     if TABLES:
@@ -171,7 +183,10 @@ def compact(slots: torch.Tensor, count: int) -> torch.Tensor:
 def compact_keys(
     slots: torch.Tensor, count: int, keys: torch.Tensor, begins: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """compact, with the keys at those positions and their tables: table t's are at begins[t] to begins[t + 1]."""
+    """compact, with the keys at those positions and their tables: table t's are at begins[t] to begins[t + 1].
+
+    `count` may also be more than there are (then what is behind them is undefined) or less (then the rest is left out).
+    """
     return _compact(slots, count, keys, begins)
 
 
@@ -199,12 +214,17 @@ def _compact(
 
 
 def dedup(
-    keys: torch.Tensor, tables: torch.Tensor | None = None, table_count: int | None = None, rising: bool = False
+    keys: torch.Tensor,
+    tables: torch.Tensor | None = None,
+    table_count: int | None = None,
+    rising: bool = False,
+    count: torch.Tensor | None = None,
 ) -> Unique:
     """Unique (table, key) pairs of int64 keys and int32 tables (None: one table), with counts and the way back.
 
     `table_count`, where the caller knows it, says that tables are below it: fewer bits to sort. `rising` says that
-    tables never go down; then there is one sort, and pairs come out by hash, those of one hash by table.
+    tables never go down; then there is one sort, and pairs come out by hash, those of one hash by table. With `count`,
+    int32 [1], only so many of the keys are real; if that is more than there are, none.
     """
     check("keys", keys, torch.int64, None, keys.device)
     n, device = keys.numel(), keys.device
@@ -225,23 +245,29 @@ def dedup(
         return unique
     grid = (cdiv(n, BLOCK),)
     hashes = torch.empty_like(keys)
-    hash_kernel[grid](keys, hashes, n, BLOCK=BLOCK, num_warps=WARPS)
+    hash_kernel[grid](
+        keys, hashes, unique.number if count is None else count, n, COUNTED=count is not None, BLOCK=BLOCK,
+        num_warps=WARPS,
+    )  # fmt: skip
     hashes, by_hash = hashes.sort(stable=True)
     by_table = by_hash
     tables = unique.tables if tables is None else tables
     if several and not rising:
         tables, by_table = tables.to(narrow(table_count))[by_hash].sort(stable=True)
-    counts, mode = ints(grid[0]), int(several) + int(several and rising)
+    counts, mode, counted = ints(grid[0]), int(several) + int(several and rising), count is not None
+    count = unique.number if count is None else count
     count_heads_kernel[grid](
-        hashes, by_hash, by_table, tables, counts, n, TABLES=mode, BLOCK=BLOCK, num_warps=WARPS
+        hashes, by_hash, by_table, tables, counts, count, n, TABLES=mode, COUNTED=counted, BLOCK=BLOCK,
+        num_warps=WARPS,
     )  # fmt: skip
     unique_kernel[grid](
         hashes, by_hash, by_table, tables, counts, unique.keys, unique.tables, unique.starts, unique.order,
-        unique.inverse, unique.number, n, TABLES=mode, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=WARPS,
+        unique.inverse, unique.number, count, n, TABLES=mode, COUNTED=counted, BLOCK=BLOCK, CHUNK=CHUNK,
+        num_warps=WARPS,
     )  # fmt: skip
     finish_kernel[grid](
-        unique.keys, unique.tables, unique.counts, unique.starts, unique.number, n,
-        TABLES=several, BLOCK=BLOCK, num_warps=WARPS,
+        unique.keys, unique.tables, unique.counts, unique.starts, unique.number, count, n,
+        TABLES=several, COUNTED=counted, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return unique
 

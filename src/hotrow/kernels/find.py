@@ -21,6 +21,7 @@ from hotrow.errors import BatchError
 from hotrow.kernels.launch import cdiv, fast, power_of_2
 from hotrow.kernels.mixing import half_of, hash_key, set_of
 from hotrow.kernels.sets import SetIndex, check
+from hotrow.kernels.terms import BATCH, SCORE, term
 from hotrow.kernels.touch import first_score, warmed
 
 BLOCK, WARPS = 256, 4
@@ -73,8 +74,11 @@ def way_of(index_keys, sets, keys, valid):
 def find_kernel(
     index_keys, held, first, count, keys, begins, slots, missing, rows, out, n, only, batch, now,
     TABLES: tl.constexpr, PADDED: tl.constexpr, PIN: tl.constexpr, MISSING: tl.constexpr,
-    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, STRIDE: tl.constexpr, TERMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if TERMS:
+        now = tl.load(batch + SCORE).to(tl.int32).to(tl.float32, bitcast=True)
+    batch = term(batch, BATCH, TERMS)
     start = tl.program_id(0) * BLOCK
     at = start + tl.arange(0, BLOCK)
     valid = at < n
@@ -113,14 +117,15 @@ def find(
     index: SetIndex,
     keys: torch.Tensor,
     begins: torch.Tensor,
-    batch: int = 0,
+    batch: int | torch.Tensor = 0,
     missing: torch.Tensor | None = None,
     warmth: Warmth | None = None,
 ) -> torch.Tensor:
     """Slots of keys, int32 [n], -1 where absent. Table t's keys are at positions begins[t] to begins[t + 1].
 
     With batch > 0 the found slots are pinned for that batch, and with `warmth` their scores rise, unless the batch or
-    a later one has pinned them already. The number of absent keys is added to `missing`, int32 [1].
+    a later one has pinned them already. The number of absent keys is added to `missing`, int32 [1]. In place of a
+    number `batch` may be terms (terms.py), which say the score too.
     """
     return _launch(index, keys, begins, batch, missing, None, 0, None, warmth)
 
@@ -147,7 +152,7 @@ def _launch(
     index: SetIndex,
     keys: torch.Tensor,
     begins: torch.Tensor,
-    batch: int,
+    batch: int | torch.Tensor,
     missing: torch.Tensor | None,
     rows: torch.Tensor | None,
     dim: int,
@@ -164,14 +169,16 @@ def _launch(
         return slots
     padded = power_of_2(dim) if dim else 1
     block, warps = (BLOCK, WARPS) if not dim else (min(BLOCK, max(16, ROWS_ELEMENTS // padded)), ROWS_WARPS)
-    pin, now = int(batch > 0), 0.0
-    if batch > 0 and warmth is not None:
-        pin, now = 2 + (warmth.policy == "lfu"), first_score(batch, warmth.policy, warmth.half_life)
+    terms = isinstance(batch, torch.Tensor)
+    pin, now = int(terms or batch > 0), 0.0
+    if pin and warmth is not None:
+        pin = 2 + (warmth.policy == "lfu")
+        now = 0.0 if isinstance(batch, torch.Tensor) else first_score(batch, warmth.policy, warmth.half_life)
     find_kernel[(cdiv(n, block),)](
         index.keys, index.held, index.first, index.count, keys, begins, slots, slots if missing is None else missing,
         slots if rows is None else rows, slots if out is None else out, n, index.counts[0], batch, now,
         TABLES=index.tables, PADDED=power_of_2(index.tables), PIN=pin, MISSING=missing is not None,
-        DIM=dim, DIM_PADDED=padded, STRIDE=rows.stride(0) if rows is not None else 0, BLOCK=block, num_warps=warps,
-        enable_fp_fusion=False,
+        DIM=dim, DIM_PADDED=padded, STRIDE=rows.stride(0) if rows is not None else 0, TERMS=terms, BLOCK=block,
+        num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return slots

@@ -29,6 +29,7 @@ from hotrow.kernels.dedup import total_before
 from hotrow.kernels.launch import cdiv, fast, power_of_2
 from hotrow.kernels.mixing import empty_key, half_of, hash_key, home_of
 from hotrow.kernels.sets import CROWDED, POLICIES, SPILL, WAYS, SetIndex, check, held_by
+from hotrow.kernels.terms import SETTLED, held_word, term
 
 BLOCK, WARPS = 64, 2
 SWAP_ELEMENTS, SWAP_WARPS = 4096, 4  # of a block that swaps rows: keys * padded dim
@@ -77,12 +78,13 @@ def open_ways(held, pins, home, valid, settled):
 @triton.jit(do_not_specialize=["n", "batch", "settled"])
 def target_kernel(
     index_keys, pins, first, count, keys, tables, number, homes, found, n, batch, settled,
-    TABLES: tl.constexpr, MIXED: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr,
+    TABLES: tl.constexpr, MIXED: tl.constexpr, NUMBER: tl.constexpr, TERMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The home each key goes to, _NOWHERE after the real ones.
 
     MIXED: a present key's is the one that holds it; its slot is pinned for the batch and goes to `found` (-1: absent).
     """
+    settled = term(settled, SETTLED, TERMS)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = n
     if NUMBER:
@@ -135,10 +137,12 @@ def ranked_ways(index_keys, pins, scores, home, valid, settled):
 @fast
 @triton.jit(do_not_specialize=["n", "settled"])
 def choose_kernel(
-    index_keys, pins, scores, homes, order_of, slots, found, n, settled, MIXED: tl.constexpr, BLOCK: tl.constexpr,
+    index_keys, pins, scores, homes, order_of, slots, found, n, settled,
+    MIXED: tl.constexpr, TERMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Homes are sorted, slots come out in the order of the keys. MIXED: some keys are present (found[i] >= 0), and
     slots whose holder must leave have _EVICTS in them."""
+    settled = term(settled, SETTLED, TERMS)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     home = tl.load(homes + at, mask=at < n, other=_NOWHERE)
     valid = home != _NOWHERE
@@ -187,7 +191,9 @@ def choose_kernel(
 
 @fast
 @triton.jit(do_not_specialize=["n", "word"])
-def place_kernel(index_keys, held, keys, slots, number, n, word, NUMBER: tl.constexpr, BLOCK: tl.constexpr):
+def place_kernel(
+    index_keys, held, keys, slots, number, n, word, NUMBER: tl.constexpr, TERMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = n
     if NUMBER:
@@ -195,7 +201,7 @@ def place_kernel(index_keys, held, keys, slots, number, n, word, NUMBER: tl.cons
     slot = tl.load(slots + at, mask=at < real, other=-1)
     mask = slot >= 0
     tl.store(index_keys + slot, tl.load(keys + at, mask=mask, other=0), mask=mask)
-    tl.store(held + slot, tl.full([BLOCK], word, tl.int64), mask=mask)
+    tl.store(held + slot, tl.full([BLOCK], 0, tl.int64) + held_word(word, TERMS), mask=mask)
 
 
 @fast
@@ -278,13 +284,14 @@ def choose_in_order(
     keys: torch.Tensor,
     tables: torch.Tensor | None,
     number: torch.Tensor | None,
-    settled: int,
+    settled: int | torch.Tensor,
     policy: str = "lru",
 ) -> Chosen:
     """choose, with the order of the sets, which is one of tables too; what is after `number` is last.
 
     Requires: keys are absent and unique; among those of one set, the earlier one has the choice. A row is in the way of
-    nobody once the last batch that holds it is at most `settled`. Every policy gives up its lowest score first.
+    nobody once the last batch that holds it is at most `settled`. Every policy gives up its lowest score first. In
+    place of a number `settled` may be terms (terms.py).
     """
     if policy not in POLICIES:
         raise OptionError(f"there is no policy {policy!r}; {choices(policy, POLICIES)}")
@@ -295,20 +302,28 @@ def choose_in_order(
         homes, order = _targets(index, keys, tables, number, None, 0, settled)
         choose_kernel[(cdiv(n, BLOCK),)](
             index.keys, index.pins, index.scores, homes, order, slots, slots, n, settled,
-            MIXED=False, BLOCK=BLOCK, num_warps=WARPS,
+            MIXED=False, TERMS=isinstance(settled, torch.Tensor), BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return Chosen(slots, order)
 
 
 def place(
-    index: SetIndex, keys: torch.Tensor, slots: torch.Tensor, number: torch.Tensor | None, batch: int, score: float
+    index: SetIndex,
+    keys: torch.Tensor,
+    slots: torch.Tensor,
+    number: torch.Tensor | None,
+    batch: int | torch.Tensor,
+    score: float = 0.0,
 ) -> None:
-    """Write the first `number` (None: all) keys to their slots (-1: passed over), pinned for a batch, with a score."""
+    """Write the first `number` (None: all) keys to their slots (-1: passed over), pinned for a batch, with a score; in
+    place of both, terms."""
     n = _checked(index, keys, None, number, slots)
     if n:
+        terms = isinstance(batch, torch.Tensor)
         place_kernel[(cdiv(n, BLOCK),)](
-            index.keys, index.held, keys, slots, slots if number is None else number, n, held_by(batch, score),
-            NUMBER=number is not None, BLOCK=BLOCK, num_warps=WARPS,
+            index.keys, index.held, keys, slots, slots if number is None else number, n,
+            batch if isinstance(batch, torch.Tensor) else held_by(batch, score),
+            NUMBER=number is not None, TERMS=terms, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -357,7 +372,7 @@ def insert_and_evict(
     homes, order = _targets(index, keys, tables, None, found, batch, settled)
     choose_kernel[(cdiv(n, BLOCK),)](
         index.keys, index.pins, index.scores, homes, order, chosen, found, n, settled,
-        MIXED=True, BLOCK=BLOCK, num_warps=WARPS,
+        MIXED=True, TERMS=False, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     rank_kernel[(blocks,)](chosen, ranks, counts, n, BLOCK=RANK_BLOCK, num_warps=WARPS)
     padded = power_of_2(dim)
@@ -378,7 +393,7 @@ def _targets(
     number: torch.Tensor | None,
     found: torch.Tensor | None,
     batch: int,
-    settled: int,
+    settled: int | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sets that keys go to, sorted, and the order that sorts them; with `found`, where present ones are, pinned."""
     n = keys.numel()
@@ -386,7 +401,8 @@ def _targets(
     target_kernel[(cdiv(n, BLOCK),)](
         index.keys, index.pins, index.first, index.count, keys, homes if tables is None else tables,
         homes if number is None else number, homes, homes if found is None else found, n, batch, settled,
-        TABLES=tables is not None, MIXED=found is not None, NUMBER=number is not None, BLOCK=BLOCK, num_warps=WARPS,
+        TABLES=tables is not None, MIXED=found is not None, NUMBER=number is not None,
+        TERMS=isinstance(settled, torch.Tensor), BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     sorted_homes, order = homes.sort(stable=True)
     return sorted_homes, order

@@ -35,6 +35,7 @@ from hotrow.kernels.mixing import signed
 from hotrow.kernels.runs import Grouper
 from hotrow.kernels.sets import WAYS
 from hotrow.table import shares
+from hotrow.table.asking import Asker
 from hotrow.table.rows import TableRows
 from hotrow.table.streams import follow, new_stream, on, to_device, to_host, used_on, wait_for
 from hotrow.table.way import Into, Way
@@ -204,6 +205,7 @@ class Group:
             [signed(int(store.core.count_stream)) for store in stores], dtype=torch.int64, device=tier.device
         )
         self.grouper = Grouper()
+        self.asker = Asker(tier)
         self.missing = Later(tier.device)
         self.missed = True  # whether the last batch missed any
         self.up = self.way.up
@@ -371,6 +373,7 @@ class Group:
             self.flush()
             self.drop()
             tier.divide(wanted)
+            self.asker.forget()
         return wanted is not None
 
 

@@ -30,6 +30,7 @@ from hotrow.kernels.runs import Runs
 from hotrow.kernels.runs import group as group_runs
 from hotrow.kernels.touch import first_score
 from hotrow.kernels.update import Coefficients, Meta, update
+from hotrow.table.asking import Answer
 from hotrow.table.batch_layout import Feature, lay_out
 from hotrow.table.hot import Coming, Group
 from hotrow.table.streams import to_device, to_host, told, used_on, wait_for
@@ -54,6 +55,7 @@ class Asked(NamedTuple):
     wanted: Wanted
     leaving: Places
     into: Into
+    placed: bool  # whether their keys are in the index, if that is to be done ahead
 
 
 class Part:
@@ -71,16 +73,26 @@ class Part:
         self.extra_rows: Places | None = None  # of those that go down after the update
         self._lift: HostLift | None = None
         self._runs: Runs | None = None
+        self._answer: Answer | None = None  # what was asked in one go
         self.aside = False
         self.brought = self.homeless = self.unseen = 0  # of rows that came ahead, or could not
         self._counted = False
         self._asked: Asked | None = None  # rows that have slots and are not there yet
         self._after: Future[None] | None = None  # what must be below before they are looked for there
 
-    def find(self, batch: int) -> None:
-        """Slots of the ids; -1 where there is no row here."""
+    def find(self, batch: int, ahead: bool | None = None) -> None:
+        """Slots of the ids; -1 where there is no row here. Where the caller will go on at once with what is missing, it
+        says whether that is ahead of the batch's turn."""
         self.batch = batch
-        self._runs = None
+        self._runs = self._answer = None
+        ids = self.keys.numel()
+        if ahead is not None and self.seen is None and self.group.asker.ready(ids):
+            tier = self.group.tier
+            settled = tier.settled_before(batch) if ahead else tier.settled
+            tier.wait(settled)
+            self._answer = self.group.asker.ask(self.keys, self.begins, batch, settled, self._score(), ahead)
+            self.slots = self._answer.slots
+            return
         missing = self.group.missing
         missing.catch_up()
         tier = self.group.tier
@@ -88,6 +100,12 @@ class Part:
             tier.index, self.keys, self.begins, batch, missing.number, Warmth(tier.policy, tier.half_life)
         )
         missing.send()
+
+    def missing(self) -> int:
+        """How many ids were not found. Waits for the device."""
+        missing = self._answer.missing if self._answer is not None else self.group.missing.increase()
+        self.group.asker.saw(self.keys.numel(), missing)
+        return missing
 
     def _count(self, missing: int) -> None:
         if not self._counted:
@@ -110,9 +128,10 @@ class Part:
         put = self._send_away(asked)
         if put is not None:
             put()
-        slots, number = asked.into.slots, asked.keys.numel()
-        place(tier.index, asked.report.keys[:number], slots, None, self.batch, self._score())
-        answer(asked.positions, asked.unique.inverse, asked.report.ranks, slots, self.slots)
+        if not asked.placed:
+            number = asked.keys.numel()
+            place(tier.index, asked.report.keys[:number], asked.into.slots, None, self.batch, self._score())
+            answer(asked.positions, asked.unique.inverse, asked.report.ranks, asked.into.slots, self.slots)
         self.homeless = int(np.count_nonzero(asked.wanted.slots.numpy() < 0))
         return self.homeless == 0
 
@@ -175,15 +194,19 @@ class Part:
 
     def _ask(self, count: int, settled: int) -> Asked:
         """Who is missing, which slots they get, and whose those are. Waits for the device."""
-        tier = self.group.tier
-        tier.wait(settled)
-        positions, unique = self._absent(count)
-        chosen = choose_in_order(tier.index, unique.keys, unique.tables, unique.number, settled, tier.policy)
-        report, keys, wanted, leaving = self._brief(unique, chosen)
+        tier, known = self.group.tier, self._answer
+        if known is not None and known.whole:
+            positions, unique, report = known.positions[:count], known.unique, known.report
+            keys, wanted, leaving = self._heard(known.numbers, report.going.numel())
+        else:
+            tier.wait(settled)
+            positions, unique = self._absent(count)
+            chosen = choose_in_order(tier.index, unique.keys, unique.tables, unique.number, settled, tier.policy)
+            report, keys, wanted, leaving = self._brief(unique, chosen)
         for table, (begin, end) in enumerate(itertools.pairwise(leaving.bounds)):
             tier.missed[table] += end - begin
         into = Into(tier.source(), report.field(SLOTS)[: keys.numel()], report.field(TABLES))
-        return Asked(positions, unique, report, keys, wanted, leaving, into)
+        return Asked(positions, unique, report, keys, wanted, leaving, into, known is not None and known.whole)
 
     def _send_away(self, asked: Asked) -> Callable[[], None] | None:
         """Rows whose slots are taken start on their way down; call what this returns to have them put away."""
@@ -239,13 +262,16 @@ class Part:
         """
         tier = self.group.tier
         report = brief(unique, chosen, tier.hosts, tier.steps, tier.counts, tier.clean)
-        numbers, n = told(report.told), chosen.slots.numel()
+        return report, *self._heard(told(report.told), chosen.slots.numel())
+
+    def _heard(self, numbers: Tensor, n: int) -> tuple[Tensor, Wanted, Places]:
+        """What a brief of n keys says, on the host."""
         tables, seen, slots, *leaving, many = numbers[2 * n :].view(FIELDS - 2, n).unbind()
         number = int(many[0])
         bounds = self.group.bounds(tables[:number])
         rows = Places(self.group.stores, bounds, *(field[:number] for field in leaving))
         keys = numbers[: 2 * n].view(torch.int64)[:number]
-        return report, keys, Wanted(seen[:number], slots[:number]), rows
+        return keys, Wanted(seen[:number], slots[:number]), rows
 
     def _settle_places(self, chosen: Tensor, wanted: Tensor, leaving: Places, arriving: Places) -> Tensor:
         """The slots of the arriving rows. Those that found no way, or are not admitted, get rows of the batch's own,

@@ -98,7 +98,7 @@ class HotPlan:
             if self._given is not None:
                 self._given.wait()
             self._lay_out()
-            self._find()
+            self._find(ahead=True)
             found = [part.look(count) for part, count in zip(self.parts, self._missing(), strict=True)]
             self._staged = generation if all(found) else -1
             for part in self.parts:
@@ -146,9 +146,10 @@ class HotPlan:
             with self.hot.alone():
                 self._alone()
                 self._lay_out()
-                self._find()
+                at_once = self.hot.ahead_of_turn or any(part.group.missed for part in self.parts)
+                self._find(ahead=False if at_once else None)
                 self._step, self.hot.pending = step, self
-                if self.hot.ahead_of_turn or any(part.group.missed for part in self.parts):
+                if at_once:
                     self._arrive()
         self._staged, self._ready = -1, []
         for part in self.parts:
@@ -156,9 +157,9 @@ class HotPlan:
             part.group.tier.take(part.batch)
         self._free_below()
 
-    def _find(self) -> None:
+    def _find(self, ahead: bool | None) -> None:
         for part, number in zip(self.parts, self._numbers, strict=True):
-            part.find(number)
+            part.find(number, ahead)
 
     def _lay_out(self) -> None:
         """The keys to the device, group by group."""
@@ -242,7 +243,7 @@ class HotPlan:
 
     def _missing(self) -> list[int]:
         """How many ids of each part were not found. Waits for the device."""
-        return [part.group.missing.increase() for part in self.parts]
+        return [part.missing() for part in self.parts]
 
     def _free_below(self) -> None:
         if self._below is not None:
