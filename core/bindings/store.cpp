@@ -76,12 +76,12 @@ void bind_store(nb::module_& m) {
   m.def("threads", [] { return Pool::shared().threads(); }, "Threads that the core uses, the caller included.");
   m.def(
       "set_threads",
-      [](int threads) {
+      [](int threads, int nice) {
         require(threads >= 1, "threads must be at least 1");
         nb::gil_scoped_release release;
-        Pool::shared().set_threads(threads);
+        Pool::shared().set_threads(threads, nice);
       },
-      nb::arg("threads"));
+      nb::arg("threads"), nb::arg("nice") = 0);
   m.def("simd", [] { return kernels().name; }, "The instruction set in use.");
 
   nb::class_<Budget>(m, "Budget")

@@ -18,11 +18,13 @@ void Leaving::put(const std::vector<TablePart>& parts, const uint32_t* slots, co
 }
 
 Way::Way(Handle up, Handle copies, Handle down, size_t width, size_t room, size_t piece,
-         const std::vector<std::pair<Handle, PullCell*>>& pulls)
+         const std::vector<std::pair<Handle, PullCell*>>& pulls, const std::vector<std::pair<Handle, LandCell*>>& lands)
     : up_(up), copies_(copies), down_(down), width_(width), room_(room), piece_(piece) {
-  if (!width || !room || !piece || pulls.empty()) throw std::invalid_argument("Way: nothing to work with");
+  if (!width || !room || !piece || pulls.empty() || lands.empty())
+    throw std::invalid_argument("Way: nothing to work with");
   check(driver().context_get(&context_), "to say which device this is");
   for (const auto& [captured, cell] : pulls) pulls_.emplace_back(captured, cell);
+  for (const auto& [captured, cell] : lands) lands_.emplace_back(captured, cell);
 }
 
 size_t Way::raise(const Rising& rising, size_t parts) {
@@ -52,15 +54,19 @@ size_t Way::raise(const Rising& rising, size_t parts) {
   }
   copied_.record(copies_);
   copied_.hold(up_);
+  if (rising.land && !(absent && rising.all)) {
+    Launch<LandCell>& land = lands_[next_land_++ % lands_.size()];
+    land.read.wait();
+    land.run(up_, {rising.device_slots, reinterpret_cast<int64_t>(rising.slots), static_cast<int64_t>(rising.count),
+                   static_cast<int64_t>(rising.first), static_cast<int64_t>(rising.incoming)});
+  }
   return absent;
 }
 
-void Way::pull(const Rising& rising, size_t begin, size_t end, Pull& pull) {
+void Way::pull(const Rising& rising, size_t begin, size_t end, Launch<PullCell>& pull) {
   const int64_t words = static_cast<int64_t>(begin * sizeof(int32_t));
-  *pull.cell = {rising.device_slots + words, rising.device_tables + words,
-                reinterpret_cast<int64_t>(rising.slots + begin), static_cast<int64_t>(end - begin)};
-  pull.graph.launch(up_);
-  pull.read.record(up_);
+  pull.run(up_, {rising.device_slots + words, rising.device_tables + words,
+                 reinterpret_cast<int64_t>(rising.slots + begin), static_cast<int64_t>(end - begin)});
 }
 
 void Way::copy(const Rising& rising, size_t begin, size_t end) {

@@ -29,6 +29,12 @@ struct PullCell {
   int64_t slots, tables, hosts, count;
 };
 
+// What ends it: the address of the rows' slots on the device, of slots, steps and counts in DRAM, one behind another
+// (pinned), how many, how many of them were read in place, and where the others are.
+struct LandCell {
+  int64_t slots, places, count, first, incoming;
+};
+
 struct Rising {
   std::vector<TablePart> parts;
   size_t count;
@@ -39,6 +45,7 @@ struct Rising {
   float* staged;                        // pinned, for the others, row behind row
   DeviceAddress incoming;               // and on the device
   bool all;                             // stop as soon as a row is not there
+  bool land;                            // and when they have come, finish it; else the caller does
 };
 
 // Rows on their way down. Everything it was given stays until `put` has returned.
@@ -69,7 +76,7 @@ class Way {
  public:
   // `pulls` are captured graphs, each with its cell; one reads up to `room` rows. `width` is in floats.
   Way(Handle up, Handle copies, Handle down, size_t width, size_t room, size_t piece,
-      const std::vector<std::pair<Handle, PullCell*>>& pulls);
+      const std::vector<std::pair<Handle, PullCell*>>& pulls, const std::vector<std::pair<Handle, LandCell*>>& lands);
 
   // Returns how many rows are not there. `up` goes on when all that were asked for have come to the device.
   size_t raise(const Rising& rising, size_t parts);
@@ -77,21 +84,29 @@ class Way {
   std::unique_ptr<Leaving> lower(Handle stream, DeviceAddress leaving, size_t rows, float* staged);
 
  private:
-  struct Pull {
+  // A captured launch with its cell. What the cell said has been read when `read` is past.
+  template <class Cell>
+  struct Launch {
     Graph graph;
-    PullCell* cell;
+    Cell* cell;
     Event read;
-    Pull(Handle captured, PullCell* cell) : graph(captured), cell(cell) {}
+    Launch(Handle captured, Cell* cell) : graph(captured), cell(cell) {}
+    void run(Handle stream, const Cell& says) {
+      *cell = says;
+      graph.launch(stream);
+      read.record(stream);
+    }
   };
 
-  void pull(const Rising& rising, size_t begin, size_t end, Pull& pull);
+  void pull(const Rising& rising, size_t begin, size_t end, Launch<PullCell>& pull);
   void copy(const Rising& rising, size_t begin, size_t end);
 
   const Handle up_, copies_, down_;
   Handle context_ = nullptr;
   const size_t width_, room_, piece_;
-  std::deque<Pull> pulls_;
-  size_t next_ = 0;  // of them
+  std::deque<Launch<PullCell>> pulls_;
+  std::deque<Launch<LandCell>> lands_;
+  size_t next_ = 0, next_land_ = 0;  // of them
   Event copied_;
 };
 

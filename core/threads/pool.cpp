@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 
@@ -31,15 +33,19 @@ Pool& Pool::waiting() {
 Pool::Pool(int threads) { set_threads(threads); }
 Pool::~Pool() { stop(); }
 
-void Pool::set_threads(int threads) {
+void Pool::set_threads(int threads, int nice) {
   stop();
   threads_.store(std::max(1, threads), std::memory_order_relaxed);
-  start(this->threads() - 1);
+  start(this->threads() - 1, nice);
 }
 
-void Pool::start(int workers) {
+void Pool::start(int workers, int nice) {
   stopping_ = false;
-  for (int i = 0; i < workers; ++i) workers_.emplace_back([this] { worker_loop(); });
+  for (int i = 0; i < workers; ++i)
+    workers_.emplace_back([this, nice] {
+      if (nice > 0) setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), nice);  // on Linux, of this thread
+      worker_loop();
+    });
 }
 
 void Pool::stop() {

@@ -28,8 +28,9 @@ class Pool {
   ~Pool();
 
   int threads() const { return threads_.load(std::memory_order_relaxed); }
-  // Includes the calling thread. Requires: no run is under way.
-  void set_threads(int threads);
+  // Includes the calling thread. Workers step back for others by so much (nice), where others are to be waited for by
+  // the whole program. Requires: no run is under way.
+  void set_threads(int threads, int nice = 0);
 
   template <class Fn>
   void run(int tasks, Fn&& fn) {
@@ -58,7 +59,7 @@ class Pool {
 
   void run_job(int tasks, Call call, void* context);
   void worker_loop();
-  void start(int workers);
+  void start(int workers, int nice);
   void stop();
   Job* find_work();
 

@@ -7,7 +7,7 @@ import torch
 
 from hotrow.kernels import launch
 from hotrow.kernels.layout import Source
-from hotrow.kernels.move import Puller, collect, deliver, tell
+from hotrow.kernels.move import Lander, Puller, collect, deliver, tell
 
 CAPACITY, EXTRA = 40, 12
 
@@ -118,6 +118,34 @@ def test_pulled_rows_come_from_their_tables_memory(device: torch.device, width: 
         pull.ask(slots, there, hosts)
         pull()
         same(source, expected)
+
+
+@pytest.mark.parametrize("width", [1, 12, 33])
+@pytest.mark.parametrize("count, first", [(0, 0), (1, 0), (35, 0), (35, 20), (35, 35)])
+def test_landed_rows_and_their_places_are_in_their_slots(
+    device: torch.device, width: int, count: int, first: int
+) -> None:
+    pinned = device.type == "cuda"
+    source, beside = some_rows(width, device, extra=False), torch.full((CAPACITY, 2), -9, device=device).int()
+    there = (torch.full((CAPACITY,), -9, device=device).int(), *beside.unbind(1))
+    land = Lander(source.rows, there, width)
+    for turn in range(2):  # one launch after another
+        expected, places_there = copied(source), [each.cpu().clone() for each in there]
+        slots = some_slots(35, CAPACITY, device)[:count]
+        places = torch.empty(3, count, dtype=torch.int32, pin_memory=pinned)
+        places.copy_(torch.randint(-1, 99, (3, count), generator=torch.Generator().manual_seed(turn)))
+        incoming = drawn(count - first, width, seed=turn + 4).to(device)
+        for at, slot in enumerate(slots.tolist()):
+            if slot < 0:
+                continue
+            for each, place in zip(places_there, places, strict=True):
+                each[slot] = place[at]
+            if at >= first:
+                expected.rows[slot, :width] = incoming[at - first]
+        land.ask(slots, places, first, incoming)
+        land()
+        same(source, expected)
+        assert all(torch.equal(each.cpu(), place) for each, place in zip(there, places_there, strict=True))
 
 
 def test_no_slots_move_nothing(device: torch.device) -> None:

@@ -314,6 +314,7 @@ def test_rows_that_are_read_in_place_or_not_are_the_same_bits(
     device: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hotrow.table.way.IN_PLACE", share)
+    monkeypatch.setattr("hotrow.table.way.AHEAD", share)
     tight = trainer_of(Memory(hbm=TINY), device)
     assert tight.model.embeddings.hot is not None
     assert all(group.way.in_place == share for group in tight.model.embeddings.hot.groups)

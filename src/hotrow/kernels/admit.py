@@ -55,15 +55,14 @@ def _brief_kernel(
 @triton.jit(do_not_specialize=["n", "capacity", "word"])
 def _admit_kernel(
     index_keys, held, hosts, steps, counts, keys, slots, places, n, capacity, word,
-    STRIDE: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     slot = tl.load(slots + at, mask=inside, other=-1)
     mask = (slot >= 0) & (slot < capacity)
-    if KEYS:
-        tl.store(index_keys + slot, tl.load(keys + at, mask=mask, other=0), mask=mask)
-        tl.store(held + slot, tl.full([BLOCK], word, tl.int64), mask=mask)
+    tl.store(index_keys + slot, tl.load(keys + at, mask=mask, other=0), mask=mask)
+    tl.store(held + slot, tl.full([BLOCK], word, tl.int64), mask=mask)
     tl.store(hosts + slot, tl.load(places + at, mask=mask, other=0), mask=mask)
     tl.store(steps + STRIDE * slot, tl.load(places + n + at, mask=mask, other=0), mask=mask)
     tl.store(counts + STRIDE * slot, tl.load(places + 2 * n + at, mask=mask, other=0), mask=mask)
@@ -138,17 +137,7 @@ def admit(
     if n:
         _admit_kernel[(cdiv(n, BLOCK),)](
             index.keys, index.held, *beside, keys, slots, places, n, index.capacity, held_by(batch, score),
-            STRIDE=beside[1].stride(0), KEYS=True, BLOCK=BLOCK,
-        )  # fmt: skip
-
-
-def note(beside: tuple[Tensor, Tensor, Tensor], slots: Tensor, places: Tensor) -> None:
-    """Places int32 [3, n] into `beside` alone: the keys are in the index, where later batches may hold them by now."""
-    n = slots.numel()
-    if n:
-        _admit_kernel[(cdiv(n, BLOCK),)](
-            slots, slots, *beside, slots, slots, places, n, beside[0].numel(), 0,
-            STRIDE=beside[1].stride(0), KEYS=False, BLOCK=BLOCK,
+            STRIDE=beside[1].stride(0), BLOCK=BLOCK,
         )  # fmt: skip
 
 

@@ -1,11 +1,12 @@
 """Rows between slots, staging buffers and host memory.
 
 `collect` copies rows out of slots into a buffer (write-back gather), `deliver` copies a buffer into slots. A Puller
-reads rows straight from host memory that the GPU can address. On an H200 with 16 cores, 133,000 random rows of 20 GB:
-4.5 ms at 528 bytes (29 million rows/s, whatever tile, warps and pages are: each row is a miss of the host's IOMMU; 2.4
-ms of 2 GB, 1.5 of 256 MB; 3.6 in the order of their addresses) and 4.8 ms at 1,552; writing them the same way takes as
-long, and both at once the sum, so rows go down by way of a buffer. All cores gather the same rows into pinned memory in
-1.5 and 5.1 ms, and the copy engine moves it at 55 GB/s meanwhile.
+reads rows straight from host memory that the GPU can address, a Lander finishes what came of a batch. On an H200 with
+16 cores, 133,000 random rows of 20 GB are read in 4.5 ms at 528 bytes (29 million rows/s, whatever tile, warps and
+pages are: each row is a miss of the host's IOMMU; 2.4 ms of 2 GB, 1.5 of 256 MB; 3.6 in the order of their addresses,
+but sorting them first gained nothing) and 4.8 ms at 1,552; writing them the same way takes as long, and both at once
+the sum, so rows go down by way of a buffer. All cores gather the same rows into pinned memory in 1.5 and 5.1 ms, and
+the copy engine moves it at 55 GB/s meanwhile.
 
 A row is `width` floats. Slots at or beyond `capacity` are rows of the batch's own `extra`; negative ones are passed
 over.
@@ -24,6 +25,7 @@ from hotrow.kernels.launch import cdiv, fast, power_of_2
 from hotrow.kernels.layout import Source
 
 ORDER_BLOCK, ORDERERS = 1024, 64
+NOTE_BLOCK, NOTERS = 1024, 132
 TELL_BLOCK = 2048
 PULLERS = 528  # programs that read host rows: enough for what the wire takes, and room for others beside them
 
@@ -122,6 +124,68 @@ class Puller:
     def ask(self, slots: Tensor, tables: Tensor, hosts: Tensor) -> None:
         """What to read. Requires: none of it changes until it has been read."""
         self.cell.copy_(torch.tensor([slots.data_ptr(), tables.data_ptr(), hosts.data_ptr(), slots.numel()]))
+
+
+@fast
+@triton.jit(do_not_specialize=["cell_address"])
+def _note_kernel(order, hosts, steps, counts, cell_address, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    cell = cell_address.to(tl.pointer_type(tl.int64))
+    number = tl.arange(0, 8)
+    tl.store(order + number, tl.load(cell + number), mask=tl.program_id(0) + number * 0 == 0)
+    slots, places = tl.load(cell).to(tl.pointer_type(tl.int32)), tl.load(cell + 1).to(tl.pointer_type(tl.int32))
+    count = tl.load(cell + 2)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    while begin < count:
+        at = begin + tl.arange(0, BLOCK)
+        slot = tl.load(slots + at, mask=at < count, other=-1)
+        mask = slot >= 0
+        tl.store(hosts + slot, tl.load(places + at, mask=mask, other=0), mask=mask)
+        tl.store(steps + STRIDE * slot, tl.load(places + count + at, mask=mask, other=0), mask=mask)
+        tl.store(counts + STRIDE * slot, tl.load(places + 2 * count + at, mask=mask, other=0), mask=mask)
+        begin += tl.num_programs(0) * BLOCK
+
+
+@fast
+@triton.jit
+def _land_kernel(rows, stride, order, width, W: tl.constexpr):
+    column = tl.arange(0, W)
+    slots, incoming = tl.load(order).to(tl.pointer_type(tl.int32)), tl.load(order + 4).to(tl.pointer_type(tl.float32))
+    count, first = tl.load(order + 2), tl.load(order + 3)
+    at = first + tl.program_id(0)
+    while at < count:
+        slot = tl.load(slots + at).to(tl.int64)
+        mask = (slot >= 0) & (column < width)
+        tl.store(rows + slot * stride + column, tl.load(incoming + (at - first) * width + column, mask=mask), mask=mask)
+        at += tl.num_programs(0)
+
+
+class Lander:
+    """What is left to do when a batch's rows have come, as its cell says: a pinned int64 [8] of the addresses of their
+    slots here and of places (pinned int32 [3, count]), the count, how many were read in place, and the address of the
+    others' rows. Places go into `beside` (hosts, steps and counts of the slots), gathered rows into their slots.
+
+    As a Puller's, one captured launch serves every batch.
+    """
+
+    def __init__(self, rows: Tensor, beside: tuple[Tensor, Tensor, Tensor], width: int) -> None:
+        self.rows, self.beside, self.width = rows, beside, width
+        self.cell = torch.zeros(8, dtype=torch.int64, pin_memory=rows.device.type == "cuda")
+        self._order = torch.zeros(8, dtype=torch.int64, device=rows.device)
+
+    def __call__(self) -> None:
+        """Slots below 0 are passed over."""
+        _note_kernel[(NOTERS,)](
+            self._order, *self.beside, self.cell.data_ptr(), STRIDE=self.beside[1].stride(0), BLOCK=NOTE_BLOCK,
+        )  # fmt: skip
+        tile = power_of_2(self.width)
+        _land_kernel[(PULLERS,)](
+            self.rows, self.rows.stride(0), self._order, self.width, W=tile, num_warps=1 if tile <= 1024 else 4
+        )
+
+    def ask(self, slots: Tensor, places: Tensor, first: int, incoming: Tensor) -> None:
+        """What has come. Requires: none of it changes until it has been read."""
+        numbers = [slots.data_ptr(), places.data_ptr(), slots.numel(), first, incoming.data_ptr()]
+        self.cell[:5] = torch.tensor(numbers)
 
 
 def _buffer(source: Source, slots: Tensor, width: int, buffer: Tensor, out: bool) -> None:

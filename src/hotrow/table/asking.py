@@ -91,6 +91,7 @@ class Room:
     def __init__(self, tier: HbmTier, keys: Tensor, begins: Tensor, room: int, ahead: bool) -> None:
         self.tier, self.room, self.ahead = tier, room, ahead
         self.keys, self.begins = torch.empty_like(keys), torch.empty_like(begins)
+        self._begins: Tensor | None = None
         self.terms = Terms(tier.device)
         self.count = torch.zeros(1, dtype=torch.int32, device=tier.device)
         self.graph: Any = None
@@ -101,7 +102,9 @@ class Room:
         """As Asker.ask."""
         self.terms.say(batch, settled, self.tier.clean, score)
         self.keys.copy_(keys)
-        self.begins.copy_(begins)
+        if begins is not self._begins:  # mostly what the last batch had
+            self.begins.copy_(begins)
+            self._begins = begins
         if self.graph is None and self._warm and keys.device.type == "cuda":
             self._capture()
         if self.graph is not None:

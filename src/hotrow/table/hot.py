@@ -42,6 +42,7 @@ from hotrow.table.way import Into, Way
 from hotrow.tiers.hbm import LEAST_SETS, HbmTier, slot_bytes
 from hotrow.tiers.host import HostLift, HostStore, Places
 
+SPARE, STEP_BACK = 4, 10  # cores that the core's threads leave, and by how much these give way
 FLUSHED = 8  # pieces of rows that are on their way at once when all come down
 
 
@@ -55,7 +56,8 @@ class HotRows:
     def __init__(self, tables: Sequence[TableRows], memory: Memory, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda" and _core.threads() == len(os.sched_getaffinity(0)) > 4:
-            _core.set_threads(_core.threads() - 2)  # launching and rows on their way down want a core each
+            # Launching, looking ahead and what waits for the device want cores at once: all others wait for them.
+            _core.set_threads(_core.threads() - SPARE, nice=STEP_BACK)
         self.flag = Later(device)  # whether a gradient was not finite
         self.lock = threading.RLock()
         self.ahead = new_stream(device, urgent=True)
@@ -225,22 +227,20 @@ class Group:
     # --- up ---
 
     def fetch_rows(
-        self, lift: HostLift, bounds: Sequence[int], keys: Tensor, seen: Tensor, step: int | None, into: Into | None
+        self, lift: HostLift, bounds: Sequence[int], keys: Tensor, seen: Tensor, step: int, into: Into | None
     ) -> Coming:
         """Where the rows of missing keys are below, and the rows on their way up.
 
-        Without `into` (some have no slot yet) none is read in place. Without a step, only rows that are there come:
-        unseen keys have slot -1 below.
+        Without `into` (some have no slot yet) none is read in place.
         """
         count = keys.numel()
         first = int(count * self.way.in_place) if into is not None else 0
         places = lift.nowhere(self.stores, bounds, count)
         if self.stays:
-            incoming = self.way.raise_rows(places, keys, first, into, step is not None)
+            incoming = self.way.raise_rows(places, keys, first, into, True)
             if incoming is not None:
                 return Coming(places, first, incoming)
             wait_for(self.up)
-        assert step is not None
         lift.fetch(places, keys, seen, step)
         incoming = self.way.raise_rows(places, None, 0, None, False)
         assert incoming is not None
@@ -334,7 +334,7 @@ class Group:
 
     def bounds(self, tables: Tensor) -> list[int]:
         """Where each table's rows begin and end, of rows in table order."""
-        return [int(at) for at in np.searchsorted(tables.numpy(), np.arange(len(self.stores) + 1))]
+        return [int(at) for at in np.searchsorted(tables.numpy(), np.arange(len(self.stores) + 1, dtype=np.int32))]
 
     def drop(self) -> None:
         """Forget every row here."""

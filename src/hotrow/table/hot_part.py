@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hotrow.kernels import move
-from hotrow.kernels.admit import FIELDS, SLOTS, TABLES, Brief, admit, answer, brief, note
+from hotrow.kernels.admit import FIELDS, SLOTS, TABLES, Brief, admit, answer, brief
 from hotrow.kernels.dedup import Unique, compact_keys, dedup
 from hotrow.kernels.find import Warmth, find
 from hotrow.kernels.gather import gather
@@ -139,21 +139,19 @@ class Part:
         """The rows that `look` found slots for come up, on the stream `up`. Whether all of them exist."""
         if self._asked is None:
             return True
-        tier, group, asked = self.group.tier, self.group, self._asked
+        group, asked, count = self.group, self._asked, self._asked.keys.numel()
         group.landed(self._after)
-        lift = HostLift(pinned=tier.device.type == "cuda")
-        coming = group.fetch_rows(lift, asked.leaving.bounds, asked.keys, asked.wanted.seen, None, asked.into)
-        group.raise_rows(asked.into, coming)
-        assert coming.places.block is not None
+        places = HostLift(pinned=group.up is not None).nowhere(group.stores, asked.leaving.bounds, count)
+        absent = group.way.land_rows(places, asked.keys, int(count * group.way.ahead), asked.into)
         used_on(group.up, asked.report.told)
-        note((tier.hosts, tier.steps, tier.counts), asked.into.slots, to_device(coming.places.block, tier.device))
-        wanted = asked.wanted.slots.numpy()
-        lost = (wanted >= 0) & (coming.places.slots.numpy() < 0)
-        self.unseen = int(lost.sum())
-        self.brought = asked.keys.numel() - self.unseen - self.homeless
         self._asked = self._after = None
-        if self.unseen:
+        self.unseen = 0
+        if absent:  # some of those may have had no slot
+            wanted = asked.wanted.slots.numpy()
+            lost = (wanted >= 0) & (places.slots.numpy() < 0)
+            self.unseen = int(lost.sum())
             group.spoil(torch.from_numpy(wanted[lost]))
+        self.brought = count - self.unseen - self.homeless
         return self.unseen == 0
 
     def give_up(self) -> bool:

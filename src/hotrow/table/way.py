@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,8 +31,10 @@ from hotrow.tiers.host import HostStore, Places, core_errors
 
 PIECE_BYTES = 8 << 20  # of rows that move at a time: one piece is copied while the next is gathered
 IN_PLACE = 0.6  # the share of rows that are read in place: they and what the cores gather meanwhile come together
+AHEAD = 0.8  # of batches ahead of their turn: the cores are busy with rows that go down
+WIDE = 1024  # bytes: rows from here on are read in place at the wire's speed, all of them
 PULLS = 4  # launches that read them: one reads while the next one's rows are found
-CELLS = 2 * PULLS  # launches that may wait for their turn
+CELLS, LANDERS = 2 * PULLS, 3  # launches that may wait for their turn
 ROOM = 1 << 15  # rows of a launch
 
 
@@ -51,23 +54,37 @@ class Way:
         self.width = tier.layout.width
         self.piece = max(1, PIECE_BYTES // (4 * self.width))
         self.stays = not any(store.evicts for store in stores)  # rows never leave DRAM
-        self.in_place = IN_PLACE if self.stays else 0.0
+        self.in_place, self.ahead = (1.0, 1.0) if 4 * self.width >= WIDE else (IN_PLACE, AHEAD)
+        if not self.stays:
+            self.in_place = self.ahead = 0.0
         self.up, self.copies, self.down = (new_stream(tier.device) for _ in range(3))
         self._reached = [0] * len(self.stores)  # bytes of each table's rows that the GPU can address
         self._ranges: list[int] = []
         weakref.finalize(self, _let_go, self._ranges, tier.device)  # before the stores, which this keeps, are freed
         self._bases = torch.tensor([store.row_memory()[0] for store in stores], device=tier.device)
-        self._pullers: list[move.Puller] = []
+        self._launches: list[move.Puller | move.Lander] = []
         self._core: Any = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._making = threading.Lock()
         self._staged = [Staged(), Staged()]
+        self._kept: deque[tuple[Any, Tensor | None]] = deque()
 
     def raise_rows(
         self, places: Places, keys: Tensor | None, first: int, into: Into | None, whole: bool
     ) -> Tensor | None:
         """Find rows of keys (None: places know) and have them come, the first ones read in place. Returns the others,
-        on their way on the stream `up`; None if a row is not there and all must be."""
+        on their way on the stream `up`; None if a row is not there and the whole must be."""
+        incoming, absent = self._raise(places, keys, first, into, whole, land=False)
+        return None if absent and whole else incoming
+
+    def land_rows(self, places: Places, keys: Tensor, first: int, into: Into) -> int:
+        """The same, to the end: rows into their slots, and beside them where they are below. Returns how many are not
+        there; what lies in their slots then is anything."""
+        return self._raise(places, keys, first, into, whole=False, land=True)[1]
+
+    def _raise(
+        self, places: Places, keys: Tensor | None, first: int, into: Into | None, whole: bool, land: bool
+    ) -> tuple[Tensor, int]:
         if into is None:
             first = 0
         if first:
@@ -76,9 +93,9 @@ class Way:
         with on(self.copies):
             incoming = torch.empty(count - first, self.width, dtype=torch.float32, device=self.tier.device)
         if self.up is None:
-            return self._raise_plainly(places, keys, first, into, whole, incoming)
+            return incoming, self._raise_plainly(places, keys, first, into, whole, land, incoming)
         follow(self.up)
-        used_on(self.up, incoming, *(into[1:] if first and into is not None else ()))
+        used_on(self.up, incoming, *(into[1:] if into is not None else ()))
         self._staged.append(self._staged.pop(0))
         staged = self._staged[0].take(incoming.shape)
         with core_errors():
@@ -86,30 +103,47 @@ class Way:
                 places.parts, count, 0 if keys is None else keys.data_ptr(), places.slots.data_ptr(),
                 places.steps.data_ptr(), places.counts.data_ptr(), first,
                 into.slots.data_ptr() if into is not None else 0, into.tables.data_ptr() if into is not None else 0,
-                staged.data_ptr(), incoming.data_ptr(), whole, PULLS,
+                staged.data_ptr(), incoming.data_ptr(), whole, land, PULLS,
             )  # fmt: skip
         self._staged[0].give(self.copies)
-        return None if absent and whole else incoming
+        self._keep(places.block)
+        return incoming, int(absent)
+
+    def _keep(self, places: Tensor | None) -> None:
+        """What launches on `up` still read: torch does not know, and would give pinned memory to others."""
+        self._kept.append((self.up.record_event(), places))
+        while self._kept and self._kept[0][0].query():
+            self._kept.popleft()
 
     def _raise_plainly(
-        self, places: Places, keys: Tensor | None, first: int, into: Into | None, whole: bool, incoming: Tensor
-    ) -> Tensor | None:
-        pull, part = (self._pullers or [self._puller()])[0], min(ROOM, cdiv(first, PULLS))
-        count = places.slots.numel()
+        self, places: Places, keys: Tensor | None, first: int, into: Into | None, whole: bool, land: bool,
+        incoming: Tensor,
+    ) -> int:  # fmt: skip
+        pull, part = self._puller(), min(ROOM, cdiv(first, PULLS))
+        count, absent = places.slots.numel(), 0
         for begin in range(0, first, max(1, part)):
             end = min(first, begin + part)
             assert keys is not None and into is not None
-            if not places.seek(keys, begin, end) and whole:
-                return None
+            absent += places.seek(keys, begin, end)
+            if absent and whole:
+                return absent
             pull.ask(into.slots[begin:end], into.tables[begin:end], places.slots[begin:end])
             pull()
         for begin in range(first, count, self.piece):
             end = min(count, begin + self.piece)
             rows = incoming[begin - first : end - first]
-            there = places.copy_rows(begin, end, rows) if keys is None else places.seek(keys, begin, end, rows)
-            if not there and whole:
-                return None
-        return incoming
+            if keys is None:
+                places.copy_rows(begin, end, rows)
+            else:
+                absent += places.seek(keys, begin, end, rows)
+            if absent and whole:
+                return absent
+        if land:
+            assert into is not None and places.block is not None
+            finish = move.Lander(self.tier.rows, self._beside, self.width)
+            finish.ask(into.slots, places.block, first, incoming)
+            finish()
+        return absent
 
     def _native(self) -> Any:
         """The core's part, made when it is first wanted: capturing a launch takes one that has been compiled."""
@@ -119,24 +153,33 @@ class Way:
         return self._core
 
     def _captured(self) -> Any:
+        self._launches = [
+            *(self._puller() for _ in range(CELLS)),
+            *(move.Lander(self.tier.rows, self._beside, self.width) for _ in range(LANDERS)),
+        ]
         with on(self.up):
-            for _ in range(CELLS):
-                pull = self._puller()
-                pull()  # of nothing
+            for launch in self._launches:
+                launch()  # of nothing
                 graph = torch.cuda.CUDAGraph(keep_graph=True)
                 graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on with theirs
-                pull()
+                launch()
                 graph.capture_end()
                 self._graphs.append(graph)
-        pulls = zip(self._graphs, self._pullers, strict=True)
+        cells = [
+            (graph.raw_cuda_graph(), launch.cell.data_ptr())
+            for graph, launch in zip(self._graphs, self._launches, strict=True)
+        ]
         return _core.Way(
             self.up.cuda_stream, self.copies.cuda_stream, self.down.cuda_stream, self.width, ROOM, self.piece,
-            [(graph.raw_cuda_graph(), pull.cell.data_ptr()) for graph, pull in pulls],
+            cells[:CELLS], cells[CELLS:],
         )  # fmt: skip
 
     def _puller(self) -> move.Puller:
-        self._pullers.append(move.Puller(self.tier.rows, self._bases, self.width, self.width, ROOM))
-        return self._pullers[-1]
+        return move.Puller(self.tier.rows, self._bases, self.width, self.width, ROOM)
+
+    @property
+    def _beside(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.tier.hosts, self.tier.steps, self.tier.counts
 
     def _reach(self) -> None:
         """Have the GPU reach all rows there are."""

@@ -628,16 +628,15 @@ class Places:
         """As the core takes them."""
         return [(store.core, begin, end) for store, begin, end in self.of_tables()]
 
-    def seek(self, keys: Tensor, begin: int, end: int, out: Tensor | None = None) -> bool:
-        """Find keys number `begin` to `end` in DRAM, with `out` their rows too; False if one is not there."""
+    def seek(self, keys: Tensor, begin: int, end: int, out: Tensor | None = None) -> int:
+        """Find keys number `begin` to `end` in DRAM, with `out` their rows too; returns how many are not there."""
         there = [tensor.data_ptr() for tensor in (self.slots, self.steps, self.counts)]
         rows = (0, 0) if out is None else (out.data_ptr(), out.stride(0))
-        return int(_core.seek_rows(self.parts, keys.data_ptr(), begin, end, *there, *rows)) == 0
+        return int(_core.seek_rows(self.parts, keys.data_ptr(), begin, end, *there, *rows))
 
-    def copy_rows(self, begin: int, end: int, out: Tensor) -> bool:
+    def copy_rows(self, begin: int, end: int, out: Tensor) -> None:
         """Whole rows of numbers `begin` to `end` into `out`, a float32 matrix."""
         _core.copy_rows(self.parts, self.slots.data_ptr(), begin, end, out.data_ptr(), out.stride(0))
-        return True
 
     def lower(self, rows: Tensor, begin: int, end: int, clean: int) -> None:
         """Rows come back from a GPU, with their steps and counts: those with a slot, updated after step `clean`."""
