@@ -114,7 +114,7 @@ class Room:
         # Others are asked for while these are still wanted.
         slots, report = slots.clone(), report._replace(told=report.told.clone())
         numbers = told(report.told)
-        return Answer(slots, positions, unique, report, numbers, int(numbers[-1]))
+        return Answer(slots, positions, unique, report, numbers, int(numbers.numpy()[-1]))
 
     def _steps(self) -> tuple[Tensor, Tensor, Unique, Brief]:
         tier, index, terms = self.tier, self.tier.index, self.terms.read()

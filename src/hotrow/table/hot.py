@@ -330,11 +330,12 @@ class Group:
         """Where the rows of these slots, in rising order, are below. Waits for the device."""
         where, tier = slots.long(), self.tier
         found = to_host(torch.stack([self.table_of(slots), tier.hosts[where], tier.steps[where], tier.counts[where]]))
-        return Places(self.stores, self.bounds(found[0]), found[1], found[2], found[3])
+        return Places(self.stores, self.bounds(found[0].numpy()), found[1], found[2], found[3])
 
-    def bounds(self, tables: Tensor) -> list[int]:
+    def bounds(self, tables: np.ndarray[Any, np.dtype[np.int32]]) -> list[int]:
         """Where each table's rows begin and end, of rows in table order."""
-        return [int(at) for at in np.searchsorted(tables.numpy(), np.arange(len(self.stores) + 1, dtype=np.int32))]
+        bounds: list[int] = np.searchsorted(tables, np.arange(len(self.stores) + 1, dtype=np.int32)).tolist()
+        return bounds
 
     def drop(self) -> None:
         """Forget every row here."""

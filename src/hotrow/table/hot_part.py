@@ -241,7 +241,8 @@ class Part:
     def take_over(self) -> None:
         """What was laid out and found on another stream is used on this one from now on."""
         if self.slots.device.type == "cuda":
-            used_on(torch.cuda.current_stream(), self.keys, self.begins, self.slots, *vars(self.items).values())
+            own = () if self.items.offsets is self.items.scales is None else vars(self.items).values()
+            used_on(torch.cuda.current_stream(), self.keys, self.slots, *own)  # the others are kept for all batches
 
     def _absent(self, count: int) -> tuple[Tensor, Unique]:
         """Positions of the ids without a slot, and their unique keys."""
@@ -264,12 +265,12 @@ class Part:
 
     def _heard(self, numbers: Tensor, n: int) -> tuple[Tensor, Wanted, Places]:
         """What a brief of n keys says, on the host."""
-        tables, seen, slots, *leaving, many = numbers[2 * n :].view(FIELDS - 2, n).unbind()
-        number = int(many[0])
-        bounds = self.group.bounds(tables[:number])
-        rows = Places(self.group.stores, bounds, *(field[:number] for field in leaving))
-        keys = numbers[: 2 * n].view(torch.int64)[:number]
-        return keys, Wanted(seen[:number], slots[:number]), rows
+        words = numbers.numpy()
+        number = int(words[(FIELDS - 1) * n])
+        tables, seen, slots, *leaving = (words[field * n : field * n + number] for field in range(2, FIELDS - 1))
+        rows = Places(self.group.stores, self.group.bounds(tables), *map(torch.from_numpy, leaving))
+        keys = torch.from_numpy(words[: 2 * n].view(np.int64)[:number])
+        return keys, Wanted(torch.from_numpy(seen), torch.from_numpy(slots)), rows
 
     def _settle_places(self, chosen: Tensor, wanted: Tensor, leaving: Places, arriving: Places) -> Tensor:
         """The slots of the arriving rows. Those that found no way, or are not admitted, get rows of the batch's own,

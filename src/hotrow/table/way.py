@@ -35,6 +35,7 @@ AHEAD = 0.8  # of batches ahead of their turn: the cores are busy with rows that
 WIDE = 1024  # bytes: rows from here on are read in place at the wire's speed, all of them
 PULLS = 4  # launches that read them: one reads while the next one's rows are found
 CELLS, LANDERS = 2 * PULLS, 3  # launches that may wait for their turn
+WAITING = 3  # batches whose rows may be on their way up
 ROOM = 1 << 15  # rows of a launch
 
 
@@ -66,8 +67,8 @@ class Way:
         self._core: Any = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._making = threading.Lock()
-        self._staged = [Staged(), Staged()]
-        self._kept: deque[tuple[Any, Tensor | None]] = deque()
+        self._nothing = torch.empty(0, self.width, dtype=torch.float32, device=tier.device)
+        self._reads: deque[tuple[Any, Tensor | None, Tensor]] = deque()  # until an event, `up` reads these
 
     def raise_rows(
         self, places: Places, keys: Tensor | None, first: int, into: Into | None, whole: bool
@@ -90,14 +91,13 @@ class Way:
         if first:
             self._reach()
         count = places.slots.numel()
-        with on(self.copies):
-            incoming = torch.empty(count - first, self.width, dtype=torch.float32, device=self.tier.device)
+        incoming = self._incoming(count - first)
         if self.up is None:
             return incoming, self._raise_plainly(places, keys, first, into, whole, land, incoming)
-        follow(self.up)
-        used_on(self.up, incoming, *(into[1:] if into is not None else ()))
-        self._staged.append(self._staged.pop(0))
-        staged = self._staged[0].take(incoming.shape)
+        if torch.cuda.current_stream(self.tier.device) != self.up:
+            follow(self.up)
+        used_on(self.up, *(into[1:] if into is not None else ()))
+        staged = self._staging(incoming.numel())
         with core_errors():
             absent = self._native().raise_rows(
                 places.parts, count, 0 if keys is None else keys.data_ptr(), places.slots.data_ptr(),
@@ -105,15 +105,31 @@ class Way:
                 into.slots.data_ptr() if into is not None else 0, into.tables.data_ptr() if into is not None else 0,
                 staged.data_ptr(), incoming.data_ptr(), whole, land, PULLS,
             )  # fmt: skip
-        self._staged[0].give(self.copies)
-        self._keep(places.block)
+        self._reads.append((self.up.record_event(), places.block, staged))
         return incoming, int(absent)
 
-    def _keep(self, places: Tensor | None) -> None:
-        """What launches on `up` still read: torch does not know, and would give pinned memory to others."""
-        self._kept.append((self.up.record_event(), places))
-        while self._kept and self._kept[0][0].query():
-            self._kept.popleft()
+    def _incoming(self, rows: int) -> Tensor:
+        """Room on the device for rows that are gathered."""
+        if rows == 0:
+            return self._nothing
+        with on(self.copies):
+            incoming = torch.empty(rows, self.width, dtype=torch.float32, device=self.tier.device)
+        used_on(self.up, incoming)
+        return incoming
+
+    def _staging(self, floats: int) -> Tensor:
+        """Pinned memory that they are gathered into.
+
+        What an earlier batch had is free again when `up` has passed it; of its places too, which launches read: torch
+        does not know of either, and would give them to others.
+        """
+        spare = torch.empty(0)
+        while self._reads and (len(self._reads) > WAITING or self._reads[0][0].query()):
+            event, _, spare = self._reads.popleft()
+            event.synchronize()
+        if spare.numel() < floats:
+            spare = torch.empty(floats * 9 // 8, dtype=torch.float32, pin_memory=True)
+        return spare
 
     def _raise_plainly(
         self, places: Places, keys: Tensor | None, first: int, into: Into | None, whole: bool, land: bool,
@@ -211,26 +227,6 @@ def _put(sent: Any, staged: Tensor, places: Places, clean: int) -> None:
     """Rows into DRAM. `staged` is what the core reads them from: torch does not know."""
     with core_errors():
         sent.put(places.parts, places.slots.data_ptr(), places.steps.data_ptr(), places.counts.data_ptr(), clean)
-
-
-class Staged:
-    """A pinned buffer that copies are made from, for one batch after another."""
-
-    def __init__(self) -> None:
-        self._rows = torch.empty(0)
-        self._read: Any = None
-
-    def take(self, shape: torch.Size) -> Tensor:
-        """Room for so many rows, when the last ones have been copied."""
-        if self._read is not None:
-            self._read.synchronize()
-        if self._rows.numel() < shape.numel():
-            self._rows = torch.empty(shape.numel() * 9 // 8, dtype=torch.float32, pin_memory=True)
-        return self._rows
-
-    def give(self, stream: Any) -> None:
-        """What was asked of that stream reads it."""
-        self._read = stream.record_event(self._read)
 
 
 def _let_go(ranges: list[int], device: torch.device) -> None:

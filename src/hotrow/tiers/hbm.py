@@ -63,7 +63,7 @@ class HbmTier:
         self._numbers = threading.Lock()
         self._held: set[int] = set()
         self._due: set[int] = set()  # those whose turn has come
-        self._landed: dict[int, Any] = {}  # events: the batch's update has landed
+        self._landed: dict[int, tuple[int, Any]] = {}  # stream and event: the batch's update has landed
         self.missed = [0] * len(sets)  # unique keys, by table, since the sets were divided
         self.hits = self.misses = self.overflows = self.evictions = 0
 
@@ -97,17 +97,21 @@ class HbmTier:
         self.done += batch in self._due
         self._due.discard(batch)
         if self.window and self.device.type == "cuda":
-            self._landed[batch] = event = torch.cuda.Event()
+            event = torch.cuda.Event()
             event.record()
+            self._landed[batch] = torch.cuda.current_stream(self.device).cuda_stream, event
             for old in [number for number in self._landed if number < batch - 4 * self.window]:
                 del self._landed[old]
         self._held.discard(batch)  # last: who sees it finds the event
 
     def wait(self, settled: int) -> None:
         """This stream goes on when updates up to that batch have landed."""
-        for batch, event in list(self._landed.items()):
+        last: dict[Any, Any] = {}  # of each stream: updates on one land in their order
+        for batch, (stream, event) in list(self._landed.items()):
             if settled - self.window <= batch <= settled:
-                event.wait()
+                last[stream] = event
+        for event in last.values():
+            event.wait()
 
     @property
     def settled(self) -> int:
