@@ -27,8 +27,7 @@ from hotrow.kernels.layout import Source
 ORDER_BLOCK, ORDERERS = 1024, 64
 NOTE_BLOCK, NOTERS = 1024, 132
 TELL_BLOCK = 2048
-PULLERS, PULL_ROWS = 16, 32  # programs that read host rows, and how many each: what the wire takes, on few processors
-LANDERS = 528
+PULLERS = 528  # programs that read host rows: enough for what the wire takes (16 of 32 rows each were no better)
 
 
 @triton.jit
@@ -72,21 +71,20 @@ def _order_kernel(order, hosts, cell, BLOCK: tl.constexpr):
 
 @fast
 @triton.jit
-def _pull_kernel(rows, stride, order, bases, hosts, host_stride, width, R: tl.constexpr, W: tl.constexpr):
-    column = tl.arange(0, W)[None, :]
+def _pull_kernel(rows, stride, order, bases, hosts, host_stride, width, W: tl.constexpr):
+    column = tl.arange(0, W)
     slots = tl.load(order).to(tl.pointer_type(tl.int32))
     tables = tl.load(order + 1).to(tl.pointer_type(tl.int32))
     count = tl.load(order + 3)
-    begin = tl.program_id(0).to(tl.int64) * R
-    while begin < count:
-        at = begin + tl.arange(0, R)
-        slot = tl.load(slots + at, mask=at < count, other=-1).to(tl.int64)
-        base = tl.load(bases + tl.load(tables + at, mask=at < count, other=0))
-        host = tl.load(hosts + at, mask=at < count, other=-1).to(tl.int64)
-        row = (base + host * host_stride * 4).to(tl.pointer_type(tl.float32))
-        mask = ((slot >= 0) & (host >= 0))[:, None] & (column < width)
-        tl.store(rows + slot[:, None] * stride + column, tl.load(row[:, None] + column, mask=mask), mask=mask)
-        begin += tl.num_programs(0) * R
+    at = tl.program_id(0).to(tl.int64)
+    while at < count:
+        slot = tl.load(slots + at).to(tl.int64)
+        base = tl.load(bases + tl.load(tables + at)).to(tl.pointer_type(tl.float32))
+        host = tl.load(hosts + at).to(tl.int64)
+        mask = (slot >= 0) & (host >= 0) & (column < width)
+        arriving = tl.load(base + host * host_stride + column, mask=mask)
+        tl.store(rows + slot * stride + column, arriving, mask=mask)
+        at += tl.num_programs(0)
 
 
 def collect(source: Source, slots: Tensor, width: int, out: Tensor) -> None:
@@ -118,9 +116,9 @@ class Puller:
             self._order, self._hosts, self.cell.data_ptr(), BLOCK=ORDER_BLOCK,
         )  # fmt: skip
         tile = power_of_2(self.width)
-        _pull_kernel[(min(cdiv(self.room, PULL_ROWS), PULLERS),)](
+        _pull_kernel[(min(self.room, PULLERS),)](
             self.rows, self.rows.stride(0), self._order, self.bases, self._hosts, self.host_stride, self.width,
-            R=PULL_ROWS, W=tile, num_warps=PULL_ROWS,
+            W=tile, num_warps=1 if tile <= 1024 else 4,
         )  # fmt: skip
 
     def ask(self, slots: Tensor, tables: Tensor, hosts: Tensor) -> None:
@@ -180,7 +178,7 @@ class Lander:
             self._order, *self.beside, self.cell.data_ptr(), STRIDE=self.beside[1].stride(0), BLOCK=NOTE_BLOCK,
         )  # fmt: skip
         tile = power_of_2(self.width)
-        _land_kernel[(LANDERS,)](
+        _land_kernel[(PULLERS,)](
             self.rows, self.rows.stride(0), self._order, self.width, W=tile, num_warps=1 if tile <= 1024 else 4
         )
 
