@@ -213,6 +213,17 @@ def _compact(
     return positions, absent_keys, absent_tables
 
 
+def hashes_of(keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
+    """Hashes with their sign turned, int64, so that they sort as unsigned ones; behind `count`, the last there is."""
+    hashes, n = torch.empty_like(keys), keys.numel()
+    if n:
+        hash_kernel[(cdiv(n, BLOCK),)](
+            keys, hashes, hashes if count is None else count, n, COUNTED=count is not None, BLOCK=BLOCK,
+            num_warps=WARPS,
+        )  # fmt: skip
+    return hashes
+
+
 def dedup(
     keys: torch.Tensor,
     tables: torch.Tensor | None = None,
@@ -244,11 +255,7 @@ def dedup(
     if n == 0:
         return unique
     grid = (cdiv(n, BLOCK),)
-    hashes = torch.empty_like(keys)
-    hash_kernel[grid](
-        keys, hashes, unique.number if count is None else count, n, COUNTED=count is not None, BLOCK=BLOCK,
-        num_warps=WARPS,
-    )  # fmt: skip
+    hashes = hashes_of(keys, count)
     hashes, by_hash = hashes.sort(stable=True)
     by_table = by_hash
     tables = unique.tables if tables is None else tables

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from hotrow.batch import Jagged
 from hotrow.errors import GradientError, OptionError
-from hotrow.kernels.dedup import BLOCK, WARPS, dedup, hash_kernel
+from hotrow.kernels.dedup import dedup, hashes_of
 from hotrow.kernels.gather import gather
-from hotrow.kernels.launch import cdiv
 from hotrow.kernels.layout import RowLayout, Source
 from hotrow.kernels.runs import group
 from hotrow.kernels.update import Coefficients, update
@@ -247,8 +246,5 @@ class DevicePart(Part):
 
 
 def _shards(keys: Tensor) -> Tensor:
-    """The shard of each key: the top bits of its hash, which the kernel gives with its sign turned."""
-    hashes = torch.empty_like(keys)
-    if keys.numel():
-        hash_kernel[(cdiv(keys.numel(), BLOCK),)](keys, hashes, keys.numel(), BLOCK=BLOCK, num_warps=WARPS)
-    return (hashes >> 54) + SHARDS // 2
+    """The shard of each key: the top bits of its hash, whose sign is turned here."""
+    return (hashes_of(keys) >> 54) + SHARDS // 2
