@@ -98,14 +98,16 @@ class Way:
             follow(self.up)
         used_on(self.up, *(into[1:] if into is not None else ()))
         staged = self._staging(incoming.numel())
-        with core_errors():
-            absent = self._native().raise_rows(
-                places.parts, count, 0 if keys is None else keys.data_ptr(), places.slots.data_ptr(),
-                places.steps.data_ptr(), places.counts.data_ptr(), first,
-                into.slots.data_ptr() if into is not None else 0, into.tables.data_ptr() if into is not None else 0,
-                staged.data_ptr(), incoming.data_ptr(), whole, land, PULLS,
-            )  # fmt: skip
-        self._reads.append((self.up.record_event(), places.block, staged))
+        try:
+            with core_errors():
+                absent = self._native().raise_rows(
+                    places.parts, count, 0 if keys is None else keys.data_ptr(), places.slots.data_ptr(),
+                    places.steps.data_ptr(), places.counts.data_ptr(), first,
+                    into.slots.data_ptr() if into is not None else 0, into.tables.data_ptr() if into is not None else 0,
+                    staged.data_ptr(), incoming.data_ptr(), whole, land, PULLS,
+                )  # fmt: skip
+        finally:
+            self._reads.append((self.up.record_event(), places.block, staged))
         return incoming, int(absent)
 
     def _incoming(self, rows: int) -> Tensor:
