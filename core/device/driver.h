@@ -30,6 +30,9 @@ struct Driver {
 // Throws std::runtime_error where there is none.
 const Driver& driver();
 
+// Tests: this one in its place (null: the machine's again). Requires: nobody uses it meanwhile.
+void use_driver(const Driver* other);
+
 // Throws std::runtime_error, with the driver's name for it, unless `code` is success.
 void check(int code, const char* what);
 

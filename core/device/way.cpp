@@ -11,8 +11,9 @@ void Leaving::put(const std::vector<TablePart>& parts, const uint32_t* slots, co
   for (size_t p = 0; p < pieces_.size();) {
     const size_t begin = pieces_[p].begin;
     pieces_[p].arrived->wait();
-    while (++p < pieces_.size() && pieces_[p].arrived->past()) {
-    }  // waking the pool takes a while: as many as are there
+    do {  // waking the pool takes a while: as many as are there
+      ++p;
+    } while (p < pieces_.size() && pieces_[p].arrived->past());
     lower_rows(parts, slots, steps, counts, clean, begin, pieces_[p - 1].end, staged_ + begin * width_, width_);
   }
 }

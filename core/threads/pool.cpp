@@ -43,7 +43,10 @@ void Pool::start(int workers, int nice) {
   stopping_ = false;
   for (int i = 0; i < workers; ++i)
     workers_.emplace_back([this, nice] {
-      if (nice > 0) setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), nice);  // on Linux, of this thread
+      if (nice > 0) {  // on Linux, of this thread
+        const auto self = static_cast<id_t>(gettid());
+        setpriority(PRIO_PROCESS, self, getpriority(PRIO_PROCESS, self) + nice);
+      }
       worker_loop();
     });
 }

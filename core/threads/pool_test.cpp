@@ -1,6 +1,13 @@
 #include "threads/pool.h"
 
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
 #include <numeric>
+#include <set>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -90,6 +97,25 @@ TEST(the_number_of_threads_can_change_between_runs) {
   }
   pool.set_threads(0);
   CHECK_EQ(pool.threads(), 1);
+}
+
+TEST(workers_step_back_and_callers_do_not) {
+  Pool pool(1);
+  const int mine = getpriority(PRIO_PROCESS, 0);
+  for (int nice : {5, 0}) {
+    pool.set_threads(3, nice);
+    std::mutex mutex;
+    std::set<int> of_workers;
+    std::atomic<int> inside{0};
+    pool.run(3, [&](int) {
+      ++inside;
+      while (inside < 3) std::this_thread::yield();  // each thread has one
+      std::lock_guard lock(mutex);
+      if (gettid() != getpid()) of_workers.insert(getpriority(PRIO_PROCESS, static_cast<id_t>(gettid())));
+    });
+    CHECK(of_workers == std::set<int>{std::min(19, mine + nice)});
+    CHECK_EQ(getpriority(PRIO_PROCESS, 0), mine);
+  }
 }
 
 }  // namespace

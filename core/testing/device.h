@@ -1,0 +1,116 @@
+// A device that is as slow as it may be: what is asked of its streams is done when somebody waits for it, and not
+// before. Whoever changes what a copy or a launch still reads, or forgets an event, gets wrong bytes. Its memory is
+// ours.
+//
+// A captured graph is a std::function<void()>, by its address.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+
+#include "device/driver.h"
+
+namespace hotrow::testing {
+
+class SlowDevice {
+ public:
+  using Handle = device::Handle;
+
+  // Of several streams that could go on, the last one does, or the first one.
+  explicit SlowDevice(bool last_first = true) : last_first_(last_first) {
+    here() = this;
+    static const device::Driver driver = {
+        [](Handle* context) { return *context = nullptr, 0; },
+        [](Handle) { return 0; },
+        [](Handle* event, unsigned) { return *event = new Mark, 0; },
+        [](Handle event, Handle stream) { return here()->record(*static_cast<Mark*>(event), stream), 0; },
+        [](Handle event) { return here()->wait(*static_cast<Mark*>(event)); },
+        [](Handle event) { return here()->query(*static_cast<Mark*>(event)); },
+        [](Handle event) { return here()->wait(*static_cast<Mark*>(event)), delete static_cast<Mark*>(event), 0; },
+        [](Handle stream, Handle event, unsigned) { return here()->hold(stream, *static_cast<Mark*>(event)), 0; },
+        [](device::DeviceAddress to, const void* from, size_t bytes, Handle stream) {
+          return here()->ask(stream, [=] { return std::memcpy(reinterpret_cast<void*>(to), from, bytes), true; }), 0;
+        },
+        [](void* to, device::DeviceAddress from, size_t bytes, Handle stream) {
+          return here()->ask(stream, [=] { return std::memcpy(to, reinterpret_cast<void*>(from), bytes), true; }), 0;
+        },
+        [](Handle* ready, Handle graph, unsigned long long) { return *ready = graph, 0; },
+        [](Handle graph, Handle stream) {
+          return here()->ask(stream, [=] { return (*static_cast<std::function<void()>*>(graph))(), true; }), 0;
+        },
+        [](Handle) { return 0; },
+        [](int, const char** name) { return *name = "nothing goes on", 0; },
+    };
+    device::use_driver(&driver);
+  }
+  ~SlowDevice() { device::use_driver(nullptr); }
+  SlowDevice(const SlowDevice&) = delete;
+  SlowDevice& operator=(const SlowDevice&) = delete;
+
+  using Work = std::function<bool()>;  // false: not yet
+  void ask(Handle stream, Work work) {
+    std::lock_guard lock(mutex_);
+    streams_[stream].push_back(std::move(work));
+  }
+
+  // Does everything that it was asked for.
+  void finish() {
+    std::lock_guard lock(mutex_);
+    while (step()) {
+    }
+  }
+  int busy() {
+    std::lock_guard lock(mutex_);
+    int asked = 0;
+    for (const auto& [_, stream] : streams_) asked += static_cast<int>(stream.size());
+    return asked;
+  }
+
+ private:
+  struct Mark {
+    int recorded = 0, passed = 0;
+  };
+  static SlowDevice*& here() {
+    static SlowDevice* device = nullptr;
+    return device;
+  }
+
+  void record(Mark& mark, Handle stream) {
+    std::lock_guard lock(mutex_);
+    streams_[stream].push_back([&mark, now = ++mark.recorded] { return mark.passed = now, true; });
+  }
+  void hold(Handle stream, Mark& mark) {
+    std::lock_guard lock(mutex_);
+    streams_[stream].push_back([&mark, now = mark.recorded] { return mark.passed >= now; });
+  }
+  int query(Mark& mark) {
+    std::lock_guard lock(mutex_);
+    return mark.passed < mark.recorded ? 600 : 0;
+  }
+  int wait(Mark& mark) {
+    std::lock_guard lock(mutex_);
+    while (mark.passed < mark.recorded)
+      if (!step()) return 1;  // for ever
+    return 0;
+  }
+  // One thing of some stream.
+  bool step() {
+    auto go_on = [](auto& stream) {
+      if (stream.second.empty() || !stream.second.front()()) return false;
+      stream.second.pop_front();
+      return true;
+    };
+    return last_first_ ? std::any_of(streams_.rbegin(), streams_.rend(), go_on)
+                       : std::any_of(streams_.begin(), streams_.end(), go_on);
+  }
+
+  const bool last_first_;
+  std::mutex mutex_;
+  std::map<Handle, std::deque<Work>> streams_;
+};
+
+}  // namespace hotrow::testing
