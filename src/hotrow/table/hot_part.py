@@ -241,8 +241,7 @@ class Part:
     def take_over(self) -> None:
         """What was laid out and found on another stream is used on this one from now on."""
         if self.slots.device.type == "cuda":
-            own = () if self.items.offsets is self.items.scales is None else vars(self.items).values()
-            used_on(torch.cuda.current_stream(), self.keys, self.slots, *own)  # the others are kept for all batches
+            used_on(torch.cuda.current_stream(), self.keys, self.begins, self.slots, *vars(self.items).values())
 
     def _absent(self, count: int) -> tuple[Tensor, Unique]:
         """Positions of the ids without a slot, and their unique keys."""
