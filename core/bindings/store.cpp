@@ -97,19 +97,26 @@ void bind_store(nb::module_& m) {
           "__init__",
           [](Table* self, std::string name, int dim, int rule, const std::vector<std::tuple<int, float>>& state,
              std::tuple<int, float, float> initial, uint64_t seed, std::shared_ptr<Budget> budget, bool frozen,
-             uint32_t type) {
+             uint32_t type, uint32_t drawn) {
             require(dim > 0 && rule >= 0 && rule < static_cast<int>(RuleKind::kCount),
                     "Table: dim or rule out of range");
-            require(type < kRowTypes, "Table: row type out of range");
-            TableOptions options{std::move(name),           dim, static_cast<RuleKind>(rule), {}, {}, seed, frozen,
-                                 static_cast<RowType>(type)};
+            require(type < kRowTypes && drawn < kRowTypes, "Table: row type out of range");
+            TableOptions options{std::move(name),
+                                 dim,
+                                 static_cast<RuleKind>(rule),
+                                 {},
+                                 {},
+                                 seed,
+                                 frozen,
+                                 static_cast<RowType>(type),
+                                 static_cast<RowType>(drawn)};
             for (const auto& [width, value] : state) options.state.push_back({width, value});
             options.initial = {static_cast<InitialKind>(std::get<0>(initial)), std::get<1>(initial),
                                std::get<2>(initial)};
             new (self) Table(std::move(options), std::move(budget));
           },
           nb::arg("name"), nb::arg("dim"), nb::arg("rule"), nb::arg("state"), nb::arg("initial"), nb::arg("seed"),
-          nb::arg("budget"), nb::arg("frozen") = false, nb::arg("type") = 0)
+          nb::arg("budget"), nb::arg("frozen") = false, nb::arg("type") = 0, nb::arg("drawn") = 0)
       .def_prop_ro("dim", &Table::dim)
       .def_prop_ro("width", &Table::floats)
       .def_prop_ro("row_bytes", [](const Table& table) { return table.width() * sizeof(float); })

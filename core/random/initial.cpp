@@ -101,7 +101,7 @@ void write_initial(const Initial& initial, uint64_t stream, int64_t key, float* 
       break;
   }
   const auto id = static_cast<uint64_t>(key);
-  const std::array<uint32_t, 3> counter = {static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32), 0};
+  const uint32_t counter[3] = {static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32), 0};
   const auto convert = initial.kind == InitialKind::kUniform ? to_uniform : to_normal;
   uint32_t bits[4][kBlocks];
   int i = 0;

@@ -83,7 +83,7 @@ void ColdTier::find_records(const Grouping& grouping, const uint32_t* slots, Arr
       std::memcpy(&head, record, sizeof(head));
       if (head.key == grouping.keys()[asked[i]]) {
         const uint64_t hash = grouping.hashes()[asked[i]];
-        if (locked && table_.expired(hash, head, reinterpret_cast<const float*>(record + sizeof(head)))) {
+        if (locked && table_.expired(hash, head, record + sizeof(head))) {
           drop_cold(hash, places[i]);
           __atomic_store_n(&table_.live_, table_.live_ - 1, __ATOMIC_RELAXED);
           continue;
@@ -112,7 +112,7 @@ bool ColdTier::look(int64_t key, uint64_t hash, float* out, ColdIndex::Candidate
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     if (__atomic_load_n(&shard.version, __ATOMIC_RELAXED) == version) break;
   }
-  write_initial(table_.options_.initial, table_.initial_stream_, key, out, table_.dim());
+  table_.write_initial_values(key, out);
   return false;
 }
 
@@ -148,7 +148,7 @@ void ColdTier::read(const int64_t* keys, const uint64_t* hashes, const std::vect
       std::memcpy(&head, record, sizeof(head));
       const char* values = record + sizeof(head);
       if (head.key != keys[of[p]]) continue;
-      if (table_.expired(hashes[of[p]], head, reinterpret_cast<const float*>(values))) continue;
+      if (table_.expired(hashes[of[p]], head, values)) continue;
       kernels().decode(table_.options_.type, values, dim, out + size_t{of[p]} * dim);
       if (found) found[of[p]] = true;
     }
@@ -428,7 +428,7 @@ bool ColdTier::erase_cold(int64_t key, uint64_t hash) {
     std::memcpy(&head, record.data(), sizeof(head));
     if (head.key != key) continue;
     drop_cold(hash, candidates.place[i]);
-    if (!table_.expired(hash, head, reinterpret_cast<const float*>(record.data() + sizeof(head)))) return true;
+    if (!table_.expired(hash, head, record.data() + sizeof(head))) return true;
     __atomic_store_n(&table_.live_, table_.live_ - 1, __ATOMIC_RELAXED);  // it had gone, and was met only now
     return false;
   }
@@ -447,7 +447,7 @@ void ColdTier::drop_expired(uint32_t shard, std::vector<int64_t>& gone) {
     const char* record = records.data() + i * record_bytes;
     std::memcpy(&head, record, sizeof(head));
     const uint64_t hash = hash_key(head.key);
-    if (!table_.expired(hash, head, reinterpret_cast<const float*>(record + sizeof(head)))) continue;
+    if (!table_.expired(hash, head, record + sizeof(head))) continue;
     drop_cold(hash, places[i]);
     gone.push_back(head.key);
   }

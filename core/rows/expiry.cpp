@@ -5,6 +5,7 @@
 
 #include "memory/line_arena.h"
 #include "random/philox.h"
+#include "rows/kernels.h"
 
 namespace hotrow {
 
@@ -45,13 +46,16 @@ void Admission::note(uint64_t hash, uint32_t seen) {
   for (size_t at : cells(hash).at) counters_[at] = std::max<uint8_t>(counters_[at], static_cast<uint8_t>(raised));
 }
 
-bool Expiry::removes(uint32_t shard, uint32_t last_step, uint64_t count, const float* values, int dim) const {
+bool Expiry::removes(uint32_t shard, uint32_t last_step, uint64_t count, const RowValues& values) const {
   if (!any_) return false;
   if (last_step < rules_.cutoff || last_step < cap_cutoffs_[shard]) return true;
   if (last_step < rules_.count_cutoff && count < rules_.min_count) return true;
   if (last_step >= rules_.norm_cutoff) return false;
+  static thread_local std::vector<float> floats;
+  floats.resize(values.dim);
+  kernels().decode(values.type, values.row, values.dim, floats.data());
   double squares = 0;
-  for (int i = 0; i < dim; ++i) squares += double{values[i]} * double{values[i]};
+  for (float value : floats) squares += double{value} * double{value};
   return std::sqrt(squares) < double{rules_.min_norm};
 }
 

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "hash/hash.h"
+#include "rows/row_type.h"
 
 namespace hotrow {
 
@@ -63,11 +64,18 @@ struct SweepRules {
   uint64_t max_rows = 0;  // 0: no cap
 };
 
+// A row's values, where a rule may want their norm.
+struct RowValues {
+  const char* row;
+  int dim;
+  RowType type = RowType::kFloat;
+};
+
 class Expiry {
  public:
   Expiry() : cap_cutoffs_(kShards, 0) {}
 
-  bool removes(uint32_t shard, uint32_t last_step, uint64_t count, const float* values, int dim) const;
+  bool removes(uint32_t shard, uint32_t last_step, uint64_t count, const RowValues& values) const;
   // The earliest last step that no rule looks at.
   uint32_t oldest(uint32_t shard) const;
   bool any() const { return any_; }

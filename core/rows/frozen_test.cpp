@@ -140,7 +140,7 @@ TEST(what_would_create_or_train_a_row_is_refused) {
   plan.route({{table, {{keys.data(), keys.size(), nullptr, keys.size(), nullptr, Pooling::kSum}}}});
   CHECK_THROWS(std::invalid_argument, plan.fetch());
   CHECK_EQ(table->size(), 1u);
-  const TableOptions trained{"t", 4, RuleKind::kSgd, {}, {}, 0, false, RowType::kHalf};
+  const TableOptions trained{"t", 4, RuleKind::kSgd, {}, {}, 0, false, RowType::kByte};
   CHECK_THROWS(std::invalid_argument, Table(trained, std::make_shared<Budget>(0)));
 }
 

@@ -53,6 +53,7 @@ struct PoolArgs {
   float* out;         // row of bag b at out + b * out_stride; for Pooling::kNone, bags are positions
   size_t out_stride;  // in floats
   bool large;         // the batch's whole output is larger than a cache: write past it
+  RowType type = RowType::kFloat;
 };
 
 // One feature's gradients, for the positions [begin, end) of a job.
@@ -79,9 +80,11 @@ struct UpdateArgs {
   float grad_scale;  // 1: left alone
   float clip_value;  // 0: off
   float clip_norm;   // 0: off
-  float* scratch;    // [2 * row width], this task's own
+  float* scratch;    // [2 * dim + row width], this task's own
   uint32_t step;
   uint64_t count_stream;
+  RowType type = RowType::kFloat;
+  uint64_t rounding_stream = 0;  // where values are rounded
 };
 
 // Only the sums: row u's goes to out + offsets[u]. Of `update` the fields that say what to sum are used.

@@ -22,7 +22,6 @@ extern const Kernels kKernels_avx2;
 
 namespace {
 
-using testing::make_table;
 using testing::Random;
 
 // The variants that this machine can run.
@@ -41,7 +40,8 @@ struct Filled {
   std::vector<uint64_t> hashes;
   std::vector<uint32_t> slots;
 
-  Filled(Random& random, int dim, RuleKind rule, size_t count) : table(make_table(dim, rule)) {
+  Filled(Random& random, int dim, RuleKind rule, size_t count, RowType type = RowType::kFloat)
+      : table(testing::make_typed_table(type, dim, rule)) {
     keys = random.keys(count, uint64_t{1} << 60);
     for (int64_t key : keys) hashes.push_back(hash_key(key));
     slots.resize(keys.size());
@@ -122,9 +122,9 @@ TEST(writing_past_the_cache_gives_the_same_bits) {
 }
 
 // One update of every row with runs of one to three gradients, through one variant.
-testing::Rows updated(const Kernels& kernels, RuleKind rule, int dim, bool clipped) {
+testing::Rows updated(const Kernels& kernels, RuleKind rule, int dim, bool clipped, RowType type) {
   Random random(3);
-  Filled filled(random, dim, rule, 120);
+  Filled filled(random, dim, rule, 120, type);
   filled.table->find_or_create(filled.keys.data(), filled.keys.size(), filled.slots.data());
   std::vector<uint32_t> run_begin = {0}, run;
   for (size_t u = 0; u < filled.keys.size(); ++u) {
@@ -135,7 +135,7 @@ testing::Rows updated(const Kernels& kernels, RuleKind rule, int dim, bool clipp
   const auto coefficients = testing::some_coefficients(rule);
   const GradSource source{gradients.data(), static_cast<size_t>(dim),         0, static_cast<uint32_t>(run.size()),
                           nullptr,          clipped ? scales.data() : nullptr};
-  std::vector<float> scratch(2 * filled.table->width());
+  std::vector<float> scratch(2 * dim + filled.table->width());
   UpdateArgs args{};
   args.view = filled.table->view();
   args.dim = dim;
@@ -151,6 +151,8 @@ testing::Rows updated(const Kernels& kernels, RuleKind rule, int dim, bool clipp
   args.clip_norm = clipped ? 0.9f : 0.0f;
   args.scratch = scratch.data();
   args.count_stream = filled.table->count_stream();
+  args.type = type;
+  args.rounding_stream = filled.table->rounding_stream();
   for (args.step = 1; args.step <= 3; ++args.step) kernels.update[static_cast<int>(rule)](args);
   return testing::rows_of(*filled.table);
 }
@@ -158,11 +160,12 @@ testing::Rows updated(const Kernels& kernels, RuleKind rule, int dim, bool clipp
 TEST(all_variants_update_to_the_same_bits) {
   for (int rule = 0; rule < static_cast<int>(RuleKind::kCount); ++rule)
     for (int dim : {1, 3, 8, 16, 17, 32, 64, 128})
-      for (bool clipped : {false, true}) {
-        const auto want = updated(kKernels_baseline, static_cast<RuleKind>(rule), dim, clipped);
-        for (const Kernels* kernels : variants())
-          CHECK(testing::same_bits(updated(*kernels, static_cast<RuleKind>(rule), dim, clipped), want));
-      }
+      for (RowType type : {RowType::kFloat, RowType::kHalf, RowType::kBFloat})
+        for (bool clipped : {false, true}) {
+          const auto want = updated(kKernels_baseline, static_cast<RuleKind>(rule), dim, clipped, type);
+          for (const Kernels* kernels : variants())
+            CHECK(testing::same_bits(updated(*kernels, static_cast<RuleKind>(rule), dim, clipped, type), want));
+        }
 }
 
 TEST(all_variants_notice_one_bad_float_anywhere) {

@@ -107,7 +107,7 @@ void Plan::run_over_partitions(Fn fn) {
   Pool::shared().run(static_cast<int>(tasks.size()), [&](int t) {
     Job& job = jobs_[tasks[t].job];
     static thread_local std::vector<float> scratch;
-    scratch.resize(job.table->dim() + job.table->width());
+    scratch.resize(2 * job.table->dim() + job.table->width());
     UpdateArgs args{};
     args.dim = job.table->dim();
     args.hashes = job.grouping.hashes();
@@ -153,6 +153,8 @@ void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix
     args.clip_norm = options.jobs[j].clip_norm;
     args.step = options.step;
     args.count_stream = table.count_stream();
+    args.type = table.options().type;
+    args.rounding_stream = table.rounding_stream();
     kernels().update[static_cast<int>(table.options().rule)](args);
   });
   for (size_t j = 0; j < job_count_; ++j) {

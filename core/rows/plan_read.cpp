@@ -79,6 +79,7 @@ void Plan::gather(const std::vector<Matrix>& outputs) {
       args.rows = copies ? reinterpret_cast<const char*>(job.copies.data()) : view.rows;
       args.row_bytes = copies ? job.table->dim() * sizeof(float) : view.row_bytes;
       args.index = copies ? nullptr : job.slots.data();
+      if (!copies) args.type = job.table->options().type;
       if (taken_) {
         args.rows = reinterpret_cast<const char*>(taken_);
         args.row_bytes = sizeof(float);

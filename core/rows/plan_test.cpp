@@ -79,6 +79,29 @@ TEST(updated_rows_match_a_loop_over_the_ids_bit_for_bit) {
     }
 }
 
+TEST(rows_of_16_bits_match_a_loop_that_rounds_by_chance) {
+  testing::Random random(12);
+  for (RowType type : {RowType::kHalf, RowType::kBFloat})
+    for (RuleKind rule : kRules)
+      for (int dim : {1, 3, 8, 16, 17, 40, 64}) {
+        auto table = testing::make_typed_table(type, dim, rule);
+        CHECK_EQ(table->width(), (dim + 1) / 2 + table->floats() - dim);
+        Plan plan;
+        Rows oracle;
+        for (uint32_t step = 1; step <= 3; ++step) {
+          const Pooling pooling = step == 2 ? Pooling::kMean : Pooling::kSum;
+          const Batch batch = some_batch(random, 60, 100, pooling, dim);
+          const UpdateOptions options = options_for(*table, step);
+          train(plan, table, batch, options);
+          batch.naive_update(*table, oracle, options);
+          CHECK(testing::same_bits(rows_of(*table), oracle));
+          CHECK(batch.gather(plan, dim) == batch.naive_gather(*table, oracle));
+          plan.read();
+          CHECK(batch.gather(plan, dim) == batch.naive_gather(*table, oracle));
+        }
+      }
+}
+
 TEST(scaled_and_clipped_gradients_match_the_loop) {
   testing::Random random(3);
   struct Clip {

@@ -60,8 +60,8 @@ std::vector<Rows> all_rows(const Store& store) {
     for (uint32_t shard = 0; shard < kShards; ++shard) {
       table->scan_cold(shard, heads, values);
       for (size_t i = 0; i < heads.size(); ++i) {
-        const float* row = values.data() + i * table->width();
-        rows[heads[i].key] = {{row, row + table->width()}, decode_count(heads[i].count), step_of(heads[i].stamp)};
+        const float* row = values.data() + i * table->floats();
+        rows[heads[i].key] = {{row, row + table->floats()}, decode_count(heads[i].count), step_of(heads[i].stamp)};
       }
     }
     result.push_back(std::move(rows));

@@ -29,6 +29,8 @@ const char* name_of(RowType type) {
       return "fp16";
     case RowType::kByte:
       return "int8";
+    case RowType::kBFloat:
+      return "bf16";
     default:
       return "fp32";
   }
@@ -49,10 +51,18 @@ uint16_t half_of(float value) {
   return static_cast<uint16_t>(sign | (whole + (rest > tie || (rest == tie && (whole & 1)))));
 }
 
+uint16_t bfloat_of(float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);  // NaN stays one
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 void encode_row(RowType type, const float* values, int dim, uint32_t* row) {
   std::memset(row, 0, words_of(type, dim) * sizeof(uint32_t));
   if (type == RowType::kHalf)
     for (int i = 0; i < dim; ++i) reinterpret_cast<uint16_t*>(row)[i] = half_of(values[i]);
+  else if (type == RowType::kBFloat)
+    for (int i = 0; i < dim; ++i) reinterpret_cast<uint16_t*>(row)[i] = bfloat_of(values[i]);
   else if (type == RowType::kByte)
     encode_bytes(values, dim, row);
   else

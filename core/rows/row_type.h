@@ -1,10 +1,14 @@
-// What a row's bytes are. A table that is trained has float rows: its values, then the optimizer's state. A frozen
-// table (TableOptions::frozen), which is only read, has values alone and may keep them smaller:
+// What a row's bytes are: its values, of one of these types, then the optimizer's state as floats, where it is trained.
 //
-//   kFloat  dim floats
-//   kHalf   dim IEEE halfs, rounded to nearest even; then zeros up to a multiple of 4 bytes
-//   kByte   dim codes 0 to 255, zeros up to a multiple of 4 bytes, then two floats, scale and bias:
-//           value = code * scale + bias, bias the smallest value, scale the span over 255 (0 where all are equal)
+//   kFloat   dim floats
+//   kHalf    dim IEEE halfs; then zeros up to a multiple of 4 bytes
+//   kByte    dim codes 0 to 255, zeros up to a multiple of 4 bytes, then two floats, scale and bias:
+//            value = code * scale + bias, bias the smallest value, scale the span over 255 (0 where all are equal);
+//            only for tables that are read alone (TableOptions::frozen)
+//   kBFloat  dim bfloat16s, the upper halves of floats; then zeros up to a multiple of 4 bytes
+//
+// Values that are given or drawn (a new row's) are rounded to nearest even. An update computes with floats and rounds
+// by chance (round_by_chance): an update smaller than half of a value's last place would otherwise never be seen.
 //
 // The same bytes lie in DRAM, in the segments on SSD (docs/formats/segments.md: the numbers are part of the format) and
 // in HBM (kernels/layout.py, kernels/quantize.py), so that a row moves between them as it is. Reading converts to
@@ -18,15 +22,16 @@
 
 namespace hotrow {
 
-enum class RowType : uint32_t { kFloat = 0, kHalf = 1, kByte = 2 };
-inline constexpr uint32_t kRowTypes = 3;
+enum class RowType : uint32_t { kFloat = 0, kHalf = 1, kByte = 2, kBFloat = 3 };
+inline constexpr uint32_t kRowTypes = 4;
 
-const char* name_of(RowType type);  // as people write it: "fp32", "fp16", "int8"
+const char* name_of(RowType type);  // as people write it: "fp32", "fp16", "int8", "bf16"
 
 // Words of 4 bytes that `dim` values take. Always inlined: it is compiled once per instruction set.
 inline __attribute__((always_inline)) int words_of(RowType type, int dim) {
   switch (type) {
     case RowType::kHalf:
+    case RowType::kBFloat:
       return (dim + 1) / 2;
     case RowType::kByte:
       return (dim + 3) / 4 + 2;
@@ -36,6 +41,7 @@ inline __attribute__((always_inline)) int words_of(RowType type, int dim) {
 }
 
 uint16_t half_of(float value);  // beyond 65,519 it is infinite
+uint16_t bfloat_of(float value);
 // `dim` values as a row of words_of(type, dim) words. Requires: values are finite.
 void encode_row(RowType type, const float* values, int dim, uint32_t* row);
 

@@ -1,4 +1,4 @@
-// Values in the types of rows that are only read: against plain arithmetic, over all halfs and random floats.
+// Values in the types of rows: against plain arithmetic, over all halfs and random floats.
 #include "rows/row_type.h"
 
 #include <bit>
@@ -54,6 +54,23 @@ TEST(a_float_becomes_the_nearest_half_and_the_even_one_of_two) {
   CHECK_EQ(half_of(65519.996f), 0x7bff);
   CHECK_EQ(half_of(65520.0f), 0x7c00);
   CHECK_EQ(half_of(1e-30f), 0);
+}
+
+TEST(a_bfloat_is_the_upper_half_of_the_nearest_float_and_the_even_one_of_two) {
+  auto value = [](uint32_t bfloat) { return std::bit_cast<float>(bfloat << 16); };
+  for (uint32_t bfloat = 0; bfloat < 0x7f7f; ++bfloat) {
+    const float middle = std::bit_cast<float>(bfloat << 16 | 0x8000);
+    CHECK_EQ(bfloat_of(value(bfloat)), bfloat);
+    CHECK_EQ(bfloat_of(middle), bfloat + (bfloat & 1));
+    CHECK_EQ(bfloat_of(std::nextafterf(middle, 0)), bfloat);
+    CHECK_EQ(bfloat_of(std::nextafterf(middle, INFINITY)), bfloat + 1);
+    CHECK_EQ(bfloat_of(-middle), 0x8000 | (bfloat + (bfloat & 1)));
+  }
+  CHECK(std::isnan(value(bfloat_of(std::bit_cast<float>(0x7f800001u)))));
+  std::vector<uint32_t> row(2);
+  const std::vector<float> some{1.0f, -0.5f, 3.140625f};
+  encode_row(RowType::kBFloat, some.data(), 3, row.data());
+  CHECK(decoded(RowType::kBFloat, row, 3) == some);
 }
 
 TEST(int8_values_are_off_by_half_a_step_at_most_and_equal_ones_are_exact) {

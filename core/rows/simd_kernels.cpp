@@ -8,6 +8,7 @@
 #include "optim/rules.h"
 #include "rows/kernels.h"
 #include "rows/simd_pairs.h"
+#include "rows/simd_rounding.h"
 
 #if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
 #include <immintrin.h>
@@ -240,9 +241,26 @@ HOTROW_INLINE float float_of_half(uint32_t half) {
   return value;
 }
 
+HOTROW_INLINE float float_of_bfloat(uint32_t bfloat) {
+  const uint32_t bits = bfloat << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// Value i of a row, where values stand for themselves.
+template <RowType kType>
+HOTROW_INLINE float value_at(const char* row, int i) {
+  if constexpr (kType == RowType::kHalf) return float_of_half(half_at(row, i));
+  if constexpr (kType == RowType::kBFloat) return float_of_bfloat(half_at(row, i));
+  return float_at(row, i);
+}
+
 HOTROW_INLINE void read_values(RowType type, float* __restrict to, const char* from, int dim) {
   if (type == RowType::kHalf) {
-    for (int i = 0; i < dim; ++i) to[i] = float_of_half(half_at(from, i));
+    for (int i = 0; i < dim; ++i) to[i] = value_at<RowType::kHalf>(from, i);
+  } else if (type == RowType::kBFloat) {
+    for (int i = 0; i < dim; ++i) to[i] = value_at<RowType::kBFloat>(from, i);
   } else if (type == RowType::kByte) {
     const float scale = float_at(from, (dim + 3) / 4), bias = float_at(from, (dim + 3) / 4 + 1);
     for (int i = 0; i < dim; ++i) to[i] = static_cast<float>(static_cast<int32_t>(byte_at(from, i))) * scale + bias;
@@ -281,6 +299,8 @@ void read(const ReadArgs& args) {
       return read_as<RowType::kHalf>(args);
     case RowType::kByte:
       return read_as<RowType::kByte>(args);
+    case RowType::kBFloat:
+      return read_as<RowType::kBFloat>(args);
     default:
       return read_as<RowType::kFloat>(args);
   }
@@ -317,18 +337,18 @@ struct RowAt {
   }
 };
 
-template <int kDim>
+template <int kDim, RowType kType = RowType::kFloat>
 HOTROW_INLINE void add_row(float* __restrict out, const char* row, float weight, bool weighted, bool first, int dim) {
   if constexpr (kDim) dim = kDim;
-  auto values = reinterpret_cast<const float*>(row);
+  auto value = [row](int i) __attribute__((always_inline)) { return value_at<kType>(row, i); };
   if (first && !weighted)
-    for (int i = 0; i < dim; ++i) out[i] = values[i];
+    for (int i = 0; i < dim; ++i) out[i] = value(i);
   else if (first)
-    for (int i = 0; i < dim; ++i) out[i] = weight * values[i];
+    for (int i = 0; i < dim; ++i) out[i] = weight * value(i);
   else if (!weighted)
-    for (int i = 0; i < dim; ++i) out[i] += values[i];
+    for (int i = 0; i < dim; ++i) out[i] += value(i);
   else
-    for (int i = 0; i < dim; ++i) out[i] += weight * values[i];
+    for (int i = 0; i < dim; ++i) out[i] += weight * value(i);
 }
 
 // One row per bag into memory that nobody reads soon: stores that go past the cache spare reading the lines first (dim
@@ -354,12 +374,12 @@ bool copy_past_cache([[maybe_unused]] const PoolArgs& args) {
 #endif
 }
 
-template <int kDim>
+template <int kDim, RowType kType>
 void pool_rows(const PoolArgs& args) {
-  if (copy_past_cache<kDim>(args)) return;
+  if (kType == RowType::kFloat && copy_past_cache<kDim>(args)) return;
   const int dim = kDim ? kDim : args.dim;
   const RowAt row_at{args.rows, args.row_bytes, args.index, args.inverse};
-  const size_t value_bytes = static_cast<size_t>(dim) * sizeof(float);
+  const size_t value_bytes = static_cast<size_t>(words_of(kType, dim)) * sizeof(float);
   const bool single = !args.offsets || args.pooling == Pooling::kNone;
   size_t position = single ? args.bag_begin : args.offsets[args.bag_begin];
   const size_t end = single ? args.bag_end : args.offsets[args.bag_end];
@@ -369,19 +389,32 @@ void pool_rows(const PoolArgs& args) {
     float* out = args.out + bag * args.out_stride;
     const size_t bag_end = single ? bag + 1 : args.offsets[bag + 1];
     const size_t length = bag_end - position;
-    if (length == 0) std::memset(out, 0, value_bytes);
+    if (length == 0) std::memset(out, 0, static_cast<size_t>(dim) * sizeof(float));
     for (bool first = true; position < bag_end; ++position, first = false) {
       if (position + kGroup < end) prefetch_row(row_at(position + kGroup), value_bytes);
-      add_row<kDim>(out, row_at(position), args.weights ? args.weights[position] : 1.0f, args.weights != nullptr, first,
-                    dim);
+      add_row<kDim, kType>(out, row_at(position), args.weights ? args.weights[position] : 1.0f, args.weights != nullptr,
+                           first, dim);
     }
     if (args.pooling == Pooling::kMean && length > 1)
       for (int i = 0; i < dim; ++i) out[i] /= static_cast<float>(length);
   }
 }
 
+template <RowType kType>
+void pool_as(const PoolArgs& args) {
+  with_dim(args.dim, [&]<int kDim>() { pool_rows<kDim, kType>(args); });
+}
+
+// Requires: not kByte.
 void pool(const PoolArgs& args) {
-  with_dim(args.dim, [&]<int kDim>() { pool_rows<kDim>(args); });
+  switch (args.type) {
+    case RowType::kHalf:
+      return pool_as<RowType::kHalf>(args);
+    case RowType::kBFloat:
+      return pool_as<RowType::kBFloat>(args);
+    default:
+      return pool_as<RowType::kFloat>(args);
+  }
 }
 
 bool all_finite(const float* values, size_t count) {
@@ -493,18 +526,50 @@ HOTROW_INLINE const float* sum_run(const UpdateArgs& args, size_t unique, int di
   return args.scratch;
 }
 
+// Stores of whole words that a racing reader may load; the sanitizer is to see atomic ones.
+HOTROW_INLINE void store_words(char* to, const void* from, size_t bytes) {
+#if defined(__SANITIZE_THREAD__)
+  for (size_t at = 0; at < bytes; at += sizeof(uint32_t)) {
+    uint32_t word;
+    std::memcpy(&word, static_cast<const char*>(from) + at, sizeof(word));
+    __atomic_store_n(reinterpret_cast<uint32_t*>(to + at), word, __ATOMIC_RELAXED);
+  }
+#else
+  std::memcpy(to, from, bytes);
+#endif
+}
+
+// The rule on a row of 16-bit values: on floats in the scratch, which are then rounded by chance.
 template <class Rule, int kDim>
-HOTROW_INLINE void apply_rule(const UpdateArgs& args, char* row, const float* gradient, int dim) {
+__attribute__((noinline)) void apply_packed(const UpdateArgs& args, char* row, int64_t key, const float* gradient,
+                                            int dim) {
+  if constexpr (kDim) dim = kDim;
+  const size_t value_bytes = static_cast<size_t>(words_of(args.type, dim)) * sizeof(float);
+  const size_t state_bytes = args.view.row_bytes - value_bytes;
+  float* copy = args.scratch + dim;
+  read_values(args.type, copy, row, dim);
+  std::memcpy(copy + dim, row + value_bytes, state_bytes);
+  Rule::template apply<kDim>(copy, gradient, dim, args.coefficients);
+  store_words(row + value_bytes, copy + dim, state_bytes);
+  const RoundingDraws draws{args.rounding_stream, key, args.step};
+  if (args.type == RowType::kBFloat)
+    round_values(draws, copy, dim,
+                 [](float v, uint32_t bits) __attribute__((always_inline)) { return bfloat_by_chance(v, bits); });
+  else
+    round_values(draws, copy, dim,
+                 [](float v, uint32_t bits) __attribute__((always_inline)) { return half_by_chance(v, bits); });
+  store_words(row, copy, value_bytes);
+}
+
+template <class Rule, int kDim>
+HOTROW_INLINE void apply_rule(const UpdateArgs& args, char* row, int64_t key, const float* gradient, int dim) {
+  if (args.type != RowType::kFloat) return apply_packed<Rule, kDim>(args, row, key, gradient, dim);
 #if defined(__SANITIZE_THREAD__)
   // Readers race with us on purpose; make every store of a value atomic so that the sanitizer can check the rest.
   float* copy = args.scratch + dim;
   std::memcpy(copy, row, args.view.row_bytes);
   Rule::template apply<kDim>(copy, gradient, dim, args.coefficients);
-  for (size_t i = 0; i < args.view.row_bytes / sizeof(float); ++i) {
-    uint32_t word;
-    std::memcpy(&word, copy + i, sizeof(word));
-    __atomic_store_n(reinterpret_cast<uint32_t*>(row) + i, word, __ATOMIC_RELAXED);
-  }
+  store_words(row, copy, args.view.row_bytes);
 #else
   Rule::template apply<kDim>(reinterpret_cast<float*>(row), gradient, dim, args.coefficients);
 #endif
@@ -544,7 +609,9 @@ void update_rows(const UpdateArgs& args) {
     ShardIndex& shard = view.shards[shard_of(args.hashes[unique])];
     __atomic_store_n(&shard.version, shard.version + 1, __ATOMIC_RELAXED);
     __atomic_thread_fence(__ATOMIC_RELEASE);
-    if (gradient) apply_rule<Rule, kDim>(args, view.rows + size_t{slot} * view.row_bytes, gradient, dim);
+    if (gradient)
+      apply_rule<Rule, kDim>(args, view.rows + size_t{slot} * view.row_bytes, key_at(view.headers, slot), gradient,
+                             dim);
     __atomic_store_n(&shard.version, shard.version + 1, __ATOMIC_RELEASE);
     touch_header(args, unique, slot);
   }

@@ -17,8 +17,8 @@ constexpr size_t kHeaderBytes = sizeof(HeaderGroup) / 4;
 constexpr size_t kIndexBytes = 5, kIndexGrowth = 8;  // bytes a row, and how much more address space its growth spends
 
 int row_width(const TableOptions& options) {
-  if (options.type != RowType::kFloat && !options.frozen)
-    throw std::invalid_argument("rows of type " + std::string(name_of(options.type)) + " can only be read");
+  if (options.type == RowType::kByte && !options.frozen)
+    throw std::invalid_argument("rows of type int8 can only be read");
   if (options.frozen && !options.state.empty()) throw std::invalid_argument("rows that are only read have no state");
   int width = words_of(options.type, options.dim);
   for (const StatePart& part : options.state) width += part.width;
@@ -104,6 +104,7 @@ Table::Table(TableOptions options, std::shared_ptr<Budget> budget)
       width_(row_width(options_)),
       initial_stream_(stream_key(options_.seed, table_id(options_.name), Stream::kInitial)),
       count_stream_(stream_key(options_.seed, table_id(options_.name), Stream::kCount)),
+      rounding_stream_(stream_key(options_.seed, table_id(options_.name), Stream::kRounding)),
       budget_(std::move(budget)),
       rows_(most_rows(options_) * width_ * sizeof(float)),
       headers_(most_rows(options_) * kHeaderBytes),
@@ -171,11 +172,7 @@ void Table::read_slots(const uint32_t* slots, size_t count, float* rows, int64_t
     for (size_t i = begin; i < end; ++i) {
       const HeaderGroup& group = view_.headers[slots[i] / 4];
       const uint32_t lane = slots[i] % 4;
-      const char* row = view_.rows + size_t{slots[i]} * view_.row_bytes;
-      if (options_.frozen)
-        kernels().decode(options_.type, row, options_.dim, rows + i * options_.dim);
-      else
-        std::memcpy(rows + i * width_, row, view_.row_bytes);
+      load_row(view_.rows + size_t{slots[i]} * view_.row_bytes, rows + i * floats());
       keys[i] = group.key[lane];
       counts[i] = decode_count(group.count[lane]);
       last_steps[i] = step_of(group.stamp[lane]);
@@ -183,35 +180,48 @@ void Table::read_slots(const uint32_t* slots, size_t count, float* rows, int64_t
   });
 }
 
+void Table::write_initial_values(int64_t key, float* out) const {
+  write_initial(options_.initial, initial_stream_, key, out, options_.dim);
+  if (options_.drawn == RowType::kFloat) return;
+  static thread_local std::vector<uint32_t> words;
+  words.resize(words_of(options_.drawn, options_.dim));
+  encode_row(options_.drawn, out, options_.dim, words.data());
+  kernels().decode(options_.drawn, reinterpret_cast<const char*>(words.data()), options_.dim, out);
+}
+
 void Table::write_initial_row(int64_t key, float* row) const {
-  write_initial(options_.initial, initial_stream_, key, row, options_.dim);
+  write_initial_values(key, row);
   float* state = row + options_.dim;
   for (const StatePart& part : options_.state) state = std::fill_n(state, part.width, part.initial);
 }
 
 // Straight into the slot, except that the thread sanitizer is to see atomic stores.
 void Table::store_initial(int64_t key, char* row) const {
-  if (options_.type != RowType::kFloat) {
-    std::vector<float> values(options_.dim);
-    write_initial_row(key, values.data());
-    return store_row(row, values.data(), options_.dim);
-  }
-#if defined(__SANITIZE_THREAD__)
-  std::vector<float> values(width_);
-  write_initial_row(key, values.data());
-  store_values(row, values.data(), values.size());
-#else
-  write_initial_row(key, reinterpret_cast<float*>(row));
+#if !defined(__SANITIZE_THREAD__)
+  if (options_.type == RowType::kFloat) return write_initial_row(key, reinterpret_cast<float*>(row));
 #endif
+  static thread_local std::vector<float> values;
+  values.resize(floats());
+  write_initial_row(key, values.data());
+  store_row(row, values.data(), floats());
 }
 
 // The first `floats` of a row, in its type.
 void Table::store_row(char* row, const float* values, int floats) const {
   if (options_.type == RowType::kFloat) return store_values(row, values, floats);
   static thread_local std::vector<uint32_t> words;
-  words.resize(width_);
+  words.resize(words_of(options_.type, options_.dim));
   encode_row(options_.type, values, options_.dim, words.data());
-  store_values(row, reinterpret_cast<const float*>(words.data()), width_);
+  store_values(row, reinterpret_cast<const float*>(words.data()), words.size());
+  if (floats > options_.dim)
+    store_values(row + words.size() * sizeof(float), values + options_.dim, floats - options_.dim);
+}
+
+// All floats() of a row that nobody changes.
+void Table::load_row(const char* row, float* out) const {
+  kernels().decode(options_.type, row, options_.dim, out);
+  const size_t values = words_of(options_.type, options_.dim) * sizeof(float);
+  std::memcpy(out + options_.dim, row + values, view_.row_bytes - values);
 }
 
 void Table::refuse_if_frozen(const char* what) const {

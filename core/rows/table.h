@@ -43,10 +43,12 @@ struct TableOptions {
   std::vector<StatePart> state;
   Initial initial;
   uint64_t seed;
-  // Rows are values alone, of a type (row_type.h): they are read, assigned and erased, never created by being asked for
-  // or updated. Requires: no state, and a frozen table where the type is not kFloat.
+  // Rows are values alone: they are read, assigned and erased, never created by being asked for or updated. Requires:
+  // no state.
   bool frozen = false;
-  RowType type = RowType::kFloat;
+  RowType type = RowType::kFloat;  // row_type.h; kByte only where frozen
+  // What a new row's values are rounded to: where rows are only read, the type they were trained in.
+  RowType drawn = RowType::kFloat;
 };
 
 // What a reader gets of a row that is on SSD alone.
@@ -74,7 +76,7 @@ class Table : public BudgetMember {
   int dim() const { return options_.dim; }
   int width() const { return width_; }  // words of 4 bytes in a row, state included
   // Floats of a whole row that is read or assigned: values and state, or the values alone of a frozen table.
-  int floats() const { return options_.frozen ? options_.dim : width_; }
+  int floats() const { return options_.dim + width_ - words_of(options_.type, options_.dim); }
   bool frozen() const { return options_.frozen; }
   uint64_t size() const { return __atomic_load_n(&live_, __ATOMIC_RELAXED); }
   uint64_t slots() const { return __atomic_load_n(&slots_, __ATOMIC_RELAXED); }
@@ -84,6 +86,7 @@ class Table : public BudgetMember {
   uint64_t generation() const { return generation_; }
   RowView view() const { return view_; }
   uint64_t count_stream() const { return count_stream_; }
+  uint64_t rounding_stream() const { return rounding_stream_; }
   Writer& writer() const { return writer_; }
 
   // Puts a log below the rows. With `evicts` the table must be empty, and DRAM becomes a cache over the log; with
@@ -111,7 +114,8 @@ class Table : public BudgetMember {
   // Whole rows with their metadata, by slot; for export. Requires: slots are live and no writer runs.
   void read_slots(const uint32_t* slots, size_t count, float* rows, int64_t* keys, uint64_t* counts,
                   uint32_t* last_steps) const;
-  void write_initial_row(int64_t key, float* row) const;
+  void write_initial_row(int64_t key, float* row) const;     // floats() of it
+  void write_initial_values(int64_t key, float* out) const;  // the first dim() of them
 
   // Slots of a grouping's keys; returns how many have none.
   size_t find_unique(const Grouping& grouping, uint32_t* slots) const;
@@ -152,9 +156,8 @@ class Table : public BudgetMember {
   void set_admission(const AdmissionOptions& options);
   Admission* admission() const { return admission_.get(); }
   // Whether the last sweep would have removed this row. A row of which this is true reads as new wherever it is.
-  bool expired(uint64_t hash, const RecordHead& head, const float* values) const {
-    if (options_.type != RowType::kFloat) return false;  // no rule was ever applied to such rows
-    return expiry_.removes(shard_of(hash), step_of(head.stamp), decode_count(head.count), values, options_.dim);
+  bool expired(uint64_t hash, const RecordHead& head, const char* row) const {
+    return expiry_.removes(shard_of(hash), step_of(head.stamp), decode_count(head.count), values_of(row));
   }
   // Removes what the rules say, now and, on SSD, when it is met. Returns how many rows left at once.
   // `elsewhere` is how many rows that stay (`staying`) other processes have of this table: the cap is for all.
@@ -241,7 +244,10 @@ class Table : public BudgetMember {
   size_t read_chunk(const int64_t* keys, const uint64_t* hashes, size_t count, Cold policy, float* out, bool* found,
                     uint8_t* late) const;
   void store_row(char* row, const float* values, int floats) const;
+  void load_row(const char* row, float* out) const;
+  RowValues values_of(const char* row) const { return {row, options_.dim, options_.type}; }
   void erase_slot(uint64_t hash, uint32_t slot);
+  uint64_t erase_expired();
   uint64_t drop_expired_cold();
   using StepsByShard = std::vector<std::vector<uint32_t>>;
   StepsByShard steps_staying() const;
@@ -252,7 +258,7 @@ class Table : public BudgetMember {
 
   const TableOptions options_;
   const int width_;
-  const uint64_t initial_stream_, count_stream_;
+  const uint64_t initial_stream_, count_stream_, rounding_stream_;
   std::shared_ptr<Budget> budget_;
   Region rows_;
   Region headers_;

@@ -55,6 +55,15 @@ uint64_t Table::sweep(const SweepRules& rules, uint64_t elsewhere) {
   std::lock_guard lock(writer_);
   expiry_.harden(rules);
   if (rules.max_rows && live_ + elsewhere > rules.max_rows) cap_rows(rules.max_rows, elsewhere);
+  uint64_t erased = erase_expired();
+  if (changes_.on()) erased += drop_expired_cold();
+  __atomic_store_n(&live_, live_ - erased, __ATOMIC_RELAXED);
+  if (erased) erase_epoch_.fetch_add(1, std::memory_order_acq_rel);
+  return erased;
+}
+
+// Rows in DRAM that have expired; live_ is left to the caller. Returns how many.
+uint64_t Table::erase_expired() {
   free_.reserve(free_.size() + live_);
   uint64_t erased = 0;
   const uint64_t end = slots_;
@@ -63,16 +72,12 @@ uint64_t Table::sweep(const SweepRules& rules, uint64_t elsewhere) {
     const uint32_t lane = slot % 4;
     if (group.stamp[lane] == 0) continue;
     const uint64_t hash = hash_key(group.key[lane]);
-    const auto* values = reinterpret_cast<const float*>(view_.rows + slot * view_.row_bytes);
-    if (!expiry_.removes(shard_of(hash), step_of(group.stamp[lane]), decode_count(group.count[lane]), values,
-                         options_.dim))
+    if (!expiry_.removes(shard_of(hash), step_of(group.stamp[lane]), decode_count(group.count[lane]),
+                         values_of(view_.rows + slot * view_.row_bytes)))
       continue;
     erase_slot(hash, static_cast<uint32_t>(slot));
     ++erased;
   }
-  if (changes_.on()) erased += drop_expired_cold();
-  __atomic_store_n(&live_, live_ - erased, __ATOMIC_RELAXED);
-  if (erased) erase_epoch_.fetch_add(1, std::memory_order_acq_rel);
   return erased;
 }
 
@@ -101,23 +106,23 @@ uint64_t Table::staying(const SweepRules& rules) {
 // The last steps of rows that have not expired, by shard; those on SSD are read for it.
 Table::StepsByShard Table::steps_staying() const {
   StepsByShard steps(kShards);
-  auto note = [&](int64_t key, uint32_t stamp, uint16_t count, const float* values) {
+  auto note = [&](int64_t key, uint32_t stamp, uint16_t count, const RowValues& values) {
     const uint32_t shard = shard_of(hash_key(key));
-    if (!expiry_.removes(shard, step_of(stamp), decode_count(count), values, options_.dim))
-      steps[shard].push_back(step_of(stamp));
+    if (!expiry_.removes(shard, step_of(stamp), decode_count(count), values)) steps[shard].push_back(step_of(stamp));
   };
   for (uint64_t slot = 0; slot < slots_; ++slot) {
     const HeaderGroup& group = view_.headers[slot / 4];
     if (group.stamp[slot % 4])
       note(group.key[slot % 4], group.stamp[slot % 4], group.count[slot % 4],
-           reinterpret_cast<const float*>(view_.rows + slot * view_.row_bytes));
+           values_of(view_.rows + slot * view_.row_bytes));
   }
   std::vector<RecordHead> heads;
   std::vector<float> rows;
   for (uint32_t shard = 0; shard < kShards && tier_ && tier_->evicts(); ++shard) {
     scan_cold(shard, heads, rows);
     for (size_t i = 0; i < heads.size(); ++i)
-      note(heads[i].key, heads[i].stamp, heads[i].count, rows.data() + i * width_);
+      note(heads[i].key, heads[i].stamp, heads[i].count,
+           {reinterpret_cast<const char*>(rows.data() + i * floats()), options_.dim});
   }
   return steps;
 }
@@ -152,14 +157,10 @@ void Table::scan_cold(uint32_t shard, std::vector<RecordHead>& heads, std::vecto
     RecordHead head;
     const char* record = records.data() + i * record_bytes;
     std::memcpy(&head, record, sizeof(head));
-    const auto* values = reinterpret_cast<const float*>(record + sizeof(head));
-    if (expired(hash_key(head.key), head, values)) continue;
+    if (expired(hash_key(head.key), head, record + sizeof(head))) continue;
     heads.push_back(head);
     rows.resize(rows.size() + floats());
-    if (options_.frozen)
-      kernels().decode(options_.type, record + sizeof(head), options_.dim, rows.data() + rows.size() - floats());
-    else
-      std::copy_n(values, width_, rows.data() + rows.size() - floats());
+    load_row(record + sizeof(head), rows.data() + rows.size() - floats());
   }
 }
 
@@ -210,7 +211,7 @@ Table::Brought Table::bring(const Grouping& grouping, uint8_t tag) {
     RecordHead head;
     const char* record = arrivals.records.data() + n * tier_->log().record_bytes();
     std::memcpy(&head, record, sizeof(head));
-    if (expired(hash, head, reinterpret_cast<const float*>(record + sizeof(head)))) continue;
+    if (expired(hash, head, record + sizeof(head))) continue;
     wanted[u] = kNoSlot;
     coming.push_back(u);
   }
@@ -343,15 +344,15 @@ void Table::abandon_snapshot() {
 void Table::load_snapshot(const std::string& folder) {
   if (size() != 0) throw std::logic_error("load_snapshot: the table is not empty");
   SnapshotReader reader(folder);
-  if (reader.row_bytes() != view_.row_bytes)
-    throw std::invalid_argument("table '" + options_.name + "' has rows of " + std::to_string(view_.row_bytes) +
-                                " bytes but " + folder + " has " + std::to_string(reader.row_bytes()) +
-                                "; use the dim and the optimizer that it was saved with");
   if (reader.row_type() != static_cast<uint32_t>(options_.type))
     throw std::invalid_argument(
         "table '" + options_.name + "' has rows of type " + name_of(options_.type) + " but " + folder + " has " +
         (reader.row_type() < kRowTypes ? name_of(static_cast<RowType>(reader.row_type())) : "an unknown type") +
-        "; use the values= that it was saved with");
+        "; use the values= or dtype= that it was saved with");
+  if (reader.row_bytes() != view_.row_bytes)
+    throw std::invalid_argument("table '" + options_.name + "' has rows of " + std::to_string(view_.row_bytes) +
+                                " bytes but " + folder + " has " + std::to_string(reader.row_bytes()) +
+                                "; use the dim and the optimizer that it was saved with");
   std::vector<RecordHead> heads;
   std::vector<char> values;
   std::vector<Place> places;
@@ -449,6 +450,10 @@ void Table::load_state(const std::string& folder, uint32_t begin, uint32_t end_s
     throw std::invalid_argument("table '" + options_.name + "' has a sketch of " +
                                 std::to_string(admission_->counters().size()) + " bytes but " + folder + " has " +
                                 std::to_string(counters) + "; use the admission that it was saved with");
+  // A table over SSD keeps expired rows until they are met, and so do its snapshots; in DRAM nobody would notice them.
+  const uint64_t erased = expiry_.any() ? erase_expired() : 0;
+  __atomic_store_n(&live_, live_ - erased, __ATOMIC_RELAXED);
+  if (erased) erase_epoch_.fetch_add(1, std::memory_order_acq_rel);
 }
 
 }  // namespace hotrow

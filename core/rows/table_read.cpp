@@ -64,7 +64,7 @@ size_t Table::read_chunk(const int64_t* keys, const uint64_t* hashes, size_t cou
     if (evicts)
       absent.push_back(static_cast<uint32_t>(i));
     else
-      write_initial(options_.initial, initial_stream_, keys[i], out + i * options_.dim, options_.dim);
+      write_initial_values(keys[i], out + i * options_.dim);
   }
   if (absent.empty()) return 0;
   if (policy != Cold::kWait) return tier_->answer(keys, hashes, absent, policy, out, late);

@@ -132,6 +132,9 @@ struct Batch {
       if (!sum.gradient.empty()) {
         scale_and_clip(sum.gradient, options);
         naive_rule(table.options().rule, row.values, sum.gradient, options.jobs[0].coefficients);
+        for (int i = 0; i < table.dim() && table.options().type != RowType::kFloat; ++i)
+          row.values[i] = naive_round(table.options().type, row.values[i],
+                                      draw(table.rounding_stream(), key, options.step, i / 4)[i % 4]);
       }
       row.last_step = options.step;
       row.count = counted(table, key, row.count, sum.seen, options.step);

@@ -2,10 +2,12 @@
 // bit for bit.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
 #include "optim/rules_kind.h"
+#include "rows/row_type.h"
 
 namespace hotrow::testing {
 
@@ -32,6 +34,21 @@ inline std::vector<float> some_coefficients(RuleKind rule) {
     default:
       return {10.0f, 1.0f, 0.3f, 0.01f};  // FTRL: 1 / lr, beta, l1, l2
   }
+}
+
+// A value as a multiple of its type's last place: the one below, or above with the chance of what is cut off. The
+// lowest of `bits` decide, as many as are cut off.
+inline float naive_round(RowType type, float value, uint32_t bits) {
+  const bool bfloat = type == RowType::kBFloat;
+  const int digits = bfloat ? 7 : 10, lowest = bfloat ? -126 : -14, cut = bfloat ? 16 : 13;
+  const double size = std::fabs(double{value}), largest = bfloat ? 0x1.fep127 : 65504.0;
+  int exponent = 0;
+  std::frexp(size, &exponent);
+  const double place = std::ldexp(1.0, std::max(exponent - 1, lowest) - digits);
+  const double whole = std::floor(size / place), steps = std::ldexp(1.0, cut);
+  const double part = std::floor((size / place - whole) * steps);
+  const double up = part + (bits & ((1u << cut) - 1)) >= steps;
+  return static_cast<float>(std::copysign(std::min((whole + up) * place, largest), double{value}));
 }
 
 // `row` is the values and the state behind them.

@@ -33,6 +33,13 @@ inline std::shared_ptr<Table> make_table(int dim, RuleKind rule = RuleKind::kSgd
                                  std::make_shared<Budget>(dram));
 }
 
+// Rows of 16-bit values, rounded by chance.
+inline std::shared_ptr<Table> make_typed_table(RowType type, int dim, RuleKind rule, size_t dram = 0) {
+  return std::make_shared<Table>(
+      TableOptions{"t", dim, rule, state_of(rule, dim), {InitialKind::kUniform, -1, 1}, 42, false, type, type},
+      std::make_shared<Budget>(dram));
+}
+
 struct Row {
   std::vector<float> values;  // with the optimizer's state
   uint64_t count = 0;
@@ -42,7 +49,7 @@ struct Row {
 using Rows = std::map<int64_t, Row>;
 
 inline Row initial_row(const Table& table, int64_t key) {
-  Row row{std::vector<float>(table.width()), 0, 0};
+  Row row{std::vector<float>(table.floats()), 0, 0};
   table.write_initial_row(key, row.values.data());
   return row;
 }
@@ -53,14 +60,14 @@ inline Rows rows_of(const Table& table) {
   std::vector<uint32_t> live;
   for (uint64_t at = 0; at < table.slots();) {
     at = table.scan(at, 1000, live);
-    std::vector<float> values(live.size() * table.width());
+    std::vector<float> values(live.size() * table.floats());
     std::vector<int64_t> keys(live.size());
     std::vector<uint64_t> counts(live.size());
     std::vector<uint32_t> steps(live.size());
     table.read_slots(live.data(), live.size(), values.data(), keys.data(), counts.data(), steps.data());
     for (size_t i = 0; i < live.size(); ++i) {
-      const float* row = values.data() + i * table.width();
-      rows[keys[i]] = {{row, row + table.width()}, counts[i], steps[i]};
+      const float* row = values.data() + i * table.floats();
+      rows[keys[i]] = {{row, row + table.floats()}, counts[i], steps[i]};
     }
   }
   return rows;
