@@ -99,7 +99,8 @@ void bind_device(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>& pla
              const auto memory = self.row_memory();
              return std::make_tuple(reinterpret_cast<Address>(memory.data), memory.bytes, memory.row_bytes);
            })
-      .def_prop_ro("count_stream", &Table::count_stream);
+      .def_prop_ro("count_stream", &Table::count_stream)
+      .def_prop_ro("rounding_stream", &Table::rounding_stream);
 }
 
 }  // namespace hotrow::bindings

@@ -15,7 +15,7 @@ from hotrow import _core
 from hotrow.config import format_size
 from hotrow.errors import CheckpointError
 from hotrow.inspect.ranking import Ranking, check_name
-from hotrow.tiers.host import core_errors
+from hotrow.tiers.host import core_errors, floats_of
 from hotrow.train.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 
 CHUNK = 65536
@@ -42,12 +42,16 @@ class TableOnDisk:
         return TableOnDisk(folders, str(readers[0].table), int(readers[0].row_bytes), rows, dim, optimizer)
 
     def read(self) -> Iterator[tuple[npt.NDArray[Any], ...]]:
-        """Keys, counts, last steps and values, chunk by chunk; every block's checksum is compared."""
+        """Keys, counts, last steps and values, chunk by chunk; every block's checksum is compared.
+
+        Without a `dim` values are the words that the files have.
+        """
         for folder in self.folders:
             with core_errors():
                 reader = _core.SnapshotReader(str(folder))
                 while (chunk := reader.next(CHUNK)) is not None:
-                    yield chunk
+                    *words, rows = chunk
+                    yield *words, floats_of(rows, reader.row_type, self.dim) if self.dim else rows
 
     @property
     def bytes(self) -> int:
@@ -103,13 +107,13 @@ def _overview(checkpoint: Checkpoint, console: Console) -> None:
     for column in ("dim", "rows", "bytes a row", "values"):
         view.add_column(column, justify="right")
     for name, saved in tables.items():
-        width = saved["width"] * 4
+        width = TableOnDisk.open(*(part.folder for part in checkpoint.parts(name))).row_bytes
         features = ", ".join(f"{f} ({p})" if p != "sum" else f for f, p in saved["features"].items())
         view.add_row(
             name,
             features,
             saved["optimizer"]["kind"],
-            str(saved["dim"]),
+            f"{saved['dim']}" + (f" {saved['dtype']}" if "dtype" in saved else ""),
             f"{saved['rows']:,}",
             str(width),
             format_size(saved["rows"] * width),

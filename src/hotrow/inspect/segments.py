@@ -28,7 +28,7 @@ from hotrow import _core
 from hotrow.errors import CheckpointError, StorageError
 from hotrow.inspect.ranking import Array, Ranking
 from hotrow.table.ssd import DESCRIPTION, read_description
-from hotrow.tiers.host import core_errors
+from hotrow.tiers.host import core_errors, floats_of
 
 HEADER, RECORD_HEAD = 4096, 16
 PASS_RECORDS = 32 << 20  # of which 32 bytes each are kept for a pass
@@ -181,8 +181,9 @@ def _read_segment(
         done = segment.position * segment.block_bytes
         if chunk is None:
             break
-        rows, numbers = chunk
+        (*words, values), numbers = chunk
         findings.records += len(numbers)
+        rows = (*words, floats_of(values, segment.row_type, table.dim) if table.dim else values)
         yield rows, _counted(numbers, records, bits) if began_with else np.ones(len(numbers), bool)
     _judge(path, segment, last and not began_with, records if began_with else 0, findings)
 

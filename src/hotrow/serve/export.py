@@ -177,6 +177,7 @@ def _write_table(folder: Path, rows: TableRows, chosen: Choices) -> dict[str, An
         "rows": count,
         "values": chosen.values,
         "default": chosen.default_rows.get(table.name),
+        **({} if table.dtype == "fp32" else {"dtype": table.dtype}),
     }
 
 

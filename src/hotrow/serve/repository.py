@@ -313,6 +313,7 @@ def _table(path: Path, saved: dict[str, Any]) -> TableOnDisk:
         saved["dim"],
         saved["features"],
         Initial.from_dict(saved["initial"]),
+        dtype=str(saved.get("dtype", "fp32")),
         values=str(saved["values"]),
         default=saved["default"],
     )

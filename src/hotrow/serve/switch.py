@@ -38,7 +38,7 @@ from hotrow.errors import PublishError
 from hotrow.nn import EmbeddingCollection
 from hotrow.publish.publication import Publication, TableChange
 from hotrow.table import TableRows
-from hotrow.tiers.host import MOST_FP16, core_errors
+from hotrow.tiers.host import MOST, core_errors
 
 
 class Fresh(NamedTuple):
@@ -188,6 +188,6 @@ def _fits(kind: str | None, values: np.ndarray) -> bool:  # type: ignore[type-ar
     if not values.size or kind not in ("fp16", "int8"):
         return True
     if kind == "fp16":
-        return bool(np.abs(values).max() < MOST_FP16 + 16)
+        return bool(np.abs(values).max() < MOST[kind])
     with np.errstate(over="ignore"):
         return not math.isinf(float((values.max(axis=1) - values.min(axis=1)).max()))

@@ -15,6 +15,7 @@ from hotrow.table.policies import Admission, Expiry
 
 POOLINGS = ("sum", "mean", "none")
 VALUES = ("fp32", "fp16", "int8")  # of rows that are only read
+DTYPES = ("fp32", "fp16", "bf16")  # of rows that are trained
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,12 @@ class Table:
     and how long it stays. With several ranks, `replicate` keeps all rows on every rank: for a small table whose rows
     are in most batches, that spares sending them.
 
+    `dtype` is the type in which rows keep their values, in every tier: "fp32", or "bf16" and "fp16" in half the memory
+    (the optimizer's state stays fp32). Updates are computed in fp32 and rounded by chance, so that small ones count.
+
     `values` makes it a table that is only read, as a server has it: rows are values alone, of "fp32", "fp16" or "int8",
-    in every tier, and read as float32. `default` is the row (dim numbers, zeros if not given) that a reader may take
-    for one that is still on SSD.
+    in every tier, and read as float32; `dtype` is then what they were trained in. `default` is the row (dim numbers,
+    zeros if not given) that a reader may take for one that is still on SSD.
 
     >>> Table("item", dim=32, features={"item_id": "sum", "history": "none"}).poolings["history"]
     'none'
@@ -43,6 +47,7 @@ class Table:
     admission: Admission | None = None
     expiry: Expiry | None = None
     replicate: bool = False
+    dtype: str = "fp32"
     values: str | None = None
     default: Sequence[float] | None = None
 
@@ -63,6 +68,8 @@ class Table:
         self._check_values()
 
     def _check_values(self) -> None:
+        if self.dtype not in DTYPES:
+            raise OptionError(f"table {self.name!r} has dtype={self.dtype!r}; {choices(str(self.dtype), DTYPES)}")
         if self.values is not None and self.values not in VALUES:
             raise OptionError(f"table {self.name!r} has values={self.values!r}; {choices(str(self.values), VALUES)}")
         if self.values is not None and (self.admission is not None or self.expiry is not None):
@@ -99,6 +106,8 @@ class Table:
             values["expiry"] = self.expiry.to_dict()
         if self.replicate:
             values["replicate"] = True
+        if self.dtype != "fp32":
+            values["dtype"] = self.dtype
         if self.values is not None:
             values["values"] = self.values
         if self.default is not None:

@@ -178,7 +178,8 @@ def layout_of(rows: TableRows) -> RowLayout:
     """How a table's rows lie in HBM: as they lie below, so that they are copied as they are."""
     if rows.table.values is not None:
         return RowLayout(rows.table.dim, (2,) if rows.table.values == "int8" else (), rows.table.values)
-    return RowLayout(rows.table.dim, tuple(part.width for part in rows.optimizer.state(rows.table.dim)))
+    state = tuple(part.width for part in rows.optimizer.state(rows.table.dim))
+    return RowLayout(rows.table.dim, state, rows.table.dtype)
 
 
 FIGURES = ("hits", "misses", "evictions", "overflows")
@@ -203,8 +204,11 @@ class Group:
         self.code = code
         self.way = Way(stores, tier)
         self.width, self.stays = self.way.width, self.way.stays
-        self.streams = torch.tensor(
-            [signed(int(store.core.count_stream)) for store in stores], dtype=torch.int64, device=tier.device
+        self.streams, self.rounding_streams = (
+            torch.tensor([signed(int(stream)) for stream in of_kind], dtype=torch.int64, device=tier.device)
+            for of_kind in zip(
+                *((store.core.count_stream, store.core.rounding_stream) for store in stores), strict=True
+            )
         )
         self.grouper = Grouper()
         self.asker = Asker(tier)

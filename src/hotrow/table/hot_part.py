@@ -70,6 +70,7 @@ class Part:
         self.batch = 0
         self.seen: Tensor | None = None  # by position, where duplicates were taken out before
         self.extra: Tensor | None = None
+        self._borrowed = False  # whether those are values that were only read
         self.extra_rows: Places | None = None  # of those that go down after the update
         self._lift: HostLift | None = None
         self._runs: Runs | None = None
@@ -334,7 +335,7 @@ class Part:
     def _below(self, keys: Tensor, rows: Places, late: str) -> tuple[Tensor, Tensor | None]:
         """Values of keys (table by table) as the store reads them, as rows of the batch's own; and which of them the
         policy answered, if any."""
-        layout = self.group.tier.beside
+        layout, self._borrowed = self.group.tier.borrowed, True
         values = torch.zeros(keys.numel(), layout.stride, dtype=torch.float32)
         flags = torch.zeros(keys.numel(), dtype=torch.bool)
         for store, begin, end in rows.of_tables():
@@ -378,7 +379,8 @@ class Part:
 
     def gather(self, outputs: Sequence[Tensor]) -> None:
         """Pool rows into the features' outputs."""
-        gather(self.group.tier.source(self.extra), self.group.tier.layout, self.slots, self.items, outputs)
+        tier = self.group.tier
+        gather(tier.source(self.extra, self._borrowed), tier.layout, self.slots, self.items, outputs)
 
     def runs(self) -> Runs:
         """The batch's positions, those of one row together."""
@@ -395,7 +397,8 @@ class Part:
         meta = Meta(tier.steps, tier.counts, *((self.extra_steps, self.extra_counts) if self._kept else (None, None)))
         update(
             tier.source(self.extra), tier.layout, self.group.code, runs, self.items, gradients, self.keys,
-            _coefficients(updates), self.group.streams, None, step, scale, meta, flag, seen=self._times(runs),
+            _coefficients(updates), self.group.streams, self.group.rounding_streams, step, scale, meta, flag,
+            seen=self._times(runs),
         )  # fmt: skip
 
     def _times(self, runs: Runs) -> Tensor | None:

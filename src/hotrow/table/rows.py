@@ -54,7 +54,9 @@ class TableRows:
     def __init__(self, table: Table, optimizer: Optimizer, seed: int, budget: Budget) -> None:
         self.table = table
         self.optimizer = table.optimizer or optimizer
-        self.store = HostStore(table.name, table.dim, self.optimizer, table.initial, seed, budget, table.values)
+        self.store = HostStore(
+            table.name, table.dim, self.optimizer, table.initial, seed, budget, table.values, table.dtype
+        )
         if table.default is not None:
             self.store.default_row = torch.tensor(table.default)
         self.budget = budget

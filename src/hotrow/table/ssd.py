@@ -60,6 +60,8 @@ def describe(rows: TableRows) -> bytes:
     """What table.json says of a table."""
     words: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": rows.table.name, "dim": rows.table.dim}
     words |= {"optimizer": rows.optimizer.to_dict(), "row_bytes": rows.store.row_bytes}
+    if rows.table.dtype != "fp32":
+        words["dtype"] = rows.table.dtype
     if rows.table.values is not None:
         words["values"] = rows.table.values
     return json.dumps({**words, "checksum": _checksum(words)}, indent=1).encode()

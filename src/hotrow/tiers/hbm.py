@@ -10,7 +10,8 @@ no room in its set lives in the batch's `extra` rows instead (slots from `capaci
 batch's update; `overflows` counts them. No result depends on which of the two it was.
 
 Of tables that are only read (`frozen`), rows are values of fp32, fp16 or int8, nothing here is ever newer than below,
-and rows here keep no slot there; a batch's own rows are fp32, because they may be initial or default values.
+and rows here keep no slot there. The own rows of a batch that only reads are fp32 values, whatever the others are:
+they may be initial or default ones.
 
 Who came and who went follows from the batches alone; only for a batch that was to come ahead and had to wait for its
 turn does it also matter how far the next ones were. One thread at a time, but for `begin`.
@@ -72,14 +73,14 @@ class HbmTier:
         """Slots."""
         return int(self.index.capacity)
 
-    def source(self, extra: Tensor | None = None) -> Source:
-        """The rows, with a batch's own behind them: in fp32, where rows are only read."""
-        return Source(self.rows, extra, self.beside if self.frozen else None)
+    def source(self, extra: Tensor | None = None, borrowed: bool = False) -> Source:
+        """The rows, with a batch's own behind them: `borrowed` values, or rows as the others are."""
+        return Source(self.rows, extra, self.borrowed if borrowed else None)
 
     @property
-    def beside(self) -> RowLayout:
-        """The layout of a batch's own rows."""
-        return RowLayout(self.layout.dim) if self.frozen else self.layout
+    def borrowed(self) -> RowLayout:
+        """The layout of a reading batch's own rows."""
+        return RowLayout(self.layout.dim)
 
     def begin(self) -> int:
         """A number for a batch that will hold rows. Any thread."""

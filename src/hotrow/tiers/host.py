@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,9 +27,13 @@ from hotrow.optim import Optimizer
 
 SHARDS = 1024
 POOLINGS = {"none": 0, "sum": 1, "mean": 2}
-VALUES = {"fp32": 0, "fp16": 1, "int8": 2}  # types of rows that are only read (core/rows/row_type.h)
+TYPES = {"fp32": 0, "fp16": 1, "int8": 2, "bf16": 3}  # of a row's values (core/rows/row_type.h)
+VALUES = ("fp32", "fp16", "int8")  # those of rows that are only read
 LATE = {"wait": 0, "initial": 1, "default": 2}  # what a reader gets of a row that is on SSD alone
-MOST_FP16 = 65504.0
+MOST = {"fp16": 65520.0, "bf16": 2.0**128 - 2.0**119}  # what would be rounded to infinity
+
+
+Words = npt.NDArray[np.float32]
 
 
 class Budget:
@@ -61,9 +66,10 @@ class Rows:
 class HostStore:
     """One table's rows in DRAM: key → values, optimizer state, count and last step.
 
-    With `values` ("fp32", "fp16" or "int8") rows are values of that type alone: they are read (as float32), assigned
-    and erased, and what would create or train one is refused. Any number of threads may read, prefetch and ask what is
-    cold at once.
+    `dtype` ("fp32", "fp16" or "bf16") is the type of the values; the optimizer's state is fp32. With `values` ("fp32",
+    "fp16" or "int8") rows are values of that type alone: they are read (as float32), assigned and erased, and what
+    would create or train one is refused; `dtype` is then what they were trained in, and unseen keys read accordingly.
+    Any number of threads may read, prefetch and ask what is cold at once.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class HostStore:
         seed: int,
         budget: Budget,
         values: str | None = None,
+        dtype: str = "fp32",
     ) -> None:
         state = [] if values else [(part.width, part.initial) for part in optimizer.state(dim)]
         self.core = _core.Table(
@@ -86,11 +93,13 @@ class HostStore:
             seed & 0xFFFFFFFFFFFFFFFF,
             budget.core,
             frozen=values is not None,
-            type=0 if values is None else VALUES[values],
+            type=TYPES[values or dtype],
+            drawn=TYPES[dtype],
         )
         self.name = name
         self.dim = dim
         self.values = values
+        self.type = values or dtype
         self.width = int(self.core.width)  # floats of a whole row, as it is read and assigned
         self.row_bytes = int(self.core.row_bytes)  # as it is kept
 
@@ -174,7 +183,7 @@ class HostStore:
     ) -> None:
         """Set rows, creating those that are missing. `values` is [n, dim], or [n, width] with optimizer state.
 
-        A store of values alone converts them to its type.
+        They are rounded to the store's type.
         """
         keys = _keys(keys)
         if values.dim() != 2 or values.shape[0] != keys.numel() or values.shape[1] not in (self.dim, self.width):
@@ -195,13 +204,14 @@ class HostStore:
 
     def _check_fits(self, values: Tensor) -> None:
         """Whether the store's type has these numbers."""
-        if self.values not in ("fp16", "int8") or not values.numel():
+        if self.type == "fp32" or not values.numel():
             return
-        largest = float((values.amax(1) - values.amin(1)).max() if self.values == "int8" else values.abs().max())
-        if largest >= MOST_FP16 + 16 if self.values == "fp16" else math.isinf(largest):
+        values = values[:, : self.dim]
+        largest = float((values.amax(1) - values.amin(1)).max() if self.type == "int8" else values.abs().max())
+        if largest >= MOST.get(self.type, math.inf):
             raise BatchError(
-                f"table {self.name!r} keeps {self.values} values, which do not reach {largest:g}; no row was changed. "
-                'Use values="fp32", or clamp them'
+                f"table {self.name!r} keeps {self.type} values, which do not reach {largest:g}; no row was changed. "
+                f'Use {"dtype" if self.values is None else "values"}="fp32", or clamp them'
             )
 
     def erase(self, keys: Tensor) -> int:
@@ -352,7 +362,7 @@ class HostStore:
         """What a snapshot's folder says about itself: table, row_bytes, rows."""
         with core_errors():
             reader = _core.SnapshotReader(folder)
-        types = dict(enumerate(VALUES))
+        types = {number: name for name, number in TYPES.items()}
         return {
             "table": reader.table,
             "row_bytes": reader.row_bytes,
@@ -366,15 +376,23 @@ def scan_snapshot(folder: str, dim: int, chunk: int = 65536) -> Iterator[tuple[T
     with core_errors():
         reader = _core.SnapshotReader(folder)
         while (found := reader.next(chunk)) is not None:
-            words = found[3]  # of 4 bytes, whatever they hold (core/rows/row_type.h)
-            raw = words.view(np.uint8).reshape(len(words), -1)
-            if reader.row_type == VALUES["fp16"]:
-                values = np.ascontiguousarray(raw[:, : 2 * dim]).view("<f2").astype(np.float32)
-            elif reader.row_type == VALUES["int8"]:
-                values = raw[:, :dim].astype(np.float32) * words[:, -2:-1] + words[:, -1:]
-            else:
-                values = words[:, :dim]
-            yield torch.from_numpy(found[0]), torch.from_numpy(np.ascontiguousarray(values))
+            values = np.ascontiguousarray(floats_of(found[3], reader.row_type, dim)[:, :dim])
+            yield torch.from_numpy(found[0]), torch.from_numpy(values)
+
+
+def floats_of(words: Words, row_type: int, dim: int) -> Words:
+    """Rows as files have them (words of 4 bytes, core/rows/row_type.h) as values and, behind them, state: float32."""
+    raw = words.view(np.uint8).reshape(len(words), -1)
+    if row_type == TYPES["int8"]:
+        return raw[:, :dim].astype(np.float32) * words[:, -2:-1] + words[:, -1:]
+    if row_type == TYPES["fp32"]:
+        return words
+    packed = np.ascontiguousarray(raw[:, : 2 * dim])
+    if row_type == TYPES["fp16"]:
+        values = packed.view("<f2").astype(np.float32)
+    else:
+        values = (packed.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.concatenate([values, words[:, -(-dim // 2) :]], axis=1)
 
 
 def count_cold(parts: Sequence[tuple[HostStore, Tensor]]) -> int:

@@ -31,7 +31,7 @@ from hotrow.features import FeatureSpec
 from hotrow.parallel.ownership import in_shards
 from hotrow.parallel.ranks import Ranks
 from hotrow.table import TableRows
-from hotrow.tiers.host import SHARDS, core_errors
+from hotrow.tiers.host import SHARDS, core_errors, floats_of
 from hotrow.train import packing
 from hotrow.train.checkpoint import DENSE, OPTIMIZER, STATE, Checkpoint, Part, list_checkpoints, open_checkpoint
 from hotrow.train.metrics import Metrics
@@ -77,7 +77,7 @@ def load(
             checkpoint.verify_rows()
         for name, rows in pairs:
             for part in _parts_of(checkpoint, name, _shards(rows, ranks)):
-                for _ in _read_rows(part.folder):
+                for _ in _read_rows(part.folder, rows.table.dim):
                     pass
         return checkpoint, pairs, contents
 
@@ -291,7 +291,8 @@ def apply_rows(checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]], ranks
         rows.cool()
         shards = _shards(rows, ranks)
         parts = _parts_of(checkpoint, name, shards)
-        if name == rows.table.name and [part.shards for part in parts] == [shards]:
+        same = checkpoint.tables[name].get("dtype", "fp32") == rows.table.dtype
+        if same and name == rows.table.name and [part.shards for part in parts] == [shards]:
             rows.store.load_snapshot(str(parts[0].folder))
         else:
             _copy_rows(parts, rows, shards)
@@ -309,13 +310,13 @@ def _parts_of(checkpoint: Checkpoint, name: str, shards: tuple[int, int]) -> lis
 
 
 def _copy_rows(parts: list[Part], rows: TableRows, shards: tuple[int, int]) -> None:
-    """Row by row, for a table of another name (segments belong to the name they have) or for other shards.
+    """Row by row: for a table of another name (segments belong to the name they have) or type, or for other shards.
 
     The cutoffs of earlier sweeps come last: a row that is set while they are there counts as updated since.
     """
     rows.store.clear()
     for part in parts:
-        for keys, counts, last_steps, values in _read_rows(part.folder):
+        for keys, counts, last_steps, values in _read_rows(part.folder, rows.table.dim):
             mine = in_shards(keys, *shards)
             if bool(mine.any()):
                 rows.assign(keys[mine], values[mine], counts[mine], last_steps[mine])
@@ -323,12 +324,13 @@ def _copy_rows(parts: list[Part], rows: TableRows, shards: tuple[int, int]) -> N
         rows.store.load_state(str(part.folder), part.shards)
 
 
-def _read_rows(folder: Path) -> Iterator[list[Tensor]]:
-    """A snapshot's keys, counts, last steps and values, with every block's checksum compared."""
+def _read_rows(folder: Path, dim: int) -> Iterator[list[Tensor]]:
+    """A snapshot's keys, counts, last steps and values with state, with every block's checksum compared."""
     with core_errors():
         reader = _core.SnapshotReader(str(folder))
         while (chunk := reader.next(CHUNK)) is not None:
-            yield [torch.from_numpy(part) for part in chunk]
+            *words, rows = chunk
+            yield [torch.from_numpy(part) for part in (*words, floats_of(rows, reader.row_type, dim))]
 
 
 def _check_table(checkpoint: Checkpoint, saved: dict[str, Any], mine: TableRows) -> None:

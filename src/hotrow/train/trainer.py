@@ -58,7 +58,7 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Trainer:
     """Trains a Recommender.
 
-    `precision` is the tower's: "fp32", "bf16" or "fp16" (rows and their updates stay fp32). `accumulate` batches make
+    `precision` is the tower's: "fp32", "bf16" or "fp16" (rows have a `dtype` of their own, in their table). `accumulate` batches make
     one step. `clip_dense_norm` clips the dense gradient's norm; rows are clipped by their own optimizer. With `log_dir`
     the metrics also go to TensorBoard, if it is installed.
 
