@@ -58,9 +58,9 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Trainer:
     """Trains a Recommender.
 
-    `precision` is the tower's: "fp32", "bf16" or "fp16" (rows have a `dtype` of their own, in their table). `accumulate` batches make
-    one step. `clip_dense_norm` clips the dense gradient's norm; rows are clipped by their own optimizer. With `log_dir`
-    the metrics also go to TensorBoard, if it is installed.
+    `precision` is the tower's: "fp32", "bf16" or "fp16" (rows have a `dtype` of their own, in their table).
+    `accumulate` batches make one step. `clip_dense_norm` clips the dense gradient's norm; rows are clipped by their own
+    optimizer. With `log_dir` the metrics also go to TensorBoard, if it is installed.
 
     `checkpoints` is the folder of this run's checkpoints. With `checkpoint_every`, `fit` saves there at every so many
     steps while training goes on; the last `keep` stay (None keeps all). A scheduler that changes the dense optimizer's
