@@ -87,7 +87,7 @@ SECTIONS = {
     "publish": ["bus", "every_steps", "every_seconds", "values", "spool", "spool_size", "memory", "heartbeat"],
     "memory": ["dram", "hbm", "ssd"],
     "checkpoints": ["folder", "every", "keep"],
-    "ranks": ["timeout", "wire"],
+    "ranks": ["timeout", "wire", "backend"],
     "output": ["path"],
 }
 RAY_OPTIONS = ["address", "workers", "ahead", "memory", "cpus", "resources", "timeout"]

@@ -26,6 +26,7 @@ from hotrow.batch import Jagged, KeyedBatch
 from hotrow.config import Memory
 from hotrow.errors import OptionError, choices
 from hotrow.optim import Optimizer, RowWiseAdagrad
+from hotrow.parallel.backend import own_device
 from hotrow.parallel.plan import RankPlan
 from hotrow.parallel.ranks import Ranks
 from hotrow.table import Lookup, Table, TableRows
@@ -68,7 +69,7 @@ class EmbeddingCollection(nn.Module):
         self._ssd = SsdFolder(self.memory, self.tables) if self.memory.ssd is not None else None
         self.steps = 0
         self.watermark: int | None = None  # the latest event time that was trained on, in milliseconds
-        self.device = _device(self.memory, device)
+        self.device = _device(self.memory, device, ranks)
         self.hot = _hot_rows(self.tables, self.memory, self.device)
         for rows in self.tables:
             rows.hot = self.hot
@@ -269,7 +270,17 @@ class _Gather(torch.autograd.Function):
         return None, None, None, None
 
 
-def _device(memory: Memory, device: str | torch.device | None) -> torch.device:
+def _device(memory: Memory, device: str | torch.device | None, ranks: Ranks | None) -> torch.device:
+    """Where rows and tower are. Ranks take a GPU each, as far as there are some, and agree on how rows travel."""
+    chosen = _chosen_device(memory, device, ranks)
+    if ranks is not None:
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        ranks.carry(chosen)
+    return chosen
+
+
+def _chosen_device(memory: Memory, device: str | torch.device | None, ranks: Ranks | None) -> torch.device:
     if memory.hbm is None:
         if device is not None and torch.device(device).type != "cpu":
             raise OptionError(
@@ -280,7 +291,7 @@ def _device(memory: Memory, device: str | torch.device | None) -> torch.device:
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise OptionError(f"hbm={memory.hbm!r} needs a GPU, and torch sees none; leave hbm= out to keep rows in DRAM")
     if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", torch.cuda.current_device()) if ranks is None else own_device()
     return chosen
 
 

@@ -4,8 +4,9 @@ Collectives of one group must be issued in the same order by all ranks, so whate
 route thread, the training thread, dense gradients during backward, a save behind training) has a channel of its own.
 A channel is used by one thread at a time.
 
-Gloo carries CPU memory alone: tensors on a GPU are copied down and up again around it. NCCL carries GPU memory; small
-things on the CPU go through a channel of Gloo (`Ranks.patient`).
+Gloo carries CPU memory alone: tensors on a GPU are copied down and up again around it. A channel may have a second
+group, NCCL's, for what is on GPUs (`carry`; backend.py says when); what is on the CPU, as counts and keys are, goes
+over Gloo there too. One thread asks for both, in one order, so neither can wait for the other.
 
 An exchange that fails, because a rank died or did not come within the timeout, raises RankError with the rank's name:
 health.py finds out who it was. On a patient channel an exchange may take hours; whoever waits there looks now and then
@@ -65,9 +66,14 @@ class Channel:
     def __init__(self, name: str, group: Any, health: Health, patient: bool) -> None:
         self.name, self.group, self.health, self.patient = name, group, health, patient
         self.rank, self.world = health.rank, health.world
-        self.carries_gpu = dist.get_backend(group) == "nccl"
+        self.carries: str | None = None  # the kind of device whose memory a group of its own carries
+        self._device_group: Any = None
         self.sent = 0  # bytes to other ranks
         self.count = 0  # exchanges begun
+
+    def carry(self, kind: str, group: Any) -> None:
+        """What is on such devices goes over that group from now on."""
+        self.carries, self._device_group = kind, group
 
     def explain(self, error: BaseException) -> BaseException:
         """What to raise for an exchange that failed."""
@@ -99,8 +105,7 @@ class Channel:
 
     def gather_numbers(self, *numbers: int) -> list[list[int]]:
         """Every rank's numbers, in rank order."""
-        device = torch.device("cuda", torch.cuda.current_device()) if self.carries_gpu else None
-        return [part.tolist() for part in self.all_gather(torch.tensor(numbers, dtype=torch.int64, device=device))]
+        return [part.tolist() for part in self.all_gather(torch.tensor(numbers, dtype=torch.int64))]
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's plain value, in rank order."""
@@ -112,7 +117,7 @@ class Channel:
         return [json.loads(bytes(part[:size].numpy())) for part, size in zip(parts, sizes, strict=True)]
 
     def _at_the_wire(self, tensor: Tensor) -> Tensor:
-        return tensor if self.carries_gpu else tensor.cpu()
+        return tensor if tensor.device.type == self.carries else tensor.cpu()
 
     @staticmethod
     def _room(out: Tensor | None, size: int, like: Tensor) -> Tensor:
@@ -122,8 +127,9 @@ class Channel:
 
     def _begin(self, home: torch.device, arrived: Tensor, collective: Any, *arguments: Any) -> Exchange:
         self.count += 1
+        group = self._device_group if arrived.device.type == self.carries else self.group
         try:
-            work = collective(*arguments, group=self.group, async_op=True)
+            work = collective(*arguments, group=group, async_op=True)
         except RuntimeError as error:
             raise self.explain(error) from error
         return Exchange(work, arrived, home, self)

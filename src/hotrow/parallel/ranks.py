@@ -7,7 +7,10 @@ each owns a share of the rows (ownership.py), reads a share of the batches (data
 Five channels, made in this order by everybody: `route` for the keys of batches ahead, `rows` for what the training
 thread does (rows, gradients, evaluation), `dense` for the tower's gradients, `patient` for what may take long (loading,
 comparing) and `saves` for a save behind training: in these two the timeout is hours, because a rank that dies breaks
-the connection anyway and one that hangs is noticed in the others.
+the connection anyway and one that hangs is noticed in the others. All are Gloo's; where rows are on GPUs, and each
+rank has its own, `rows` and `dense` carry what is there by NCCL (`carry`, backend.py). `route` never does: its thread
+and the training thread ask in no common order, and NCCL's kernels of two groups, asked for in different orders on two
+ranks, wait for each other for ever.
 
 Ranks must agree before they exchange anything, or they would wait for each other for ever: `agree` compares plain
 values and raises on every rank, with the rank and the field that differ.
@@ -32,6 +35,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from hotrow.errors import HotRowError, OptionError, RankError, choices
+from hotrow.parallel.backend import BACKENDS, check_asked, choose, has_nccl, offer
 from hotrow.parallel.exchange import Channel
 from hotrow.parallel.health import Health
 from hotrow.parallel.ownership import owners, shard_range
@@ -49,25 +53,44 @@ class Ranks:
     "fp16" or "bf16"); what is kept and summed is fp32.
     """
 
-    def __init__(self, store: Any, rank: int, world: int, backend: str, timeout: float, wire: str) -> None:
+    def __init__(self, store: Any, rank: int, world: int, backend: str | None, timeout: float, wire: str) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
+        self.asked = backend  # what was asked for, None where nobody did; `backend` is what carries rows
         self.wire = WIRES[wire]
         self.owner_of = owners(world)
         self.remote_keys = 0  # unique keys of this rank's batches whose rows others own, so far
         self.spoiled = False  # something of this batch was not finite, though its gradients may be
         self._health = Health(store, rank, world, timeout, self._exchanges)
         self._channels: dict[str, Channel] = {}
-        for name, carrier, seconds in (
-            ("route", backend, timeout),
-            ("rows", backend, timeout),
-            ("dense", backend, timeout),
-            ("patient", "gloo", max(timeout, PATIENT_SECONDS)),
-            ("saves", "gloo", max(timeout, PATIENT_SECONDS)),
+        for name, seconds in (
+            ("route", timeout),
+            ("rows", timeout),
+            ("dense", timeout),
+            ("patient", max(timeout, PATIENT_SECONDS)),
+            ("saves", max(timeout, PATIENT_SECONDS)),
         ):
-            group = dist.new_group(backend=carrier, timeout=timedelta(seconds=seconds))
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
             self._channels[name] = Channel(name, group, self._health, seconds > timeout)
         self.route, self.rows, self.dense, self.patient, self.saves = self._channels.values()
         self.routes = Routes()
+        try:
+            self.agree("the options of ranks", {"backend": backend, "wire": wire})
+            check_asked(backend, self.patient.gather_json(has_nccl()) if backend == "nccl" else [])
+        except HotRowError:
+            self._health.close()
+            raise
+
+    @property
+    def backend(self) -> str:
+        """What carries rows and gradients: "nccl" between GPUs, "gloo" otherwise. Known when there is a collection."""
+        return "gloo" if self.rows.carries is None else "nccl"
+
+    def carry(self, device: torch.device) -> None:
+        """Rows on such a device will travel: agree on what carries them. All ranks call it, for every collection."""
+        chosen = choose(self.asked, self.patient.gather_json(offer(device)))
+        if chosen == "nccl" and self.backend != "nccl":
+            for channel in (self.rows, self.dense):
+                channel.carry("cuda", dist.new_group(backend="nccl", timeout=timedelta(seconds=self.timeout)))
 
     @property
     def first(self) -> bool:
@@ -217,9 +240,11 @@ def join_ranks(
 ) -> Ranks | None:
     """Meet the other ranks of this job; None where there are none. Call it once, early, on every rank.
 
-    `backend` is "nccl" where torch sees a GPU for this rank and "gloo" elsewhere, unless given. `timeout` is how many
-    seconds a rank is waited for in an exchange before the job stops. `wire` is the type in which rows and gradients
-    travel. With `alone` a launcher's only rank is a rank, too: it exchanges with itself, to try a backend out.
+    `backend` is "nccl" or "gloo"; without it rows and gradients go by NCCL where they are on GPUs (`hbm=`) and each
+    rank has one of its own, and by Gloo elsewhere. One that cannot work is an error on every rank. `timeout` is how
+    many seconds a rank is waited for in an exchange before the job stops. `wire` is the type in which rows and
+    gradients travel. With `alone` a launcher's only rank is a rank, too: it exchanges with itself, to try a backend
+    out.
 
     >>> join_ranks() is None  # one process, without a launcher
     True
@@ -227,6 +252,8 @@ def join_ranks(
     global _joined
     if wire not in WIRES:
         raise OptionError(f"wire={wire!r}: {choices(wire, WIRES)}")
+    if backend is not None and backend not in BACKENDS:
+        raise OptionError(f"backend={backend!r}: {choices(backend, BACKENDS)}")
     if not timeout > 0:
         raise OptionError(f"timeout={timeout!r}: give how many seconds a rank may be late, above 0")
     if _joined is not None:
@@ -234,19 +261,14 @@ def join_ranks(
     launched = "WORLD_SIZE" in os.environ if alone else int(os.environ.get("WORLD_SIZE", "1")) > 1
     if not dist.is_initialized() and not launched:
         return None
-    if backend is None:
-        backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    if backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-    else:
-        store = _meet(backend, timeout)
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _meet(timeout)
     if dist.get_world_size() < 2 and not alone:
         return None
     try:
         _joined = Ranks(store, dist.get_rank(), dist.get_world_size(), backend, timeout, wire)
     except RuntimeError as error:
+        if isinstance(error, HotRowError):
+            raise
         raise RankError(f"the ranks could not connect: {error}; look at the network between their machines") from error
     _say_last_words(_joined)
     atexit.register(_quietly_leave)
@@ -258,7 +280,7 @@ def joined() -> Ranks | None:
     return _joined
 
 
-def _meet(backend: str, timeout: float) -> Any:
+def _meet(timeout: float) -> Any:
     """Meet at the store and compare world sizes there, before torch waits for ranks that will never come."""
     rank, world = _number("RANK"), _number("WORLD_SIZE")
     wait = timedelta(seconds=max(timeout, 30.0))
@@ -275,7 +297,7 @@ def _meet(backend: str, timeout: float) -> Any:
     store.set_timeout(wait)
     try:
         _compare_worlds(store, rank, world, wait.total_seconds())
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=wait)
     except RuntimeError as error:
         if isinstance(error, HotRowError):
             raise
