@@ -5,16 +5,26 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
 import pytest
 import torch
 import work
 from crew import Crew
 from test_rank_rows import check_equal, put_together
+from test_rank_training import Tower, WithSequences
 from work import Case, Rows, rows_after
 
 import hotrow as hr
+from hotrow.table import Lookup
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BATCHES, SIZE, KEYS = 5, 16, 300  # two ranks make three steps of them, in the last of which one rank has none
+TIGHT = "3KiB"  # 16 rows of each table
 
 
 def rows_in_hbm(ranks: hr.Ranks, case: Case, hbm: str) -> Rows:
@@ -31,13 +41,81 @@ def rows_in_hbm(ranks: hr.Ranks, case: Case, hbm: str) -> Rows:
     return work.rows_of(embeddings)
 
 
-@pytest.mark.parametrize("where", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_rows_in_hbm_over_ranks_are_those_of_one_process(crews: dict[int, Crew], where: str) -> None:
-    if (where == "cuda") != (DEVICE == "cuda"):
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def where(request: pytest.FixtureRequest) -> None:
+    if (request.param == "cuda") != (DEVICE == "cuda"):
         pytest.skip("this process interprets kernels" if DEVICE == "cpu" else "this process compiles kernels")
+
+
+@pytest.mark.usefixtures("where")
+def test_rows_in_hbm_over_ranks_are_those_of_one_process(crews: dict[int, Crew]) -> None:
     case = Case(steps=2, sizes=(5, 4), replicate=True)
     parts = crews[2].run(rows_in_hbm, case, "4MiB")
     check_equal(put_together(parts, ("place",)), rows_after(None, case, 2))
+
+
+def make(ranks: hr.Ranks, hbm: str | None, lookahead: int = 0) -> hr.Trainer:
+    tables = [
+        hr.Table("user", dim=4),
+        hr.Table("item", dim=4, features={"item": "sum", "recent": "mean", "history": "none"}),
+    ]
+    memory = None if hbm is None else hr.Memory(hbm=hbm)
+    device = None if hbm is None else DEVICE
+    embeddings = hr.EmbeddingCollection(tables, hr.optim.Adam(lr=0.01), memory, seed=3, device=device, ranks=ranks)
+    torch.manual_seed(1)
+    return hr.Trainer(hr.Recommender(embeddings, Tower()), lookahead=lookahead)
+
+
+def result(trainer: hr.Trainer, losses: list[float]) -> dict[str, Any]:
+    tower = {name: value.cpu().numpy().tobytes() for name, value in trainer.model.tower.state_dict().items()}
+    return {"rows": work.rows_of(trainer.model.embeddings), "tower": tower, "losses": losses}
+
+
+def fitted(ranks: hr.Ranks, hbm: str | None, lookahead: int) -> dict[str, Any]:
+    trainer = make(ranks, hbm, lookahead)
+    report = trainer.fit(WithSequences(BATCHES * SIZE, SIZE, keys=KEYS), epochs=2, progress=False)
+    return result(trainer, report.losses)
+
+
+def fitted_ahead(ranks: hr.Ranks, hbm: str, ahead: int) -> tuple[dict[str, Any], int, int]:
+    """As `fit` with a lookahead, on one thread: a batch is routed and looked up when the one so many before it is
+    computed, and its rows come when the next one has been. Also how many rows came ahead, and how many left."""
+    trainer = make(ranks, hbm)
+    assert trainer.team is not None
+    embeddings, losses, staged, moved = trainer.model.embeddings, [], deque[Lookup](), 0
+    embeddings.in_flight(ahead + 1)
+    trainer.model.train()
+    steps = -(-BATCHES // ranks.world)
+    passes = [trainer.team.source(WithSequences(BATCHES * SIZE, SIZE, keys=KEYS)).batches() for _ in range(2)]
+    batches = [batch for one in passes for batch, _ in itertools.islice(one, steps)]
+    with patch("hotrow.table.hot_plan.PATIENCE", 0):
+        for number in range(len(batches)):
+            for batch in batches[number + len(staged) : number + 1 + ahead]:
+                staged.append(embeddings.route(batch))
+                staged[-1].prefetch()
+            moved += sum(lookup.stage().rows for lookup in list(staged)[:-1])
+            _, loss, _ = trainer._forward_backward(embeddings.fetch(staged.popleft()))
+            trainer._step()
+            trainer.cursor = {}
+            losses.append(float(loss))
+    embeddings.settle()
+    assert embeddings.hot is not None
+    return result(trainer, trainer.team.sums(losses)), moved, embeddings.hot.report()["evictions"]
+
+
+@pytest.mark.usefixtures("where")
+def test_every_lookahead_and_budget_gives_the_bits_of_one_batch_at_a_time(crews: dict[int, Crew]) -> None:
+    """And to rounding what ranks with rows in DRAM give. One rank has an empty batch now and then."""
+    plain = crews[2].run(fitted, "4MiB", 0)
+    assert crews[2].run(fitted, TIGHT, 2) == plain
+    ahead = crews[2].run(fitted_ahead, TIGHT, 1)
+    assert [outcome for outcome, _, _ in ahead] == plain
+    assert all(moved > 3 and left > 10 for _, moved, left in ahead), [figures for _, *figures in ahead]
+    in_dram = crews[2].run(fitted, None, 0)
+    ours, theirs = (put_together([one["rows"] for one in all_ranks]) for all_ranks in (plain, in_dram))
+    check_equal(ours, theirs, tolerance=1e-4)
+    np.testing.assert_allclose(plain[0]["losses"], in_dram[0]["losses"], rtol=1e-4)
+    assert len(plain[0]["losses"]) == 6
 
 
 @pytest.mark.gpu

@@ -37,8 +37,8 @@ class Tower(nn.Module):
 class WithSequences:
     """Synthetic clicks whose history is a sequence and, pooled, a second feature."""
 
-    def __init__(self, examples: int, batch_size: int, poison: int | None = None) -> None:
-        self.clicks = hr.data.synthetic(examples=examples, batch_size=batch_size, keys=600, shape=SHAPE)
+    def __init__(self, examples: int, batch_size: int, poison: int | None = None, keys: int = 600) -> None:
+        self.clicks = hr.data.synthetic(examples=examples, batch_size=batch_size, keys=keys, shape=SHAPE)
         self.examples, self.poison = examples, poison
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[hr.KeyedBatch, Cursor]]:

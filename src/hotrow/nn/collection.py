@@ -331,8 +331,10 @@ def _plans(
         everywhere = frozenset(id(rows.store) for rows in tables if rows.table.replicate)
         if hot is not None:
             from hotrow.parallel.device_plan import DeviceRankPlan
+            from hotrow.table.streams import new_stream
 
-            return lambda: DeviceRankPlan(ranks, hot, everywhere)
+            stream = new_stream(hot.device, urgent=True)
+            return lambda: DeviceRankPlan(ranks, hot, everywhere, stream)
         return lambda: RankPlan(ranks, everywhere)
     if hot is None:
         return HostPlan

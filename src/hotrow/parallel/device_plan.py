@@ -1,11 +1,15 @@
 """RankPlan with rows in HBM: duplicates, pooling and sums on the device, with the kernels that one process uses.
 
-Its exchanges are those of plan.py, over device tensors: NCCL takes them as they are, Gloo's channel copies them down
-and up. The owning plan is a HotPlan over all tables; the asking parts are one for each dim, because what is pooled on
-the device is a matrix. For the gather kernel the rows that came are a table's rows, and the places of the unique keys
-its slots; a sum of gradients is the update kernel with plain descent, from zero and with rate -1. dedup gives unique
-keys by table and hash, and an owner's shards are a range of hashes: one stable sort brings them into the order in which
-they are sent.
+Keys come down when their duplicates are out and travel over Gloo: about 9 bytes each. The owning plan, a HotPlan over
+all tables, is given those that came as one process gives it a batch's, on the host, and brings their rows up ahead of
+their turn as it does there. Rows and gradients are exchanged from where they are: NCCL takes them, for Gloo they are
+copied down and up. The asking parts are one for each dim, because what is pooled on the device is a matrix. For the
+gather kernel the rows that came are a table's rows, and the places of the unique keys its slots; a sum of gradients is
+the update kernel with plain descent, from zero and with rate -1. dedup gives unique keys by table and hash, and an
+owner's shards are a range of hashes: one stable sort brings them into the order in which they are sent.
+
+A route that runs ahead has a stream of its own (`stream`), so that it waits for nothing that training has asked of the
+device; when the batch's turn has come, the training stream waits for it (`_take_over`).
 
 One thing is less than on the CPU: where some keys of a table have a gradient and others have none on the same rank (a
 table with two features, of which no loss uses one), it is an error. Give such a feature a table of its own.
@@ -14,6 +18,7 @@ table with two features, of which no loss uses one), it is an error. Give such a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +31,13 @@ from hotrow.kernels.layout import RowLayout, Source
 from hotrow.kernels.runs import group
 from hotrow.kernels.update import Coefficients, update
 from hotrow.parallel.exchange import Channel
+from hotrow.parallel.ownership import owner_of
 from hotrow.parallel.plan import Jobs, Part, RankPlan
 from hotrow.parallel.ranks import Ranks
 from hotrow.table.batch_layout import lay_out
 from hotrow.table.hot import HotRows
 from hotrow.table.hot_plan import HotPlan
+from hotrow.table.streams import follow, on, to_host, used_on
 from hotrow.tiers.host import SHARDS, HostStore, Moved, Summed, Update
 
 SGD = 0  # the code of kernels/rules.py
@@ -39,9 +46,13 @@ SGD = 0  # the code of kernels/rules.py
 class DeviceRankPlan(RankPlan):
     """One batch's way through the rows of all ranks, in HBM."""
 
-    def __init__(self, ranks: Ranks, hot: HotRows, replicated: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, ranks: Ranks, hot: HotRows, replicated: frozenset[int] = frozenset(), stream: Any = None
+    ) -> None:
         super().__init__(ranks, replicated)
         self.owning = HotPlan(hot)
+        self.stream = stream  # of all routes that run ahead
+        self._routed: Any = None  # when such a route is done
         self.by_kind = {
             (store.dim, id(store) in replicated): DevicePart(ranks, id(store) in replicated, device=hot.device)
             for store in hot.stores
@@ -52,7 +63,12 @@ class DeviceRankPlan(RankPlan):
         return self.by_kind[store.dim, id(store) in self.replicated]
 
     def _route(self, jobs: Jobs, channel: Channel) -> None:
-        super()._route(jobs, channel)
+        stream = self.stream if channel is self.ranks.route else None
+        if any(jagged.values.device.type == "cuda" for _, of_table in jobs for jagged, _ in of_table):
+            follow(stream)  # keys that were made on this one
+        with on(stream):
+            super()._route(jobs, channel)
+            self._routed = None if stream is None else stream.record_event()
         asked: list[list[tuple[Tensor, Tensor]]] = [[] for _ in jobs]
         for part in self.by_kind.values():
             for number, of_table in zip(part.numbers, part.asked, strict=True):
@@ -63,17 +79,30 @@ class DeviceRankPlan(RankPlan):
         ]
         self.owning.route_seen(wanted, [seen for of_table in asked for _, seen in of_table])
 
+    def _take_over(self) -> None:
+        """What was routed on another stream is used on this one from now on."""
+        if self._routed is not None:
+            self._routed.wait()
+            self._routed = None
+            for part in self.by_kind.values():
+                used_on(torch.cuda.current_stream(), part.keys, part.slots, *vars(part.items).values())
+
     def prefetch(self) -> Moved:
-        """Rows that others will ask for come up from SSD."""
+        """Rows that others will ask for come up from SSD, or are looked for in HBM."""
         return self.owning.prefetch()
+
+    def stage(self) -> Moved:
+        """Rows that others will ask for, exist and find room come up to HBM."""
+        return self.owning.stage()
 
     @property
     def late(self) -> int:
-        """None: rows come up to HBM at their turn."""
-        return 0
+        """Rows that found no room ahead of the batch's turn."""
+        return self.owning.late
 
     def fetch(self, step: int = 0) -> None:
         """Find the rows that others ask for; unseen keys get theirs."""
+        self._take_over()
         self.owning.fetch(step)
 
     late_ids = 0
@@ -86,6 +115,7 @@ class DeviceRankPlan(RankPlan):
         """Find the rows that others ask for, without creating or counting anything."""
         if late != "wait":
             raise OptionError(f"late={late!r} over ranks: rows of other ranks are waited for; pass late='wait'")
+        self._take_over()
         self.owning.read()
 
     def gather(self, outputs: Sequence[Tensor]) -> None:
@@ -132,7 +162,6 @@ class DevicePart(Part):
     def __init__(self, ranks: Ranks, replicated: bool, device: torch.device) -> None:
         super().__init__(ranks, replicated)
         self.device = device
-        self.owner_of = ranks.owner_of.to(device, torch.int64)
         self.number = 0
         self.asked: list[list[tuple[Tensor, Tensor]]] = []  # by table, there by rank: keys and sightings
 
@@ -145,14 +174,13 @@ class DevicePart(Part):
         unique = dedup(self.keys, of_position, tables)
         n = self.number = int(unique.number)
         keys = unique.keys[:n]
-        owner = self.owner_of[_shards(keys)] if world > 1 else torch.zeros(n, dtype=torch.int64, device=self.device)
-        kind = owner * tables + unique.tables[:n].long()
+        kind = owner_of(_shards(keys), world) * tables + unique.tables[:n].long()
         order = torch.argsort(kind, stable=True)
         place = torch.empty_like(order)
         place[order] = torch.arange(n, device=self.device)
         self.slots = place[unique.inverse.long()].to(torch.int32)
         counts = torch.bincount(kind, minlength=world * tables).view(world, tables).cpu()
-        return counts, keys[order], unique.counts[:n][order]
+        return counts, to_host(keys[order]), to_host(unique.counts[:n][order])
 
     def _own(self, arrays: list[tuple[Tensor, Tensor]]) -> None:
         self.asked = [[] for _ in self.jobs]

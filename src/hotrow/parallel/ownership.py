@@ -32,7 +32,12 @@ def owners(world: int) -> Tensor:
     """
     if not 1 <= world <= SHARDS:
         raise OptionError(f"{world} ranks: there are {SHARDS} shards, so use 1 to {SHARDS} ranks")
-    return torch.arange(SHARDS, dtype=torch.int32) * world // SHARDS
+    return owner_of(torch.arange(SHARDS, dtype=torch.int32), world)
+
+
+def owner_of(shards: Tensor, world: int) -> Tensor:
+    """The rank that owns each of these shards."""
+    return shards * world // SHARDS
 
 
 def in_shards(keys: Tensor, begin: int, end: int) -> Tensor:

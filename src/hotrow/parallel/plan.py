@@ -87,7 +87,7 @@ class RankPlan:
         return Moved(sum(m.rows for m in moved), sum(m.bytes for m in moved), any(m.short for m in moved))
 
     def stage(self) -> Moved:
-        """Nothing: rows come up to HBM at their turn."""
+        """Nothing: these rows are in DRAM."""
         return Moved()
 
     @property
@@ -190,14 +190,15 @@ class Part:
         headers = torch.empty(world, HEADER + tables, dtype=torch.int64)
         headers[:, 0], headers[:, 1], headers[:, HEADER:] = size, seen.element_size(), counts
         row = [headers.shape[1]] * world
-        came = channel.all_to_all(headers.view(-1).to(keys.device), row, row).view(world, -1).tolist()
+        came = channel.all_to_all(headers.view(-1), row, row).view(world, -1).tolist()
         self.mine = counts.tolist()  # [rank][table]: how many keys this rank asks that one for
         self.theirs = [header[HEADER:] for header in came]  # how many that one asks this rank for
         self._own(self._exchange(keys, seen, [header[1] for header in came], channel))
         return [header[0] for header in came]
 
     def _deal(self, world: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Unique keys for so many owners: how many for each, [world, tables]; the keys so; how often each was seen."""
+        """Unique keys for so many owners: how many for each, [world, tables]; the keys so; how often each was seen. On
+        the CPU."""
         self.asking.route(self.jobs)
         return self.asking.deal(self.ranks.owner_of if world > 1 else self.everywhere, world, len(self.jobs))
 
@@ -290,7 +291,7 @@ def _bytes(count: int, width: int) -> int:
 def _pack(keys: Tensor, seen: Tensor, counts: Sequence[int]) -> Tensor:
     """For each rank its keys, then their sightings, as bytes."""
     width = seen.element_size()
-    send = torch.zeros(sum(_bytes(n, width) for n in counts), dtype=torch.uint8, device=keys.device)
+    send = torch.zeros(sum(_bytes(n, width) for n in counts), dtype=torch.uint8)
     at = taken = 0
     for n in counts:
         send[at : at + 8 * n] = keys[taken : taken + n].view(torch.uint8)

@@ -22,14 +22,17 @@ def lay_out(features: Sequence[Sequence[Feature]], device: torch.device) -> tupl
     if any(jagged.offsets is not None or jagged.weights is not None for jagged, _ in flat):
         return keys, _begins(features, device), _items(features, keys.numel(), device)
     sizes = tuple(tuple(jagged.values.numel() for jagged, _ in of_table) for of_table in features)
-    if (sizes, device) not in _PLAIN:  # one id a bag: nothing but the sizes matters
+    # One id a bag: nothing but the sizes matters. Each stream has its own: nobody could tell when another's is there.
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else -1
+    known = _PLAIN.get((sizes, device, stream))
+    if known is None:
         if len(_PLAIN) > 64:
             _PLAIN.clear()
-        _PLAIN[sizes, device] = _begins(features, device), _items(features, keys.numel(), device)
-    return keys, *_PLAIN[sizes, device]
+        known = _PLAIN[sizes, device, stream] = _begins(features, device), _items(features, keys.numel(), device)
+    return keys, *known
 
 
-_PLAIN: dict[tuple[tuple[tuple[int, ...], ...], torch.device], tuple[Tensor, Items]] = {}
+_PLAIN: dict[tuple[tuple[tuple[int, ...], ...], torch.device, int], tuple[Tensor, Items]] = {}
 
 
 def _begins(features: Sequence[Sequence[Feature]], device: torch.device) -> Tensor:

@@ -242,7 +242,8 @@ class Part:
     def take_over(self) -> None:
         """What was laid out and found on another stream is used on this one from now on."""
         if self.slots.device.type == "cuda":
-            used_on(torch.cuda.current_stream(), self.keys, self.begins, self.slots, *vars(self.items).values())
+            used = (self.keys, self.begins, self.slots, self.seen, *vars(self.items).values())
+            used_on(torch.cuda.current_stream(), *used)
 
     def _absent(self, count: int) -> tuple[Tensor, Unique]:
         """Positions of the ids without a slot, and their unique keys."""
