@@ -17,12 +17,11 @@ import work
 from crew import Crew
 from test_rank_rows import check_equal, put_together
 from test_rank_training import Tower, WithSequences
-from work import Case, Rows, rows_after
+from work import DEVICE, Case, Rows, rows_after
 
 import hotrow as hr
 from hotrow.table import Lookup
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCHES, SIZE, KEYS = 5, 16, 300  # two ranks make three steps of them, in the last of which one rank has none
 TIGHT = "3KiB"  # 16 rows of each table
 
@@ -116,6 +115,13 @@ def test_every_lookahead_and_budget_gives_the_bits_of_one_batch_at_a_time(crews:
     check_equal(ours, theirs, tolerance=1e-4)
     np.testing.assert_allclose(plain[0]["losses"], in_dram[0]["losses"], rtol=1e-4)
     assert len(plain[0]["losses"]) == 6
+
+
+@pytest.mark.usefixtures("where")
+def test_a_sum_beyond_the_wire_is_named_in_hbm_too(crews: dict[int, Crew]) -> None:
+    for message, unchanged in crews[2].run(work.beyond_the_wire, "fp16", 1e6, "4MiB"):
+        assert "on rank 1 is finite but beyond 65504, the largest float16 on the wire" in message
+        assert unchanged
 
 
 @pytest.mark.gpu

@@ -139,7 +139,7 @@ def test_a_gradient_that_is_nan_on_one_rank_stops_all_and_changes_nothing(crew: 
         assert unchanged
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16"])
 def test_what_travels_is_a_key_and_two_rows_for_each_remote_key(crew: Crew, wire: str) -> None:
     for sent, remote, row in crew.run(work.bytes_of_a_step, wire):
         expected = remote * (8 + 2 * row)
@@ -147,10 +147,24 @@ def test_what_travels_is_a_key_and_two_rows_for_each_remote_key(crew: Crew, wire
         assert expected <= sent <= 1.1 * expected
 
 
-def test_a_narrow_wire_is_close(crew: Crew) -> None:
+@pytest.mark.parametrize(("wire", "rounding"), [("fp16", 2.0**-11), ("bf16", 2.0**-8)])
+def test_a_narrow_wire_is_as_close_as_its_rounding(crew: Crew, wire: str, rounding: float) -> None:
+    """Rows and gradients are of the size of 1 and the rate is small: measured, half of one rounding is left of all."""
     case = Case(optimizer="SGD", steps=2)
-    check_equal(put_together(crew.run(work.narrow_wire, case)), rows_after(None, case, crew.world), tolerance=0.3)
-    assert crew.run(work.narrow_wire, case) != crew.run(rows_after, case)
+    ours = crew.run(work.narrow_wire, case, wire)
+    check_equal(put_together(ours), rows_after(None, case, crew.world), tolerance=rounding)
+    assert ours != crew.run(rows_after, case)
+
+
+def test_a_sum_beyond_the_wire_is_an_error_that_names_the_wire(crews: dict[int, Crew]) -> None:
+    """1e6 is finite, and no fp16."""
+    for message, unchanged in crews[2].run(work.beyond_the_wire, "fp16", 1e6):
+        assert "a sum of gradients on rank 1 is finite but beyond 65504, the largest float16 on the wire" in message
+        assert "Pass wire='fp32'" in message
+        assert unchanged
+    for message, _ in crews[2].run(work.beyond_the_wire, "fp16", float("inf")):
+        assert "NaN or infinite on rank 1;" in message
+    assert [message for message, _ in crews[2].run(work.beyond_the_wire, "bf16", 1e6)] == ["", ""]
 
 
 def test_routes_that_ran_ahead_are_settled(crew: Crew) -> None:

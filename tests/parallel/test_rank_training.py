@@ -127,6 +127,17 @@ def test_n_ranks_are_one_with_n_times_the_batch(crew: Crew, fit: dict[str, Any],
     check_same(ours, train(None, 960, 32 * crew.world, fit, **options))
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_tower_of_low_precision_is_that_of_one_process_to_rounding(crews: dict[int, Crew], precision: str) -> None:
+    ours = crews[2].run(train_with, 320, 16, {}, {"precision": precision})
+    whole = train(None, 320, 32, {}, precision=precision)
+    for name in ("tower", "losses", "steps", "evaluated"):
+        assert ours[0][name] == ours[1][name], name
+    assert (ours[0]["steps"], ours[0]["examples"]) == (whole["steps"], whole["examples"])
+    np.testing.assert_allclose(ours[0]["losses"], whole["losses"], rtol=2e-3)
+    assert ours[0]["losses"] != crews[2].run(train_with, 320, 16, {}, {})[0]["losses"]
+
+
 @pytest.mark.parametrize("examples", [980, 1030])
 def test_ranks_that_run_out_first_go_on_with_empty_batches(crew: Crew, examples: int) -> None:
     """The last step has a short batch, or none, on some ranks: the mean is over the examples that there are."""

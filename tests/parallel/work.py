@@ -13,7 +13,9 @@ from torch import Tensor
 
 import hotrow as hr
 from hotrow.data.rebatch import join_batches
+from hotrow.parallel.ranks import WIRES
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POOLINGS = {"item": "sum", "liked": "mean", "seen": "none"}
 Rows = dict[str, dict[int, tuple[bytes, int, int]]]  # by table and key: values with state, count, last step
 
@@ -161,7 +163,7 @@ def bad_gradient(ranks: hr.Ranks, case: Case, on: int) -> tuple[str, bool]:
 
 def bytes_of_a_step(ranks: hr.Ranks, wire: str) -> tuple[int, int, int]:
     """Bytes sent in one step, remote unique keys, and bytes of a row on the wire."""
-    ranks.wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[wire]
+    ranks.wire = WIRES[wire]
     try:
         embeddings = hr.EmbeddingCollection([hr.Table("user", dim=16)], ranks=ranks)
         keys = torch.from_numpy(np.random.default_rng(ranks.rank).integers(0, 1 << 40, 20_000))
@@ -176,10 +178,32 @@ def bytes_of_a_step(ranks: hr.Ranks, wire: str) -> tuple[int, int, int]:
         ranks.wire = torch.float32
 
 
-def narrow_wire(ranks: hr.Ranks, case: Case) -> Rows:
-    ranks.wire = torch.bfloat16
+def narrow_wire(ranks: hr.Ranks, case: Case, wire: str) -> Rows:
+    ranks.wire = WIRES[wire]
     try:
         return rows_after(ranks, case)
+    finally:
+        ranks.wire = torch.float32
+
+
+def beyond_the_wire(ranks: hr.Ranks, wire: str, factor: float, hbm: str | None = None) -> tuple[str, bool]:
+    """A step whose gradients on rank 1 are `factor`: what this rank raises, and whether its rows are as before."""
+    memory, device = (None, None) if hbm is None else (hr.Memory(hbm=hbm), DEVICE)
+    ranks.wire = WIRES[wire]
+    try:
+        embeddings = hr.EmbeddingCollection(
+            [hr.Table("user", dim=2)], hr.optim.SGD(lr=1e-6), memory, device=device, ranks=ranks
+        )
+        batch = hr.KeyedBatch({"user": hr.Jagged(torch.arange(6))})
+        embeddings(batch)["user"].sum().backward()
+        embeddings.step()
+        before = rows_of(embeddings)
+        (embeddings(batch)["user"].sum() * (factor if ranks.rank == 1 else 1.0)).backward()
+        try:
+            embeddings.step()
+        except hr.GradientError as error:
+            return str(error), rows_of(embeddings) == before
+        return "", rows_of(embeddings) == before
     finally:
         ranks.wire = torch.float32
 

@@ -214,9 +214,11 @@ class DevicePart(Part):
             Source(rows), self._layout, SGD, group(self.slots), self.items, gradients, self.keys,
             [Coefficients((-1.0,))], streams, None, 0, 1.0, None, flag,
         )  # fmt: skip
-        sums = rows[: self.number, : self.dims[0]].reshape(-1).to(self.ranks.wire)
-        if self.ranks.wire != torch.float32:
-            finite = finite and bool(torch.isfinite(sums).all())
+        exact = rows[: self.number, : self.dims[0]].reshape(-1)
+        sums, self.overflowed = exact.to(self.ranks.wire), False
+        if finite and self.ranks.wire != torch.float32:
+            finite = bool(torch.isfinite(sums).all())
+            self.overflowed = not finite and bool(torch.isfinite(exact).all())
         present = self._present(gradients)
         return Summed(sums, present, finite, bool(present.all()))
 

@@ -137,16 +137,31 @@ class RankPlan:
 
     def _agree(self, summed: Sequence[Summed]) -> list[bool]:
         """Whether every key of all ranks had a gradient, by part. Where one is not finite on any rank, all raise."""
-        finite = all(one.finite for one in summed) and not self.ranks.spoiled
-        self.ranks.spoiled = False
-        said = self.ranks.rows.gather_numbers(finite, *(one.whole for one in summed))
-        bad = [str(rank) for rank, (was_finite, *_) in enumerate(said) if not was_finite]
+        spoiled, self.ranks.spoiled = self.ranks.spoiled, False
+        finite = all(one.finite for one in summed) and not spoiled
+        parts = zip(summed, self.parts, strict=True)
+        before = not spoiled and all(one.finite or part.overflowed for one, part in parts)
+        said = self.ranks.rows.gather_numbers(finite, before, *(one.whole for one in summed))
+        bad = [rank for rank, (was_finite, *_) in enumerate(said) if not was_finite]
         if bad:
-            raise GradientError(
-                f"the loss or a gradient is NaN or infinite on rank {', '.join(bad)}; no row was changed. Lower the "
-                "learning rate, clip gradients, or find the bad input with torch.autograd.set_detect_anomaly(True)"
+            raise GradientError(self._why(bad, all(said[rank][1] for rank in bad)))
+        return [all(wholes) for wholes in zip(*(words[2:] for words in said), strict=True)]
+
+    def _why(self, bad: Sequence[int], finite_before: bool) -> str:
+        """What to say of ranks that have something that is not finite, or was not when it had been rounded."""
+        ranks, wire = ", ".join(map(str, bad)), self.ranks.wire
+        narrow = wire != torch.float32
+        limit = f"{torch.finfo(wire).max:g}, the largest {str(wire).removeprefix('torch.')}"
+        if finite_before and narrow:
+            return (
+                f"a sum of gradients on rank {ranks} is finite but beyond {limit} on the wire; no row was changed. "
+                "Pass wire='fp32', or clip gradients"
             )
-        return [all(wholes) for wholes in zip(*(words[1:] for words in said), strict=True)]
+        also = f", pass wire='fp32' if rows are beyond {limit}" if narrow else ""
+        return (
+            f"the loss or a gradient is NaN or infinite on rank {ranks}; no row was changed. Lower the learning rate, "
+            f"clip gradients{also}, or find the bad input with torch.autograd.set_detect_anomaly(True)"
+        )
 
     def release(self) -> None:
         """Let go of the rows."""
@@ -173,6 +188,7 @@ class Part:
     jobs: list[tuple[HostStore, Sequence[tuple[Jagged, str]]]] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)  # of its tables, among all
     features: list[int] = field(default_factory=list)  # of its features, among all
+    overflowed: bool = False  # whether sums were finite before they were rounded for the wire, and are not now
 
     def __post_init__(self) -> None:
         self.asking, self.owning = HostPlan(), HostPlan()
@@ -239,10 +255,13 @@ class Part:
     def sum(self, gradients: Sequence[Tensor | None], checked: Sequence[Tensor]) -> Summed:
         """This rank's gradients by unique key, as they will travel."""
         summed = self.asking.sum(gradients, checked, sum(self._floats(self.mine[:1] if self.replicated else self.mine)))
+        self.overflowed = False
         if not summed.finite or self.ranks.wire == torch.float32:
             return summed
         sums = summed.sums.to(self.ranks.wire)
-        return Summed(sums, summed.present, bool(torch.isfinite(sums).all()), summed.whole)
+        finite = bool(torch.isfinite(sums).all())
+        self.overflowed = not finite and bool(torch.isfinite(summed.sums).all())
+        return Summed(sums, summed.present, finite, summed.whole)
 
     def update(self, summed: Summed, whole: bool, updates: Sequence[Update], step: int, grad_scale: float) -> None:
         """Sums to the owners; those that came, applied."""
