@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -86,13 +87,15 @@ def carried(ranks: hr.Ranks, gpus: int, uuid: str, in_hbm: bool) -> tuple[str, l
         return new_group(backend="gloo", **options)
 
     seen = cuda(gpus, uuid.replace("RANK", str(ranks.rank)))
-    with seen, patch.object(dist, "new_group", recorded), patch.object(ranks, "asked", None):
+    with seen, patch.object(dist, "new_group", recorded), patch.object(ranks, "asked", None), patch.dict(os.environ):
         try:
             for _ in range(2):  # two collections
                 ranks.carry(backend.own_device() if in_hbm else torch.device("cpu"))
             return ranks.backend, made
         finally:
             ranks.rows.carries = ranks.dense.carries = None
+            if ranks._watch is not None:
+                ranks._watch.close()
 
 
 @pytest.mark.parametrize(

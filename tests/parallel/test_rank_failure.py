@@ -217,6 +217,30 @@ def test_a_rank_that_hangs_but_lives_is_named(tmp_path: Path) -> None:
     processes[1].wait()
 
 
+def test_a_process_whose_device_waits_for_a_dead_rank_ends_by_its_name(tmp_path: Path) -> None:
+    """The device is one whose events are never reached, and the thread that trains cannot be interrupted."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, threading, hotrow as hr\n"
+        "from hotrow.parallel.watch import Watch\n"
+        "class Event:\n"
+        "    def query(self): return False\n"
+        f"ranks = hr.join_ranks('gloo', timeout={TIMEOUT})\n"
+        "ranks.rows.gather_numbers(1)\n"
+        "if ranks.rank == 1:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Watch(ranks._health).asked('rows', Event())\n"
+        "threading.Event().wait()\n"
+    )
+    port = free_port()
+    environments = [{**os.environ, **environment(rank, 2, port)} for rank in (0, 1)]
+    processes = [start([sys.executable, str(script)], env=env) for env in environments]
+    output, _ = end_of(processes[0], BOUND + 30)
+    assert re.search(r"error: rank 0 stops, because rank 1 \(process \d+ on .*\) died or was stopped", output), output
+    assert processes[0].returncode == 1
+    processes[1].wait()
+
+
 def test_the_environment_of_a_launcher_is_checked(tmp_path: Path) -> None:
     env = {**os.environ, "WORLD_SIZE": "2", "RANK": "zero"}
     process = start([sys.executable, "-c", "import hotrow as hr; hr.join_ranks('gloo')"], env=env)

@@ -10,7 +10,8 @@ over Gloo there too. One thread asks for both, in one order, so neither can wait
 
 An exchange that fails, because a rank died or did not come within the timeout, raises RankError with the rank's name:
 health.py finds out who it was. On a patient channel an exchange may take hours; whoever waits there looks now and then
-whether the others' hearts still beat, and whether another channel has failed meanwhile.
+whether the others' hearts still beat, and whether another channel has failed meanwhile. What the device waits for,
+watch.py looks after.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hotrow.parallel.health import Health, Hearts
+from hotrow.parallel.watch import Watch
 
 LOOK_SECONDS = 0.002  # on a patient channel, rising to a hundred times that
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
@@ -45,7 +48,9 @@ class Exchange:
         try:
             if self.channel.patient:
                 self._look()
-            self.work.wait()
+            with self.channel.asking(self.arrived):
+                self.work.wait()
+            self.channel.asked(self.arrived)
         except RuntimeError as error:
             raise self.channel.explain(error) from error
         return self.arrived.to(self.home)
@@ -68,12 +73,24 @@ class Channel:
         self.rank, self.world = health.rank, health.world
         self.carries: str | None = None  # the kind of device whose memory a group of its own carries
         self._device_group: Any = None
+        self._watch: Watch | None = None
         self.sent = 0  # bytes to other ranks
         self.count = 0  # exchanges begun
 
-    def carry(self, kind: str, group: Any) -> None:
-        """What is on such devices goes over that group from now on."""
-        self.carries, self._device_group = kind, group
+    def carry(self, kind: str, group: Any, watch: Watch) -> None:
+        """What is on such devices goes over that group from now on, and is waited for there."""
+        self.carries, self._device_group, self._watch = kind, group, watch
+
+    def asking(self, arrived: Tensor) -> AbstractContextManager[None]:
+        """Inside it, the host asks for what will be in `arrived`."""
+        if self._watch is None or arrived.device.type != self.carries:
+            return nullcontext()
+        return self._watch.asking(self.name)
+
+    def asked(self, arrived: Tensor) -> None:
+        """This stream waits for what will be in `arrived`."""
+        if self._watch is not None and arrived.device.type == self.carries == "cuda":
+            self._watch.asked(self.name, torch.cuda.current_stream(arrived.device).record_event())
 
     def explain(self, error: BaseException) -> BaseException:
         """What to raise for an exchange that failed."""
@@ -129,7 +146,8 @@ class Channel:
         self.count += 1
         group = self._device_group if arrived.device.type == self.carries else self.group
         try:
-            work = collective(*arguments, group=group, async_op=True)
+            with self.asking(arrived):
+                work = collective(*arguments, group=group, async_op=True)
         except RuntimeError as error:
             raise self.explain(error) from error
         return Exchange(work, arrived, home, self)

@@ -34,6 +34,7 @@ class Health:
     def __init__(self, store: Any, rank: int, world: int, timeout: float, exchanges: Callable[[], int]) -> None:
         self.rank, self.world, self.timeout, self.exchanges = rank, world, timeout, exchanges
         self.broken = threading.Event()  # an exchange has failed: this rank cannot go on
+        self.found: RankError | None = None  # and why
         self._store = store.clone() if hasattr(store, "clone") else store
         with suppress(RuntimeError):
             self._store.set_timeout(timedelta(seconds=5))
@@ -66,16 +67,24 @@ class Health:
         try:
             found = self._look()
         except RuntimeError as unreachable:
-            return RankError(
+            self.found = RankError(
                 f"{self._me()} lost the others in the exchange {what!r}, and the store at which ranks meet (rank 0, or "
                 f"its launcher) does not answer: {_first_line(unreachable)}; {cure}"
             )
-        return RankError(f"{self._me()} stops, because {found} (exchange {what!r}: {_first_line(error)}); {cure}")
+        else:
+            why = f"(exchange {what!r}: {_first_line(error)})"
+            self.found = RankError(f"{self._me()} stops, because {found} {why}; {cure}")
+        return self.found
+
+    def spoken(self) -> dict[int, str]:
+        """The last words of other ranks."""
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        return {rank: words for rank in others if (words := self._words(rank)) is not None}
 
     def _look(self) -> str:
         others = [rank for rank in range(self.world) if rank != self.rank]
         time.sleep(LAST_WORDS_SECONDS)
-        spoken = {rank: words for rank in others if (words := self._words(rank)) is not None}
+        spoken = self.spoken()
         if spoken:
             return "; ".join(f"rank {rank} failed: {words}" for rank, words in spoken.items())
         before = {rank: self._read(rank) for rank in others}

@@ -39,6 +39,7 @@ from hotrow.parallel.backend import BACKENDS, check_asked, choose, has_nccl, off
 from hotrow.parallel.exchange import Channel
 from hotrow.parallel.health import Health
 from hotrow.parallel.ownership import owners, shard_range
+from hotrow.parallel.watch import ASYNC_ERRORS, Watch
 
 WIRES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Result = TypeVar("Result")
@@ -61,6 +62,7 @@ class Ranks:
         self.remote_keys = 0  # unique keys of this rank's batches whose rows others own, so far
         self.spoiled = False  # something of this batch was not finite, though its gradients may be
         self._health = Health(store, rank, world, timeout, self._exchanges)
+        self._watch: Watch | None = None  # where devices wait for exchanges
         self._channels: dict[str, Channel] = {}
         for name, seconds in (
             ("route", timeout),
@@ -89,8 +91,12 @@ class Ranks:
         """Rows on such a device will travel: agree on what carries them. All ranks call it, for every collection."""
         chosen = choose(self.asked, self.patient.gather_json(offer(device)))
         if chosen == "nccl" and self.backend != "nccl":
+            os.environ.setdefault(ASYNC_ERRORS, "0")  # before there is a group: we find out, and say who it was
+            self._watch = Watch(self._health)
             for channel in (self.rows, self.dense):
-                channel.carry("cuda", dist.new_group(backend="nccl", timeout=timedelta(seconds=self.timeout)))
+                # Where somebody has switched torch's own on, ours is still the first to speak.
+                group = dist.new_group(backend="nccl", timeout=timedelta(seconds=self.timeout + 60))
+                channel.carry("cuda", group, self._watch)
 
     @property
     def first(self) -> bool:
@@ -171,11 +177,16 @@ class Ranks:
     def leave(self) -> None:
         """Part from the others. Everybody does, at the end of the job."""
         global _joined
-        self._health.close()
+        self._close()
         if _joined is self:
             _joined = None
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._health.close()
 
     def end_if_broken(self, code: int = 1) -> None:
         """End this process at once if an exchange has failed: torch's threads may wait for ranks that never come, and
@@ -362,7 +373,7 @@ def _say_last_words(ranks: Ranks) -> None:
 def _quietly_leave() -> None:
     if _joined is not None:
         _joined.end_if_broken()
-        _joined._health.close()
+        _joined._close()
         with suppress(Exception):
             dist.destroy_process_group()
 
