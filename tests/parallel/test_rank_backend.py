@@ -91,6 +91,7 @@ def carried(ranks: hr.Ranks, gpus: int, uuid: str, in_hbm: bool) -> tuple[str, l
         try:
             for _ in range(2):  # two collections
                 ranks.carry(backend.own_device() if in_hbm else torch.device("cpu"))
+            assert all(ranks.channel(name).carries is None for name in ("route", "patient", "saves"))
             return ranks.backend, made
         finally:
             ranks.rows.carries = ranks.dense.carries = None

@@ -22,7 +22,7 @@ from work import DEVICE, Case, Rows, rows_after
 import hotrow as hr
 from hotrow.table import Lookup
 
-BATCHES, SIZE, KEYS = 5, 16, 300  # two ranks make three steps of them, in the last of which one rank has none
+BATCHES, SIZE, KEYS = 3, 24, 300  # two ranks make two steps of them, in the last of which one rank has none
 TIGHT = "3KiB"  # 16 rows of each table
 
 
@@ -109,12 +109,12 @@ def test_every_lookahead_and_budget_gives_the_bits_of_one_batch_at_a_time(crews:
     assert crews[2].run(fitted, TIGHT, 2) == plain
     ahead = crews[2].run(fitted_ahead, TIGHT, 1)
     assert [outcome for outcome, _, _ in ahead] == plain
-    assert all(moved > 3 and left > 10 for _, moved, left in ahead), [figures for _, *figures in ahead]
+    assert all(moved > 3 and left > 3 for _, moved, left in ahead), [figures for _, *figures in ahead]
     in_dram = crews[2].run(fitted, None, 0)
     ours, theirs = (put_together([one["rows"] for one in all_ranks]) for all_ranks in (plain, in_dram))
     check_equal(ours, theirs, tolerance=1e-4)
     np.testing.assert_allclose(plain[0]["losses"], in_dram[0]["losses"], rtol=1e-4)
-    assert len(plain[0]["losses"]) == 6
+    assert len(plain[0]["losses"]) == 4
 
 
 @pytest.mark.usefixtures("where")
