@@ -553,11 +553,9 @@ __attribute__((noinline)) void apply_packed(const UpdateArgs& args, char* row, i
   store_words(row + value_bytes, copy + dim, state_bytes);
   const RoundingDraws draws{args.rounding_stream, key, args.step};
   if (args.type == RowType::kBFloat)
-    round_values(draws, copy, dim,
-                 [](float v, uint32_t bits) __attribute__((always_inline)) { return bfloat_by_chance(v, bits); });
+    round_values(draws, copy, dim, bfloats_by_chance);
   else
-    round_values(draws, copy, dim,
-                 [](float v, uint32_t bits) __attribute__((always_inline)) { return half_by_chance(v, bits); });
+    round_values(draws, copy, dim, halfs_by_chance);
   store_words(row, copy, value_bytes);
 }
 

@@ -37,7 +37,7 @@ OVERHEAD_BAR = 20.0
 
 
 def results() -> Iterator[Result | str]:
-    """The five rows, with a word on what is running before each."""
+    """The rows, with a word on what is running before each."""
     torch.set_num_threads(THREADS)
     _core.set_threads(THREADS)
     ids = draw_ids()
@@ -47,6 +47,11 @@ def results() -> Iterator[Result | str]:
         yield compare(f"rows/dim{dim}/rowwise_adagrad", "fbgemm", ids, dim, RowWiseAdagrad(lr=0.01), peer)
         del peer
         gc.collect()
+    yield "bf16 rows at dim 64, beside fp32"
+    peer = hotrow_step(ids, 64, RowWiseAdagrad(lr=0.01))
+    yield compare("rows/dim64/bf16", "fp32", ids, 64, RowWiseAdagrad(lr=0.01), peer, "bf16")
+    del peer
+    gc.collect()
     yield "Adam at dim 16, beside torch's EmbeddingBag and SparseAdam"
     yield compare("rows/dim16/adam", "torch", ids, 16, Adam(lr=0.001), torch_step(ids, 16))
     gc.collect()
@@ -63,10 +68,16 @@ def draw_ids() -> list[torch.Tensor]:
 
 
 def compare(
-    name: str, peer: str, ids: list[torch.Tensor], dim: int, optimizer: Optimizer, peer_step: Callable[[int], None]
+    name: str,
+    peer: str,
+    ids: list[torch.Tensor],
+    dim: int,
+    optimizer: Optimizer,
+    peer_step: Callable[[int], None],
+    dtype: str = "fp32",
 ) -> Result:
     """Our step beside the peer's, in M ids/s."""
-    ours, theirs = alternate([hotrow_step(ids, dim, optimizer), peer_step], WARMUP, REPEATS)
+    ours, theirs = alternate([hotrow_step(ids, dim, optimizer, dtype), peer_step], WARMUP, REPEATS)
     count = TABLES * BATCH / 1e6
     return higher(name, "M ids/s", count / ours.median, peer, count / theirs.median, ours.spread)
 
@@ -76,10 +87,10 @@ def gradient(dim: int) -> torch.Tensor:
     return torch.randn(BATCH, TABLES * dim, generator=torch.Generator().manual_seed(0)) * 0.01
 
 
-def hotrow_step(ids: list[torch.Tensor], dim: int, optimizer: Optimizer) -> Callable[[int], None]:
+def hotrow_step(ids: list[torch.Tensor], dim: int, optimizer: Optimizer, dtype: str = "fp32") -> Callable[[int], None]:
     """Our side: dynamic tables that hold every key already."""
     names = [f"t{i}" for i in range(TABLES)]
-    embeddings = EmbeddingCollection([Table(name, dim=dim) for name in names], optimizer=optimizer)
+    embeddings = EmbeddingCollection([Table(name, dim=dim, dtype=dtype) for name in names], optimizer=optimizer)
     for name in names:
         embeddings.table(name).create(torch.arange(KEYS))
     batches = [KeyedBatch({n: Jagged(row.contiguous()) for n, row in zip(names, b, strict=True)}) for b in ids]
