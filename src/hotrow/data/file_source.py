@@ -7,7 +7,8 @@ the next, so how the rows are spread over files does not change a single batch.
 A cursor holds the file's name and size, the offset and number of the last row of its batch, the batch size, and the
 stamp of all files. Memory is one chunk and one batch, whatever the size of the files.
 
-Reading and decoding may happen elsewhere (split.py, file_parts.py); `_join` is where both ways meet.
+Reading and decoding may happen elsewhere (split.py, file_parts.py); `_join` is where both ways meet. For every N-th
+batch alone (share.py, file_share.py) there is one way, whether it is decoded here or there.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from dataclasses import dataclass
 from hotrow.batch import KeyedBatch
 from hotrow.data.chunks import Reader
 from hotrow.data.file_parts import FileDecoder, Rows, apply_features, file_units, number_rows
+from hotrow.data.file_share import SharedRows, shared_units, take_steps
 from hotrow.data.files import Files
 from hotrow.data.rebatch import rebatch
 from hotrow.data.rejects import Rejects, check_policy
+from hotrow.data.share import Steps, deal
 from hotrow.data.source import Cursor, check_batch_size, cursor_number, match_cursor
 from hotrow.data.split import Part, Parts, Unit
 from hotrow.errors import DataError
@@ -71,6 +74,22 @@ class FileSource:
         """The batches after the cursor, out of the parts of all units."""
         files, start, rejects = self._begin(cursor)
         return self._join(files, start, number_rows(parts, ask, start.index, start.number, rejects), rejects)
+
+    def every(self, number: int, of: int, cursor: Cursor | None = None) -> Steps:
+        """Batch `number` of every `of` batches, None where the files have ended before it, with the cursor after all.
+
+        The others' rows are not decoded (file_share.py), unless on_error="skip" or gzip files make it necessary.
+        """
+        share = self.share(number, of)
+        units = share.units(cursor, brief=True)
+        if units is None:
+            return deal(self.batches(cursor), number, of)
+        decode = share.decoder().decode
+        return share.assemble(cursor, ((unit, decode(unit)) for unit in units), decode)
+
+    def share(self, number: int, of: int) -> FileShare:
+        """Batch `number` of every `of` batches, to be decoded anywhere."""
+        return FileShare(self, number, of)
 
     @property
     def skipped(self) -> int:
@@ -161,3 +180,33 @@ class FileSource:
         mine = self._cursor(files, place)
         match_cursor(cursor, {name: mine[name] for name in cures}, cures)
         return place
+
+
+@dataclass(frozen=True)
+class FileShare:
+    """Batch `number` of every `of` batches of a source of files."""
+
+    source: FileSource
+    number: int
+    of: int
+
+    def units(self, cursor: Cursor | None = None, brief: bool = False) -> Iterator[Unit] | None:
+        """Spans of own batches after the cursor; None if all rows have to be decoded to know which are in them."""
+        source = self.source
+        start = source._find_start(Files.look(source.paths), cursor)
+        if self.of == 1 or source._on_error == "skip":
+            return None
+        if any(source._reader.spans(path, 0, 0) is None for path in source.paths[start.index :]):
+            return None
+        place = start.index, start.offset, start.number
+        return shared_units(source._reader, source.paths, place, source.batch_size, self.number, self.of, brief)
+
+    def decoder(self) -> SharedRows:
+        """Decodes units."""
+        return SharedRows(self.source.paths, self.source._reader, self.source.features)
+
+    def assemble(self, cursor: Cursor | None, parts: Parts, ask: Callable[[Unit], Part]) -> Steps:
+        """The own batches after the cursor, out of the parts of all units."""
+        files, _, _ = self.source._begin(cursor)
+        for batch, place in take_steps(parts, self.source.batch_size):
+            yield batch, self.source._cursor(files, Place(*place))

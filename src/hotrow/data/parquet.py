@@ -13,6 +13,8 @@ differ; they make no difference to a key.
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hotrow.data.chunks import Chunk, Span, SpanReader
+from hotrow.data.chunks import Chunk, Span, SpanReader, Stretch
 from hotrow.data.file_source import FileSource
 from hotrow.data.files import Paths, find_files
 from hotrow.data.rejects import Rejects
@@ -65,12 +67,7 @@ class ParquetReader:
         """The rows of a file from row `offset` on."""
         with _open(path) as file:
             self._check_schema(path, file.schema_arrow)
-            begin = 0
-            for group in range(file.num_row_groups):
-                end = begin + file.metadata.row_group(group).num_rows
-                if end > offset:
-                    yield from self._group(path, file, group, begin, offset)
-                begin = end
+            yield from self._from(path, file, _group_ends(file), offset)
 
     def count(self, paths: tuple[str, ...]) -> int:
         """The rows of all files, out of their footers."""
@@ -83,20 +80,33 @@ class ParquetReader:
     def spans(self, path: str, offset: int, number: int) -> Iterator[Span]:
         """Out of the footer; a file without rows has one span too, so that its columns are looked at."""
         with _open(path) as file:
-            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-        begin = 0
-        for rows in sizes:
-            for at in range(begin, begin + rows, CHUNK_ROWS):
-                end = min(at + CHUNK_ROWS, begin + rows)
-                if end > offset:
-                    yield Span(max(at, offset), end, max(at, offset), begin)
-            begin += rows
-        if not begin:
+            ends = _group_ends(file)
+        yield from _spans(ends, offset)
+        if not ends or not ends[-1]:
             yield Span(0, 0, 0, 0)
+
+    def stretches(self, path: str, offset: int, number: int) -> Iterator[Stretch]:
+        """Out of the footer, and the columns are looked at."""
+        with _open(path) as file:
+            self._check_schema(path, file.schema_arrow)
+            ends = _group_ends(file)
+        for span in _spans(ends, offset):
+            after = range(span.begin + 1, span.end + 1)
+            yield Stretch(range(span.begin, span.end), after, after, span.root)
+
+    @property
+    def span_size(self) -> int:
+        """In rows."""
+        return CHUNK_ROWS
 
     def span_reader(self) -> SpanReader:
         """Goes on in the row group that it stands in."""
         return RowRanges(self)
+
+    def _from(self, path: str, file: pq.ParquetFile, ends: list[int], offset: int) -> Iterator[Chunk]:
+        """The rows of an open file whose row groups end at these rows, from row `offset` on."""
+        for group in range(bisect_right(ends, offset), len(ends)):
+            yield from self._group(path, file, group, ends[group - 1] if group else 0, offset)
 
     def _group(self, path: str, file: pq.ParquetFile, group: int, begin: int, offset: int) -> Iterator[Chunk]:
         decoded = file.iter_batches(CHUNK_ROWS, row_groups=[group], columns=list(self.columns))
@@ -133,11 +143,17 @@ class ParquetReader:
 
 
 class RowRanges:
-    """Reads spans of rows; remembers the chunks that come next."""
+    """Reads spans of rows; remembers the chunks that come next.
+
+    The file stays open for the next span: one that lies behind row groups which nobody wants should not cost another
+    look at the footer.
+    """
 
     def __init__(self, reader: ParquetReader) -> None:
         self._reader = reader
         self._path = ""
+        self._file: pq.ParquetFile | None = None
+        self._ends: list[int] = []
         self._at = 0
         self._rest: Chunk | None = None
         self._chunks: Iterator[Chunk] = iter(())
@@ -145,13 +161,23 @@ class RowRanges:
     def __call__(self, path: str, span: Span, number: int, rejects: Rejects) -> Iterator[Chunk]:
         """The rows of the span."""
         if path != self._path or not span.root <= self._at <= span.begin:
-            self._path, self._at, self._rest = path, span.begin, None
-            self._chunks = self._reader.chunks(path, span.begin, number, rejects)
+            if path != self._path:
+                self._open(path)
+            assert self._file is not None
+            self._at, self._rest = span.begin, None
+            self._chunks = self._reader._from(path, self._file, self._ends, span.begin)
         try:
             yield from self._rows(span)
         except BaseException:
             self._path = ""  # what broke does not go on
             raise
+
+    def _open(self, path: str) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._path, self._file = "", _open(path)
+        self._reader._check_schema(path, self._file.schema_arrow)
+        self._path, self._ends = path, _group_ends(self._file)
 
     def _rows(self, span: Span) -> Iterator[Chunk]:
         while True:
@@ -167,6 +193,22 @@ class RowRanges:
                 yield chunk.slice(first, last)
             if self._at >= span.end:
                 return
+
+
+def _group_ends(file: pq.ParquetFile) -> list[int]:
+    """The row behind each row group."""
+    sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+    return list(itertools.accumulate(sizes))
+
+
+def _spans(ends: list[int], offset: int) -> Iterator[Span]:
+    """A chunk's worth of rows each, from row `offset` on, of row groups that end at these rows."""
+    for group in range(bisect_right(ends, offset), len(ends)):
+        begin = ends[group - 1] if group else 0
+        for at in range(begin, ends[group], CHUNK_ROWS):
+            end = min(at + CHUNK_ROWS, ends[group])
+            if end > offset:
+                yield Span(max(at, offset), end, max(at, offset), begin)
 
 
 def _open(path: str) -> pq.ParquetFile:

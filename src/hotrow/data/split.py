@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from torch import Tensor
 
 from hotrow.batch import KeyedBatch
-from hotrow.data.source import Cursor, Source
+from hotrow.data.source import Cursor
 from hotrow.features.hashing import IntArray
 
 SERIAL_BYTES = 8 << 20
@@ -84,12 +84,22 @@ def whole_batches(parts: Parts) -> Iterator[tuple[KeyedBatch, Cursor]]:
         part.check()
 
 
-class Serial:
-    """Decodes the next batches of any source after a cursor; goes on where it stands if that is the same cursor."""
+class Stream(Protocol):
+    """What can be read after a cursor."""
 
-    def __init__(self, source: Source) -> None:
+    def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch | None, Cursor]]:
+        """Batches after the cursor."""
+
+
+class Serial:
+    """Decodes the next batches of any source after a cursor; goes on where it stands if that is the same cursor.
+
+    Of every N-th batch (share.py) the last may be None, and is then the cursor without a batch.
+    """
+
+    def __init__(self, source: Stream) -> None:
         self._source = source
-        self._stream: Iterator[tuple[KeyedBatch, Cursor]] | None = None
+        self._stream: Iterator[tuple[KeyedBatch | None, Cursor]] | None = None
         self._after: Cursor | None = None
 
     def decode(self, unit: Unit) -> Part:
@@ -103,7 +113,7 @@ class Serial:
             part.error, self._stream = error, None
         return part
 
-    def _fill(self, part: Part, stream: Iterator[tuple[KeyedBatch, Cursor]]) -> None:
+    def _fill(self, part: Part, stream: Iterator[tuple[KeyedBatch | None, Cursor]]) -> None:
         size = 0
         while size < SERIAL_BYTES and len(part.batches) < SERIAL_BATCHES:
             found = next(stream, None)
@@ -111,9 +121,10 @@ class Serial:
                 part.notes["ended"], self._stream = True, None
                 return
             batch, self._after = found
-            part.batches.append(batch)
             part.notes["cursors"].append(self._after)
-            size += sum(tensor.nbytes for tensor in tensors_of(batch))
+            if batch is not None:
+                part.batches.append(batch)
+                size += sum(tensor.nbytes for tensor in tensors_of(batch))
 
 
 def tensors_of(batch: KeyedBatch) -> Iterator[Tensor]:

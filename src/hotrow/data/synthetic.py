@@ -21,6 +21,7 @@ import torch
 
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.data.shape import CRITEO_SHAPE, Shape
+from hotrow.data.share import Steps, whole_steps
 from hotrow.data.source import Cursor, check_batch_size, cursor_number, match_cursor
 from hotrow.data.split import Part, Parts, Unit, whole_batches
 from hotrow.data.world import Drift, Examples, World
@@ -109,17 +110,17 @@ class SyntheticClicks:
         """The batches of all units."""
         return whole_batches(parts)
 
-    def every(self, number: int, of: int, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch | None, Cursor]]:
+    def every(self, number: int, of: int, cursor: Cursor | None = None) -> Steps:
         """Batch `number` of every `of` batches, None where the stream has ended before it, with the cursor after all.
 
         >>> [b and b.size for b, _ in SyntheticClicks(examples=10, batch_size=4).every(1, 2)]
         [4, None]
         """
-        start, end = self.offset if cursor is None else self._find_start(cursor), self.offset + self.examples
-        for first in range(start, end, self.batch_size * of):
-            at = first + number * self.batch_size
-            batch = self.batch(at, min(self.batch_size, end - at)) if at < end else None
-            yield batch, self._cursor(min(end, first + self.batch_size * of))
+        return self._steps(number, of, self._find_start(cursor), self.offset + self.examples)
+
+    def share(self, number: int, of: int) -> SyntheticShare:
+        """Batch `number` of every `of` batches, to be made anywhere."""
+        return SyntheticShare(self, number, of)
 
     def batch(self, start: int, count: int) -> KeyedBatch:
         """Examples start to start + count of the whole stream, whatever this source's range.
@@ -161,6 +162,12 @@ class SyntheticClicks:
             count = min(self.batch_size, end - at)
             yield self.batch(at, count), self._cursor(at + count)
 
+    def _steps(self, number: int, of: int, start: int, end: int) -> Steps:
+        for first in range(start, end, self.batch_size * of):
+            at = first + number * self.batch_size
+            batch = self.batch(at, min(self.batch_size, end - at)) if at < end else None
+            yield batch, self._cursor(min(end, first + self.batch_size * of))
+
     def _cursor(self, following: int) -> Cursor:
         return {
             "source": "synthetic",
@@ -194,6 +201,36 @@ class SyntheticClicks:
                 f"begins (examples {self.offset} to {end}); pass the same examples= as before"
             )
         return start
+
+
+@dataclass(frozen=True)
+class SyntheticShare:
+    """Batch `number` of every `of` batches of a synthetic source. A unit is the steps that begin in a range."""
+
+    source: SyntheticClicks
+    number: int
+    of: int
+
+    def units(self, cursor: Cursor | None = None) -> Iterator[Unit]:
+        """Some steps each."""
+        source = self.source
+        step = source.batch_size * self.of * max(1, UNIT_EXAMPLES // source.batch_size)
+        start, end = source._find_start(cursor), source.offset + source.examples
+        return ({"start": at, "end": min(at + step, end)} for at in range(start, end, step))
+
+    def decoder(self) -> SyntheticShare:
+        """This share itself."""
+        return self
+
+    def decode(self, unit: Unit) -> Part:
+        """The own batches of one unit."""
+        made = list(self.source._steps(self.number, self.of, unit["start"], unit["end"]))
+        own = [batch for batch, _ in made if batch is not None]
+        return Part(own, notes={"cursors": [cursor for _, cursor in made]})
+
+    def assemble(self, cursor: Cursor | None, parts: Parts, ask: Callable[[Unit], Part]) -> Steps:
+        """The own batches of all units."""
+        return whole_steps(parts)
 
 
 def auc(scores: npt.NDArray[np.float64], clicks: npt.NDArray[np.bool_]) -> float:

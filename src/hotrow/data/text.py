@@ -15,11 +15,11 @@ import numpy as np
 import pyarrow as pa
 
 from hotrow.data import lines as line_blocks
-from hotrow.data.chunks import Chunk, Span, SpanReader
+from hotrow.data.chunks import Chunk, Span, SpanReader, Stretch
 from hotrow.data.file_source import FileSource
 from hotrow.data.files import Paths, find_files
 from hotrow.data.layouts import TextLayout, find_layout
-from hotrow.data.lines import Block, is_zipped, read_blocks, read_span
+from hotrow.data.lines import Block, find_lines, is_zipped, read_blocks, read_span
 from hotrow.data.parse import Fault, misshapen_lines, split_lines, type_columns
 from hotrow.data.rejects import Rejects
 from hotrow.data.source import check_features
@@ -76,6 +76,21 @@ class TextReader:
         """Spans of some megabytes; a gzip file has none, because it can be read from its start only."""
         return None if is_zipped(path) else _byte_spans(os.stat(path).st_size, offset, number)
 
+    def stretches(self, path: str, offset: int, number: int) -> Iterator[Stretch]:
+        """Lines that are not blank: their ends are looked for, and nothing else."""
+        if self.layout.header and offset == 0:
+            with open(path, "rb") as file:
+                first = file.readline(line_blocks.LONGEST_LINE)
+            for rest in self._without_header(path, 0, iter([Block(first, 0, 0)] if first else [])):
+                offset, number = rest.offset, rest.number
+        for starts, ends, numbers in find_lines(path, offset, number):
+            yield Stretch(starts, ends, numbers)
+
+    @property
+    def span_size(self) -> int:
+        """In bytes."""
+        return line_blocks.SPAN_BYTES
+
     def span_reader(self) -> SpanReader:
         """Reads any span by itself."""
 
@@ -86,10 +101,15 @@ class TextReader:
         return read
 
     def _blocks(self, path: str, offset: int, blocks: Iterator[Block], rejects: Rejects) -> Iterator[Chunk]:
+        rejects.lines += self.layout.header and offset == 0
+        for block in self._without_header(path, offset, blocks):
+            rejects.lines += len(block.ends)
+            yield from self._lines(path, block, rejects)
+
+    def _without_header(self, path: str, offset: int, blocks: Iterator[Block]) -> Iterator[Block]:
         header = self.layout.header and offset == 0
         for block in blocks:
-            rejects.lines += len(block.ends)
-            yield from self._lines(path, self._skip_header(path, block) if header else block, rejects)
+            yield self._skip_header(path, block) if header else block
             header = False
         if header:
             raise DataError(f"{path} is empty and should begin with a header; remove it from the list of files")

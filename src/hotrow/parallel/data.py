@@ -1,8 +1,8 @@
 """Batches for ranks: rank r of N takes batches r, r + N, r + 2N, ... of the one stream that all of them read.
 
 So one step of N ranks is N batches in a row, the cursor after it is the cursor after the last of them, and a run can be
-resumed by another number of ranks: the stream and the cursor know nothing of ranks. A source that can skip without
-reading says so with `every(rank, world, cursor)`; of others the batches between are read and dropped.
+resumed by another number of ranks: the stream and the cursor know nothing of ranks. A source that can pass over the
+others' batches has `every(rank, world, cursor)` (data/share.py); of others they are read and dropped.
 
 When the stream ends in the middle of a step, the ranks behind get an empty batch. A rank never knows by itself that all
 are done: it goes on with empty batches, and `Lookup.over` (exchanged with the keys) tells everybody at once. So ranks
@@ -18,6 +18,7 @@ import torch
 
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.data import Cursor, Source
+from hotrow.data.share import steps_of
 from hotrow.parallel.ranks import Ranks
 
 
@@ -29,9 +30,7 @@ class RankSource:
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
         """This rank's batch of each step, empty when there is none left, with the cursor after the step."""
-        rank, world = self.ranks.rank, self.ranks.world
-        every = getattr(self.source, "every", None)
-        steps = every(rank, world, cursor) if every is not None else _deal(self.source.batches(cursor), rank, world)
+        steps = steps_of(self.source, self.ranks.rank, self.ranks.world, cursor)
         last: Cursor | None = cursor
         shape: KeyedBatch | None = None
         for batch, after in steps:
@@ -74,14 +73,6 @@ def empty_like(batch: KeyedBatch) -> KeyedBatch:
         for name, jagged in batch.ids.items()
     }
     return KeyedBatch(ids, *(None if part is None else part[:0] for part in (batch.dense, batch.labels, batch.time)))
-
-
-def _deal(
-    batches: Iterator[tuple[KeyedBatch, Cursor]], rank: int, world: int
-) -> Iterator[tuple[KeyedBatch | None, Cursor]]:
-    """Of every `world` batches that of `rank`, None where the stream has ended before, with the last one's cursor."""
-    while step := list(itertools.islice(batches, world)):
-        yield step[rank][0] if rank < len(step) else None, step[-1][1]
 
 
 def _some(shape: KeyedBatch | None) -> KeyedBatch:
