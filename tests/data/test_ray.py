@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import forked
@@ -224,6 +225,93 @@ def test_every_cut_resumes_there_and_here(cluster: Cluster, files: Path, same: C
     whole = list(source.batches())
     for cut in [len(whole) // 2] if kind in SERIAL else range(len(whole)):  # test_split.py has all cuts of all
         assert same(list(there.batches(whole[cut][1])), whole[cut + 1 :])
+
+
+# Shares of ranks.
+
+
+def steps_of_all(whole: Stream, number: int, of: int) -> list[tuple[KeyedBatch | None, Cursor]]:
+    steps = [whole[at : at + of] for at in range(0, len(whole), of)]
+    return [(step[number][0] if number < len(step) else None, step[-1][1]) for step in steps]
+
+
+def read_in_shares(files: Path) -> dict[str, Source]:
+    """The sources above, of which text has good lines here, and as it is, with rows that are skipped."""
+    made = sources(files)
+    for number in range(2):
+        good = [line for line in (files / f"{number}.csv").read_text().splitlines() if ";" in line]
+        (files / f"{number}.good").write_text("\n".join(good))
+    good = data.text(str(files / "*.good"), LAYOUT, features=TEXT_SPEC, batch_size=300)
+    return {**made, "text": good, "skipping": made["text"], "own": Counting(149)}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "text", "skipping", "synthetic", "own"])  # gzip is read as "own" is
+def test_a_rank_gets_its_batches_and_the_cursors_of_all(
+    cluster: Cluster, files: Path, same_batch: Callable[..., bool], kind: str
+) -> None:
+    source = read_in_shares(files)[kind]
+    whole = list(source.batches())
+    of, cut = 3, len(whole) // 2
+    there = data.on_ray(source, workers=2)
+    passes = [(of - 1, whole[cut][1], whole[cut + 1 :]), (0, None, whole)]
+    for number, cursor, rest in passes[: 1 if kind in SERIAL else 2]:
+        found, expected = list(there.every(number, of, cursor)), steps_of_all(rest, number, of)
+        assert [after for _, after in found] == [after for _, after in expected] and len(found) > 1
+        for (batch, _), (wanted, _) in zip(found, expected, strict=True):
+            assert (batch is None) == (wanted is None)
+            assert batch is None or wanted is None or same_batch(batch, wanted)
+
+
+@dataclass(frozen=True)
+class Counted(FeatureSpec):
+    """Leaves a file for every table that features are made of, with the number of its rows in its name."""
+
+    folder: str = ""
+
+    def apply(self, columns: pa.Table, labels: bool = True) -> KeyedBatch:
+        (Path(self.folder) / f"{columns.num_rows}-{os.getpid()}-{time.monotonic_ns()}").touch()
+        return FeatureSpec.apply(self, columns, labels)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "text"])
+def test_all_ranks_together_have_the_cluster_make_each_feature_once(
+    cluster: Cluster, files: Path, tmp_path: Path, kind: str
+) -> None:
+    source = read_in_shares(files)[kind]
+    source.features = Counted(**vars(source.features), folder=str(tmp_path))  # type: ignore[attr-defined]
+    there = data.on_ray(source, workers=2)
+    seen = 0
+    for number in range(3):
+        seen += sum(batch.size for batch, _ in there.every(number, 3) if batch is not None)
+    assert sum(int(path.name.split("-")[0]) for path in tmp_path.iterdir()) == seen > 5900
+
+
+def test_a_worker_that_dies_in_a_share_loses_and_repeats_nothing(
+    cluster: Cluster, same_batch: Callable[..., bool]
+) -> None:
+    source = data.synthetic(examples=1_000_000, batch_size=1000, keys=100_000)
+    there = data.on_ray(source, workers=2)
+    stream = there.every(1, 3)
+    found = [next(stream) for _ in range(20)]
+    os.kill(next(pid for _, pid in there.decoded_by if psutil.pid_exists(pid)), signal.SIGKILL)
+    found += list(stream)
+    assert [after for _, after in found] == [after for _, after in source.every(1, 3)]
+    for (batch, _), (wanted, _) in zip(found, source.every(1, 3), strict=True):
+        assert (batch is None) == (wanted is None)
+        assert batch is None or wanted is None or same_batch(batch, wanted)
+
+
+def test_a_bad_line_is_an_error_of_the_rank_that_has_it(cluster: Cluster, files: Path) -> None:
+    source = data.text(str(files / "*.csv"), LAYOUT, features=TEXT_SPEC, batch_size=100)
+    steps: list[Cursor] = []
+    with pytest.raises(DataError, match=r"0\.csv, line 124: it has 1 columns") as caught:
+        for _, cursor in data.on_ray(source, workers=2).every(1, 6):  # batch 1; and 624 is in batch 6, rank 0's
+            steps.append(cursor)
+    assert not steps and "rejects.add" in str(caught.value.__cause__)
+    with pytest.raises(DataError, match=r"0\.csv, line 624: it has 1 columns"):
+        for _, cursor in data.on_ray(source, workers=2).every(0, 6):
+            steps.append(cursor)
+    assert [cursor["number"] for cursor in steps] == [600]
 
 
 def test_a_tensor_is_a_view_of_the_object_store(cluster: Cluster) -> None:

@@ -10,6 +10,8 @@ A unit is a few plain numbers, so a worker that dies takes nothing with it: some
 need not be batches. Those of a file are stretches of it, because nobody knows in which byte batch 1,000 begins; cutting
 their examples into batches takes no time, and `batches` of the file source itself goes through the same lines.
 
+`share(number, of)` (share.py) gives the same three for every N-th batch alone, for ranks that each want their own.
+
 A source without these methods (yours, or one of gzip files) is `Serial`: one unit is the next few batches after a
 cursor, and is known only when the one before it has been decoded. One worker at a time reads it, ahead of the trainer.
 """

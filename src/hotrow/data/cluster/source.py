@@ -4,6 +4,8 @@ It wraps any source and streams the very same batches with the very same cursors
 resumes without it, and the other way round. Sources that can be split (split.py) are decoded by many workers at once,
 others by one. Every pass has a window of its own (window.py), which is gone when the iterator is closed, drained or
 raises; ranks are processes of their own and each joins the cluster by itself.
+
+A rank asks for its own batches with `every`, and the workers make no others (share.py), where the source allows it.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from contextlib import closing
 from hotrow.batch import KeyedBatch
 from hotrow.config import parse_size
 from hotrow.data.cluster.connect import connect
-from hotrow.data.cluster.submit import Submitter
+from hotrow.data.cluster.submit import Decodable, Submitter
 from hotrow.data.cluster.window import Limits, Tally, Window, describe_limits
+from hotrow.data.share import Dealt, Sharable, Share, Steps, deal, whole_steps
 from hotrow.data.source import Cursor, Source
 from hotrow.data.split import Splittable, Unit, whole_batches
 from hotrow.errors import OptionError
@@ -72,6 +75,20 @@ class OnRay:
         units = self.source.units(cursor) if isinstance(self.source, Splittable) else None
         return self._stream(cursor, units)
 
+    def every(self, number: int, of: int, cursor: Cursor | None = None) -> Steps:
+        """Batch `number` of every `of` batches, None where the source has ended before it, with the cursor after all.
+
+        Workers make no features for the others' batches, unless the source cannot tell where those are.
+        """
+        source = self.source
+        share = source.share(number, of) if of > 1 and isinstance(source, Sharable) else None
+        units = share.units(cursor) if share is not None else None
+        if share is not None and units is not None:
+            return self._share(cursor, share, units)
+        if of > 1 and (not isinstance(source, Splittable) or source.units(cursor) is None):
+            return self._dealt(cursor, Dealt(source, number, of))
+        return deal(self.batches(cursor), number, of)
+
     def scale(self, workers: int | None) -> None:
         """Let so many workers decode from now on, also in passes under way; None for all the cluster has.
 
@@ -110,14 +127,25 @@ class OnRay:
         """How many rows the latest pass has skipped so far; 0 for a source that is read by one worker."""
         return int(getattr(self.source, "skipped", 0))
 
+    def _share(self, cursor: Cursor | None, share: Share, units: Iterator[Unit]) -> Steps:
+        with self._window(share, units, cursor) as window:
+            yield from share.assemble(cursor, window.parts(), window.ask)
+
+    def _dealt(self, cursor: Cursor | None, dealt: Dealt) -> Steps:
+        with self._window(dealt, None, cursor) as window:
+            yield from whole_steps(window.parts())
+
     def _stream(self, cursor: Cursor | None, units: Iterator[Unit] | None) -> Iterator[tuple[KeyedBatch, Cursor]]:
-        submit = Submitter(self.source, units is None, self._limits.cpus, self._resources)
-        with closing(Window(submit, units, {"cursor": cursor}, self._limits, self._tally)) as window:
+        with self._window(self.source, units, cursor) as window:
             if units is None:
                 yield from whole_batches(window.parts())
             else:
                 assert isinstance(self.source, Splittable)
                 yield from self.source.assemble(cursor, window.parts(), window.ask)
+
+    def _window(self, source: Decodable, units: Iterator[Unit] | None, cursor: Cursor | None) -> closing[Window]:
+        submit = Submitter(source, units is None, self._limits.cpus, self._resources)
+        return closing(Window(submit, units, {"cursor": cursor}, self._limits, self._tally))
 
 
 def _check_count(option: str, value: object) -> None:

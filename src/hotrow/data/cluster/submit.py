@@ -13,14 +13,17 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from hotrow.data.cluster.connect import import_ray
 from hotrow.data.cluster.worker import Order, decode_unit
-from hotrow.data.source import Source
-from hotrow.data.split import Unit
+from hotrow.data.share import Share
+from hotrow.data.split import Splittable, Stream, Unit
 
 RETRIES = 5
+
+Decodable: TypeAlias = Splittable | Share | Stream
+"""What is sent to the workers, once: it gives them a decoder, or one of them a stream."""
 
 
 class SerialReader:
@@ -34,7 +37,7 @@ class SerialReader:
 class Submitter:
     """Starts the decoding of units of one pass; call it with a unit for Ray's references to its head and body."""
 
-    def __init__(self, source: Source, serial: bool, cpus: float, resources: Mapping[str, float]) -> None:
+    def __init__(self, source: Decodable, serial: bool, cpus: float, resources: Mapping[str, float]) -> None:
         from hotrow import __version__
 
         ray = self._ray = import_ray()

@@ -178,19 +178,25 @@ class Window:
             self._end(error)
 
     def _fill(self) -> None:
-        with self._change:
-            while not self._stopped and not self._planned and self._has_room():
-                try:
-                    unit = self._next_unit()
-                except Exception as error:  # a file that cannot be opened: its turn comes after what is before it
-                    self._jobs.append(Job({}, error=error))
+        while True:
+            with self._change:
+                if self._stopped or self._planned or not self._has_room():
+                    return
+            unit, failed = None, None
+            try:
+                unit = self._next_unit()  # without the lock: it may have to look for line ends
+            except Exception as error:  # a file that cannot be opened: its turn comes after what is before it
+                failed = Job({}, error=error)
+            with self._change:
+                if failed is not None:
+                    self._jobs.append(failed)
                     self._planned = True
-                    break
+                elif unit is not None and not self._stopped:
+                    self._jobs.append(Job(unit, self._submit(unit)))
+                if self._planned:
+                    self._change.notify_all()
                 if unit is None:
-                    break
-                self._jobs.append(Job(unit, self._submit(unit)))
-            if self._planned:
-                self._change.notify_all()
+                    return
 
     def _next_unit(self) -> Unit | None:
         """The next unit, or None if there is no more or it is not known yet."""

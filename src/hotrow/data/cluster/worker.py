@@ -22,8 +22,7 @@ import pyarrow as pa
 import torch
 
 from hotrow.data.cluster.connect import import_ray
-from hotrow.data.source import Source
-from hotrow.data.split import Decoder, Part, Serial, Splittable, Unit
+from hotrow.data.split import Decoder, Part, Serial, Unit
 from hotrow.data.wire import Arrays, pack
 from hotrow.errors import ClusterError, HotRowError
 
@@ -114,11 +113,11 @@ def _open(order: Order) -> Decoder:
     torch.set_num_threads(threads)
     if os.path.isdir(order.folder):
         os.chdir(order.folder)  # so that relative paths are the trainer's
-    source: Source = import_ray().get(order.source[0])
+    source = import_ray().get(order.source[0])
     if order.serial:
         return Serial(source)
-    assert isinstance(source, Splittable)
-    return source.decoder()
+    decoder: Decoder = source.decoder()
+    return decoder
 
 
 def _pack_error(part: Part) -> tuple[bytes, str] | None:
