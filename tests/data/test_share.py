@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hotrow import data
 from hotrow.batch import KeyedBatch
 from hotrow.data import lines
+from hotrow.data.chunks import Chunk
 from hotrow.data.parquet import ParquetReader
 from hotrow.data.share import Dealt, Sharable, whole_steps
 from hotrow.data.split import Part, Serial, Unit
@@ -424,3 +425,12 @@ def test_a_footer_is_read_once_for_the_plan_and_once_for_the_rows(
     monkeypatch.setattr(pq, "ParquetFile", lambda path, open=pq.ParquetFile: opened.append(path) or open(path))
     list(source.every(1, 3))
     assert len(opened) == 2
+
+
+def test_a_few_rows_do_not_keep_all_that_were_decoded_with_them() -> None:
+    rows = np.arange(10_000)
+    table = pa.table({"user": rows, "name": [f"user-{i}" for i in rows], "seen": [[i, i] for i in rows]})
+    few = Chunk("x", table, rows + 1, rows + 1).slice(700, 720)
+    kept = few.compact()
+    assert kept.table.equals(few.table) and kept.numbers.tolist() == list(range(701, 721))
+    assert kept.table.get_total_buffer_size() < table.nbytes / 50 < few.table.get_total_buffer_size()
