@@ -79,6 +79,40 @@ def test_a_trace_keeps_little_in_memory_and_a_killed_process_leaves_a_readable_o
     assert len(json.loads(text + "]")) > 9_000
 
 
+def write_part(path: Path, process: int, origin: float) -> Path:
+    with trace.recording(trace.part(path, process), process, f"rank {process}", origin):
+        trace.add("compute", "one", time.perf_counter(), time.perf_counter() + 1)
+        trace.counter("rows", up=process)
+    return trace.part(path, process)
+
+
+def test_parts_of_one_run_are_joined_and_a_torn_one_counts_to_its_last_whole_line(tmp_path: Path) -> None:
+    path, origin = tmp_path / "run.json", time.time() - 5
+    parts = [write_part(path, process, origin) for process in range(3)]
+    stale = write_part(path, 3, origin - 100)  # of an earlier run, with more ranks
+    other = tmp_path / "run.rank-0009.json"
+    other.write_text("not a trace")
+    text = parts[1].read_text()
+    parts[1].write_text(text[: text.index('"ph": "C"')])  # killed while it wrote
+    trace.join(path)
+    found = events(path)
+    assert {event["pid"] for event in found} == {0, 1, 2}
+    spans = {event["pid"]: event for event in found if event["ph"] == "X"}
+    assert len(spans) == 3 and all(5e6 <= span["ts"] < 65e6 for span in spans.values())  # after the common origin
+    assert [event["pid"] for event in found if event["ph"] == "C"] == [0, 2]
+    assert sorted(tmp_path.iterdir()) == sorted([path, stale, other])
+
+
+def test_parts_that_cannot_be_joined_stay_and_it_is_said(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"could not be joined: .*hotrow\.trace\.join\("):
+        trace.join(tmp_path / "none.json")
+    part = write_part(tmp_path / "run.json", 0, time.time())
+    (tmp_path / "run.json").mkdir()
+    with pytest.warns(UserWarning, match="could not be joined"):
+        trace.join(tmp_path / "run.json")
+    assert events(part)
+
+
 def test_two_recordings_at_once_and_a_file_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with trace.recording(tmp_path / "a.json"), pytest.raises(hr.OptionError, match="one trace at a time"):
         with trace.recording(tmp_path / "b.json"):

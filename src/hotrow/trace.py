@@ -12,6 +12,11 @@ costs a function call (about 0.2 us on a 2-core EPYC) and `counter` less, so cal
 The file is Chrome's JSON array of events, one a line, written as they come: memory stays bounded, and what a process
 that was killed has written still opens, because the format lets the closing bracket be left out. Events are written by
 whichever thread fills the buffer, under one lock.
+
+The ranks of a job write a part each (`part`), which opens by itself; `join` makes one file of those that lie in one
+folder. Its lines are the parts' lines as they are, because times are seconds after an `origin` of the wall clock that
+the ranks have in common: exact on one machine, and on several as good as their clocks agree. Shifting the parts when
+they are joined was dropped: it would read every event of all ranks again while training waits.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import json
 import os
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,15 +39,19 @@ FLUSH_SECONDS = 0.5
 
 
 class Recording:
-    """An open trace file."""
+    """An open trace file. Times in it count from `origin`, in seconds of time.time(); None: from now."""
 
-    def __init__(self, path: str | os.PathLike[str], process: int = 0, title: str = "hotrow") -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], process: int = 0, title: str = "hotrow", origin: float | None = None
+    ) -> None:
         self.path = Path(path)
         self.process = process
         self._lock = threading.Lock()
         self._tracks: dict[str, int] = {}
         self._lines: list[str] = []
-        self._start = self._flushed = time.perf_counter()
+        self._flushed = time.perf_counter()
+        self.origin = time.time() if origin is None else origin
+        self._start = self._flushed if origin is None else _counter_at(origin)
         self._error: OSError | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,11 +59,13 @@ class Recording:
         except OSError as error:
             raise StorageError(f"trace={str(path)!r} cannot be written: {error}; give a file that can") from None
         self._file.write("[\n")
-        self._meta("process_name", 0, name=title)
+        self._meta("process_name", 0, name=title, origin=self.origin)
+        self._meta("process_sort_index", 0, sort_index=process)
 
     def add(self, track: str, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
         """A span, in seconds of time.perf_counter()."""
-        at, length = round((begin - self._start) * 1e6, 1), round((end - begin) * 1e6, 1)
+        at, until = round((begin - self._start) * 1e6, 1), round((end - self._start) * 1e6, 1)
+        length = round(until - at, 1)  # not of the difference: rounding must not make neighbours overlap
         with self._lock:
             self._put(
                 {"name": name, "cat": track, "ph": "X", "ts": at, "dur": length, "tid": self._number(track)}
@@ -172,9 +184,10 @@ def counter(name: str, **values: float) -> None:
 
 @contextmanager
 def recording(
-    path: str | os.PathLike[str] | None, process: int = 0, title: str = "hotrow"
+    path: str | os.PathLike[str] | None, process: int = 0, title: str = "hotrow", origin: float | None = None
 ) -> Iterator[Recording | None]:
-    """Record into a file for as long as the block runs; with None, nothing. A rank gives its number as `process`."""
+    """Record into a file for as long as the block runs; with None, nothing. A rank gives its number as `process`, and
+    an `origin` that all ranks have in common."""
     global _recording
     if path is None:
         yield None
@@ -183,9 +196,73 @@ def recording(
         raise OptionError(
             f"trace={str(path)!r} while {str(_recording.path)!r} is being recorded; a process has one trace at a time"
         )
-    _recording = opened = Recording(path, process, title)
+    _recording = opened = Recording(path, process, title, origin)
     try:
         yield opened
     finally:
         _recording = None
         opened.close()
+
+
+def part(path: str | os.PathLike[str], process: int) -> Path:
+    """Where a rank writes its part of a trace.
+
+    >>> part("runs/run.json", 3).name
+    'run.rank-0003.json'
+    """
+    path = Path(path)
+    return path.with_name(f"{path.stem}.rank-{process:04d}{path.suffix}")
+
+
+def join(path: str | os.PathLike[str]) -> None:
+    """Make one trace of the parts beside it, and remove them: those of the newest run; older ones are left alone.
+
+    A part that a killed process left counts up to its last whole line. What cannot be read or written is a warning: the
+    parts stay, and each opens by itself.
+    """
+    path = Path(path)
+    name = part(path, 0).name.replace("0000", "[0-9]" * 4)
+    try:
+        found = [(at, one) for one in sorted(path.parent.glob(name)) if (at := _origin_of(one)) is not None]
+        newest = max((at for at, _ in found), default=None)
+        parts = [one for at, one in found if at == newest]
+        if not parts:
+            raise FileNotFoundError(f"there is no {name} that a run has left")
+        whole = path.with_name(path.name + ".joining")
+        with whole.open("w", encoding="utf-8") as out:
+            separator = "[\n"
+            for one in parts:
+                with one.open(encoding="utf-8") as lines:
+                    for line in lines:
+                        if line.startswith("{") and line.endswith("\n"):
+                            out.write(separator + line.rstrip(",\n"))
+                            separator = ",\n"
+            out.write("\n]\n")
+        whole.replace(path)
+        for one in parts:
+            one.unlink()
+    except OSError as error:
+        warnings.warn(
+            f"the ranks' parts of the trace {str(path)!r} could not be joined: {error}. Those that are there open one "
+            f"by one; hotrow.trace.join({str(path)!r}) tries again",
+            stacklevel=2,
+        )
+
+
+def _origin_of(one: Path) -> float | None:
+    """What the times of a part count from; None if it is none of ours."""
+    with one.open(encoding="utf-8") as lines:
+        lines.readline()
+        try:
+            return float(json.loads(lines.readline().rstrip(",\n"))["args"]["origin"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+
+def _counter_at(moment: float) -> float:
+    """What time.perf_counter() was, or will be, at a moment of time.time(): by the closest of a few pairs of both."""
+    pairs = []
+    for _ in range(5):
+        before, now, after = time.perf_counter(), time.time(), time.perf_counter()
+        pairs.append((after - before, (before + after) / 2 - now))
+    return moment + min(pairs)[1]

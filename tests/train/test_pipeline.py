@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import io
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from runs import SHAPE, DropoutTower, all_rows, bits
 
 import hotrow as hr
 from hotrow.data import Cursor
 from hotrow.data.synthetic import SyntheticClicks
+from hotrow.train import flow, progress
+from hotrow.train import trainer as train_loop
 from hotrow.train.checkpoint import list_checkpoints
+from hotrow.train.pipeline import Ahead, Pipeline
+from hotrow.train.stages import Stages
 
 BATCH, STEPS, DIM = 1024, 24, 64
 BUDGETS = {"dram": None, "small": "12MiB", "tiny": "9MiB"}  # rows of about 20 MB
@@ -300,3 +308,56 @@ def test_the_report_says_what_each_stage_did(tmp_path: Path) -> None:
     assert stages["fetch"].bytes == came * (16 + DIM * 3 * 4) > 0
     assert stages["route"].bytes == STEPS * BATCH * 2 * 8
     assert stages["compute"].busy > 0 and stages["read"].waited_room > 0
+
+
+def test_the_bar_is_told_how_busy_the_stages_were_since_it_last_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), width=400)
+    told: list[dict[str, float]] = []
+
+    class Watching(progress.ProgressView):
+        due = property(lambda view: True)  # type: ignore[assignment]
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, console=console, **options)
+
+        def update(self, *args: Any) -> None:
+            told.append(args[4])
+            super().update(*args)
+
+    monkeypatch.setattr(train_loop, "ProgressView", Watching)
+    trainer = make(2)
+    slow_down(trainer, 0.02)
+    trainer.fit(clicks(8))
+    assert len(told) == 9  # after each batch, and at the end
+    for shares in told:
+        assert list(shares) == ["read", "route", "fetch", "stage", "compute", "exchange"]
+        assert all(0 <= share <= 1 for share in shares.values())
+        assert shares["exchange"] == 0.0  # there are no other ranks
+    assert sum(shares["compute"] for shares in told[1:8]) / 7 > 0.5  # it sleeps there
+    assert sum(shares["read"] for shares in told) > 0
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 9 and all(re.search(r"compute \d+%", line) for line in lines)
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+def test_a_thread_that_does_not_end_is_named_with_what_it_waits_for(
+    ranks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow, "PATIENCE", 0.05)
+    lines, go_on, begun = Stages(), threading.Event(), threading.Event()
+    embeddings: Any = SimpleNamespace(ranks=object() if ranks else None)
+    stuck = Pipeline(embeddings, Ahead(1))._route_stuck
+
+    def blocks(item: int) -> int:
+        begun.set()
+        go_on.wait()
+        return 0
+
+    source = iter([(1, 0), (2, 0)])
+    running = flow.Flow(source, lines["read"], [flow.Stage(lines["route"], blocks, stuck)], 1, lambda item: None)
+    with pytest.warns(UserWarning, match="'hotrow route' has not ended") as said, running:
+        running._allow(1)
+        begun.wait()
+    go_on.set()
+    assert ("it waits for another rank" in str(said[0].message)) == ranks
+    assert "source" not in str(said[0].message)

@@ -53,7 +53,7 @@ class DenseGradients:
         for bucket in self.buckets:
             assert bucket.exchange is not None
             total = bucket.add_up(bucket.exchange.wait())
-            gathers.append(self.ranks.dense.begin_all_gather(total, bucket.sums))
+            gathers.append(self.ranks.dense.begin_all_gather(total, bucket.sums, "sums"))
         for bucket, gather in zip(self.buckets, gathers, strict=True):
             bucket.unpack(gather.wait())
         self._armed, self._begun = False, 0
@@ -69,7 +69,7 @@ class DenseGradients:
     def _begin_next(self) -> None:
         bucket = self.buckets[self._begun]
         size = [bucket.piece] * self.ranks.world
-        bucket.exchange = self.ranks.dense.begin_all_to_all(bucket.pack(), size, size, bucket.came)
+        bucket.exchange = self.ranks.dense.begin_all_to_all(bucket.pack(), size, size, bucket.came, "gradients")
         self._begun += 1
 
 

@@ -201,7 +201,7 @@ class DevicePart(Part):
             rows = self.room.split(mine)[self.ranks.rank]
         else:
             give, take = self._floats(self.theirs), self._floats(self.mine)
-            rows = self.ranks.rows.all_to_all(self.room.to(self.ranks.wire), give, take).float()
+            rows = self.ranks.rows.all_to_all(self.room.to(self.ranks.wire), give, take, what="rows").float()
         gather(Source(self._rows(rows)), self._layout, self.slots, self.items, outputs)
 
     def sum(self, gradients: Sequence[Tensor | None], checked: Sequence[Tensor]) -> Summed:
@@ -226,7 +226,7 @@ class DevicePart(Part):
         """Sums to the owners; those that came, by table, there by rank; None where there is no gradient."""
         world, channel = self.ranks.world, self.ranks.rows
         sums = summed.sums.repeat(world) if self.replicated else summed.sums
-        arrived = channel.all_to_all(sums, self._floats(self.mine), self._floats(self.theirs)).float()
+        arrived = channel.all_to_all(sums, self._floats(self.mine), self._floats(self.theirs), what="gradients").float()
         blocks: list[list[Tensor | None]] = [list(of_table) for of_table in self._matrices(arrived)]
         if whole:
             return blocks

@@ -12,11 +12,15 @@ An exchange that fails, because a rank died or did not come within the timeout, 
 health.py finds out who it was. On a patient channel an exchange may take hours; whoever waits there looks now and then
 whether the others' hearts still beat, and whether another channel has failed meanwhile. What the device waits for,
 watch.py looks after.
+
+How long a thread has waited for others is counted always (`waited`; with NCCL a thread hardly does: the stream waits).
+While there is a trace, an exchange is a span of its channel's track, from its begin to the end of the wait for it.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,11 +31,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hotrow import trace
 from hotrow.parallel.health import Health, Hearts
 from hotrow.parallel.watch import Watch
 
 LOOK_SECONDS = 0.002  # on a patient channel, rising to a hundred times that
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
+
+
+class _Here(threading.local):
+    waited = 0.0
+
+
+_here = _Here()
+
+
+def waited() -> float:
+    """How many seconds the thread that asks has waited in exchanges so far."""
+    return _here.waited
 
 
 @dataclass
@@ -42,9 +59,11 @@ class Exchange:
     arrived: Tensor
     home: torch.device
     channel: Channel
+    shown: Shown | None = None
 
     def wait(self) -> Tensor:
         """Until it is there."""
+        begin = time.perf_counter()
         try:
             if self.channel.patient:
                 self._look()
@@ -53,6 +72,9 @@ class Exchange:
             self.channel.asked(self.arrived)
         except RuntimeError as error:
             raise self.channel.explain(error) from error
+        _here.waited += time.perf_counter() - begin
+        if self.shown is not None:
+            self.shown.end()
         return self.arrived.to(self.home)
 
     def _look(self) -> None:
@@ -65,8 +87,27 @@ class Exchange:
             pause = min(2 * pause, 100 * LOOK_SECONDS)
 
 
+class Shown:
+    """An exchange on a trace. `lanes` says which of the channel's tracks are in use: where several exchanges are under
+    way at once (dense gradients), each has a track of its own, so that spans of a track never overlap."""
+
+    def __init__(self, lanes: list[bool], channel: str, what: str, sent: int, received: int) -> None:
+        if all(lanes):
+            lanes.append(False)
+        self._lanes, self._lane = lanes, lanes.index(False)
+        lanes[self._lane] = True
+        self._track = f"exchange {channel}" + (f" {self._lane + 1}" if self._lane else "")
+        self._what, self._bytes = what, {"sent": sent, "received": received}
+        self._begin = time.perf_counter()
+
+    def end(self) -> None:
+        """It is there."""
+        trace.add(self._track, self._what, self._begin, time.perf_counter(), **self._bytes)
+        self._lanes[self._lane] = False
+
+
 class Channel:
-    """Exchanges over one process group."""
+    """Exchanges over one process group. `what` names one on a trace: keys, rows, gradients."""
 
     def __init__(self, name: str, group: Any, health: Health, patient: bool) -> None:
         self.name, self.group, self.health, self.patient = name, group, health, patient
@@ -76,6 +117,7 @@ class Channel:
         self._watch: Watch | None = None
         self.sent = 0  # bytes to other ranks
         self.count = 0  # exchanges begun
+        self._lanes: list[bool] = []  # of a trace, in use or not
 
     def carry(self, kind: str, group: Any, watch: Watch) -> None:
         """What is on such devices goes over that group from now on, and is waited for there."""
@@ -96,33 +138,36 @@ class Channel:
         """What to raise for an exchange that failed."""
         return self.health.explain(self.name, error)
 
-    def all_to_all(self, send: Tensor, to: Sequence[int], came: Sequence[int]) -> Tensor:
+    def all_to_all(self, send: Tensor, to: Sequence[int], came: Sequence[int], *, what: str = "values") -> Tensor:
         """Elements of `send`, `to[r]` of them to rank r in order; what came, `came[r]` from rank r, in order."""
-        return self.begin_all_to_all(send, to, came).wait()
+        return self.begin_all_to_all(send, to, came, what=what).wait()
 
     def begin_all_to_all(
-        self, send: Tensor, to: Sequence[int], came: Sequence[int], out: Tensor | None = None
+        self, send: Tensor, to: Sequence[int], came: Sequence[int], out: Tensor | None = None, what: str = "values"
     ) -> Exchange:
         """The same, without waiting. `send` must stay as it is until then. What comes goes into `out`, if given."""
-        self.sent += (sum(to) - to[self.rank]) * send.element_size()
+        width = send.element_size()
+        shown = self._show(what, (sum(to) - to[self.rank]) * width, (sum(came) - came[self.rank]) * width)
         home, send = send.device, self._at_the_wire(send)
         arrived = self._room(out, sum(came), send)
-        return self._begin(home, arrived, dist.all_to_all_single, arrived, send, list(came), list(to))
+        return self._begin(home, shown, arrived, dist.all_to_all_single, arrived, send, list(came), list(to))
 
-    def begin_all_gather(self, send: Tensor, out: Tensor | None = None) -> Exchange:
+    def begin_all_gather(self, send: Tensor, out: Tensor | None = None, what: str = "values") -> Exchange:
         """Every rank's `send`, all of one size, one after another; into `out`, if given."""
-        self.sent += (self.world - 1) * send.numel() * send.element_size()
+        others = (self.world - 1) * send.numel() * send.element_size()
+        shown = self._show(what, others, others)
         home, send = send.device, self._at_the_wire(send)
         arrived = self._room(out, self.world * send.numel(), send)
-        return self._begin(home, arrived, _gather, arrived, send)
+        return self._begin(home, shown, arrived, _gather, arrived, send)
 
-    def all_gather(self, send: Tensor) -> list[Tensor]:
+    def all_gather(self, send: Tensor, what: str = "values") -> list[Tensor]:
         """Every rank's `send`, all of one size, in rank order."""
-        return list(self.begin_all_gather(send).wait().chunk(self.world))
+        return list(self.begin_all_gather(send, what=what).wait().chunk(self.world))
 
     def gather_numbers(self, *numbers: int) -> list[list[int]]:
         """Every rank's numbers, in rank order."""
-        return [part.tolist() for part in self.all_gather(torch.tensor(numbers, dtype=torch.int64))]
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        return [part.tolist() for part in self.all_gather(mine, "numbers")]
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's plain value, in rank order."""
@@ -142,7 +187,14 @@ class Channel:
             return out
         return torch.empty(size, dtype=like.dtype, device=like.device)
 
-    def _begin(self, home: torch.device, arrived: Tensor, collective: Any, *arguments: Any) -> Exchange:
+    def _show(self, what: str, sent: int, received: int) -> Shown | None:
+        """Count an exchange's bytes to and from other ranks; its span, while there is a trace."""
+        self.sent += sent
+        return Shown(self._lanes, self.name, what, sent, received) if trace.on() else None
+
+    def _begin(
+        self, home: torch.device, shown: Shown | None, arrived: Tensor, collective: Any, *arguments: Any
+    ) -> Exchange:
         self.count += 1
         group = self._device_group if arrived.device.type == self.carries else self.group
         try:
@@ -150,4 +202,4 @@ class Channel:
                 work = collective(*arguments, group=group, async_op=True)
         except RuntimeError as error:
             raise self.explain(error) from error
-        return Exchange(work, arrived, home, self)
+        return Exchange(work, arrived, home, self, shown)

@@ -206,7 +206,7 @@ class Part:
         headers = torch.empty(world, HEADER + tables, dtype=torch.int64)
         headers[:, 0], headers[:, 1], headers[:, HEADER:] = size, seen.element_size(), counts
         row = [headers.shape[1]] * world
-        came = channel.all_to_all(headers.view(-1), row, row).view(world, -1).tolist()
+        came = channel.all_to_all(headers.view(-1), row, row, what="counts").view(world, -1).tolist()
         self.mine = counts.tolist()  # [rank][table]: how many keys this rank asks that one for
         self.theirs = [header[HEADER:] for header in came]  # how many that one asks this rank for
         self._own(self._exchange(keys, seen, [header[1] for header in came], channel))
@@ -224,7 +224,7 @@ class Part:
         asked = [sum(of_rank) for of_rank in self.theirs]
         send = _pack(keys, seen, amounts)
         came = [_bytes(n, width) for n, width in zip(asked, widths, strict=True)]
-        received = channel.all_to_all(send, [_bytes(n, seen.element_size()) for n in amounts], came)
+        received = channel.all_to_all(send, [_bytes(n, seen.element_size()) for n in amounts], came, what="keys")
         return _unpack(received, asked, widths, came)
 
     def _own(self, arrays: list[tuple[Tensor, Tensor]]) -> None:
@@ -248,7 +248,7 @@ class Part:
             give, take = self._floats(self.theirs), self._floats(self.mine)
             send = torch.empty(sum(give), dtype=torch.float32)
             self.owning.gather_blocks(self._blocks(send, self.theirs))
-            rows = self.ranks.rows.all_to_all(send.to(self.ranks.wire), give, take).float()
+            rows = self.ranks.rows.all_to_all(send.to(self.ranks.wire), give, take, what="rows").float()
         self.asking.take_rows(rows)
         self.asking.gather(outputs)
 
@@ -267,7 +267,7 @@ class Part:
         """Sums to the owners; those that came, applied."""
         world, channel = self.ranks.world, self.ranks.rows
         sums = summed.sums.repeat(world) if self.replicated else summed.sums
-        arrived = channel.all_to_all(sums, self._floats(self.mine), self._floats(self.theirs)).float()
+        arrived = channel.all_to_all(sums, self._floats(self.mine), self._floats(self.theirs), what="gradients").float()
         present: list[int] = []
         if not whole:
             marks = summed.present.repeat(world) if self.replicated else summed.present

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from hotrow.train.stages import Clock
+from hotrow.train.stages import Clock, now
 
 Item = TypeVar("Item")
 POLL, PATIENCE = 0.1, 10.0  # seconds: between two looks whether to give up; for a thread that should end
@@ -36,10 +36,11 @@ POLL, PATIENCE = 0.1, 10.0  # seconds: between two looks whether to give up; for
 
 @dataclass(frozen=True)
 class Stage(Generic[Item]):
-    """What is done with every item; `work` returns the bytes it moved."""
+    """What is done with every item; `work` returns the bytes it moved. `stuck` says why it may not come to its end."""
 
     clock: Clock
     work: Callable[[Item], int]
+    stuck: str = "its work on a batch does not come to its end"
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Flow(Generic[Item]):
         self._threads = [
             threading.Thread(target=self._read, args=(source, clock), name=f"hotrow {clock.name}", daemon=True)
         ]
+        self._stuck = ["its source blocks", *(stage.stuck for stage in stages)]
         for i, stage in enumerate(stages):
             name = f"hotrow {stage.clock.name}"
             self._threads.append(threading.Thread(target=self._work, args=(i, stage), name=name, daemon=True))
@@ -108,11 +110,10 @@ class Flow(Generic[Item]):
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
-        for thread in self._threads:
+        for thread, why in zip(self._threads, self._stuck, strict=True):
             if thread.is_alive():
                 warnings.warn(
-                    f"the thread {thread.name!r} has not ended after {PATIENCE:.0f} s: its source blocks. It ends with "
-                    "the process",
+                    f"the thread {thread.name!r} has not ended after {PATIENCE:.0f} s: {why}. It ends with the process",
                     stacklevel=2,
                 )
         for box in self._queues:
@@ -150,14 +151,14 @@ class Flow(Generic[Item]):
                     self._permits.acquire()
                 if self._stopping:
                     return
-                begin = time.perf_counter()
+                begin = now()
                 try:
                     item, size = next(source)
                 except StopIteration:
                     out.put(_End())
                     return
                 number += 1
-                clock.worked(begin, time.perf_counter(), size, number)
+                clock.worked(begin, now(), size, number)
                 out.put(item)
         except BaseException as error:
             out.put(_Failed(error))
@@ -175,9 +176,9 @@ class Flow(Generic[Item]):
                 out.put(item)
                 return
             try:
-                begin = time.perf_counter()
+                begin = now()
                 size = stage.work(item)
-                stage.clock.worked(begin, time.perf_counter(), size, stage.clock.batches + 1)
+                stage.clock.worked(begin, now(), size, stage.clock.batches + 1)
             except BaseException as error:
                 out.put(_Failed(error))
                 self._drop(item)

@@ -21,7 +21,6 @@ on its own is an error, as it is one at a time.
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
@@ -38,7 +37,7 @@ from hotrow.nn import EmbeddingCollection
 from hotrow.table import Lookup
 from hotrow.tiers.host import Moved
 from hotrow.train.flow import Flow, Stage
-from hotrow.train.stages import Stages
+from hotrow.train.stages import Moment, Stages, now
 
 Result = TypeVar("Result")
 FUTILE = 0.25  # of the rows from SSD: when more were gone again at their batch's turn, fewer batches run ahead
@@ -94,6 +93,7 @@ class Pipeline:
         self.embeddings, self.stages, self.options = embeddings, ahead.stages, ahead
         self.flow: Flow[Travelling] | None = None
         self._fetching, self._staging = threading.Lock(), threading.Lock()  # held by who works there
+        self._warned = False
 
     def travel(self, batches: Iterator[tuple[Travelling, int]]) -> Generator[Travelling, None, None]:
         """Batches whose turn has come."""
@@ -103,7 +103,7 @@ class Pipeline:
             return
         ahead, clocks = self.options, self.stages
         work = [
-            Stage(clocks["route"], self.route),
+            Stage(clocks["route"], self.route, self._route_stuck),
             Stage(clocks["fetch"], self.fetch),
             Stage(clocks["stage"], self.stage),
         ]
@@ -126,6 +126,11 @@ class Pipeline:
             self.embeddings.release(item.lookup)
         return item.lookup.over
 
+    @property
+    def _route_stuck(self) -> str:
+        alone = self.embeddings.ranks is None
+        return Stage.stuck if alone else "it waits for another rank, which has not come to this exchange"
+
     def route(self, item: Travelling) -> int:
         """Deduplicate the keys."""
         item.lookup = self.embeddings.route(item.batch)
@@ -146,7 +151,7 @@ class Pipeline:
 
     def land(self, item: Travelling) -> Lookup:
         """The batch's turn: its rows are found, those of unseen keys created."""
-        begin, lookup = time.perf_counter(), item.lookup or self.embeddings.route(item.batch)
+        begin, lookup = now(), item.lookup or self.embeddings.route(item.batch)
         try:
             self.embeddings.fetch(lookup)
         except MemoryBudgetError:
@@ -154,7 +159,7 @@ class Pipeline:
                 self.embeddings.fetch(lookup)
         if self._in_vain(item, lookup.plan.late):
             self._shrink()
-        self.stages.landing.worked(begin, time.perf_counter(), 0, self.stages.landing.batches + 1, "compute (fetch)")
+        self.stages.landing.worked(begin, now(), 0, self.stages.landing.batches + 1, "compute (fetch)")
         return lookup
 
     def _in_vain(self, item: Travelling, late: int) -> bool:
@@ -163,14 +168,24 @@ class Pipeline:
 
     def _shrink(self) -> None:
         """Rows came up and had to go before their batch's turn: one batch less ahead, from the next one on."""
-        if self.flow is None or self.flow.ahead == 0 or self.embeddings.ranks is not None:
-            return  # ranks must run ahead equally far
-        self.flow.ahead -= 1
-        memory = self.embeddings.memory
+        if self.flow is None or self.flow.ahead == 0:
+            return
+        memory, ranks = self.embeddings.memory, self.embeddings.ranks
         tier = f"dram={format_size(memory.dram_bytes)}" if memory.ssd is not None else f"hbm={memory.hbm!r}"
+        fact = f"{tier} cannot hold the rows of the batches in flight"
+        if ranks is not None:  # they must run ahead equally far, and only this one knows
+            if not self._warned:
+                warnings.warn(
+                    f"{fact} on rank {ranks.rank}: some are read from SSD a second time; results stay the same. Raise "
+                    f"{tier.partition('=')[0]}=, or set lookahead={self.flow.ahead - 1} on all ranks",
+                    stacklevel=2,
+                )
+            self._warned = True
+            return
+        self.flow.ahead -= 1
         warnings.warn(
-            f"{tier} cannot hold the rows of the batches in flight: lookahead goes down to {self.flow.ahead}; results "
-            f"stay the same. Raise {tier.partition('=')[0]}=, or set lookahead={self.flow.ahead}",
+            f"{fact}: lookahead goes down to {self.flow.ahead}; results stay the same. Raise "
+            f"{tier.partition('=')[0]}=, or set lookahead={self.flow.ahead}",
             stacklevel=2,
         )
 
@@ -180,14 +195,14 @@ class Pipeline:
         def inline() -> Iterator[Travelling]:
             read, route = self.stages["read"], self.stages["route"]
             while (needed := self.options.needed()) is None or needed > 0:
-                begin = time.perf_counter()
+                begin = now()
                 item, size = next(batches, (None, 0))
                 if item is None or self.options.given_up():
                     return
-                done = time.perf_counter()
+                done = now()
                 read.worked(begin, done, size, read.batches + 1)
                 size = self.route(item)
-                route.worked(done, time.perf_counter(), size, route.batches + 1)
+                route.worked(done, now(), size, route.batches + 1)
                 if self._over(item):
                     return
                 yield item
@@ -202,13 +217,14 @@ class Pipeline:
                 item = next(items, None)
             if item is None:
                 return
-            begin, before = time.perf_counter(), landing.busy
+            begin, before = now(), landing.took
             try:
                 yield item
             finally:
-                begin += landing.busy - before
+                landed = landing.took
+                begin = Moment(begin.at + landed.at - before.at, begin.waited + landed.waited - before.waited)
                 moved = 8 * item.batch.size * self.embeddings.width  # vectors out, gradients back
-                clock.worked(begin, time.perf_counter(), moved, clock.batches + 1)
+                clock.worked(begin, now(), moved, clock.batches + 1)
 
 
 def _bytes(batch: KeyedBatch) -> int:

@@ -69,19 +69,24 @@ class ProgressView:
     def update(
         self,
         examples: int,
-        ids: int,
+        ids: int | None,
         metrics: dict[str, float],
         saving: int | None = None,
         stages: dict[str, float] | None = None,
+        whose: str = "",
     ) -> None:
         """Show the state after `examples`; `saving` is the step whose checkpoint is being written.
 
-        `stages` is how busy each stage was since the last time.
+        `stages` is how busy each stage was since the last time. `whose` is said of metrics that are not everybody's;
+        `ids` are None where they would not be, either.
         """
         self.last_line = time.perf_counter()
         seconds = max(1e-9, self.last_line - self.started)
         figures = "  ".join(f"{name} {metrics[name]:.4f}" for name in SHOWN if name in metrics)
-        status = f"{human(examples / seconds)} examples/s  {human(ids / seconds)} ids/s  {figures}"
+        speed = f"{human(examples / seconds)} examples/s"
+        if ids is not None:
+            speed += f"  {human(ids / seconds)} ids/s"
+        status = f"{speed}  {whose}{figures}" if figures else speed
         if saving is not None:
             status += f"  saving step {saving:,}"
         if stages is not None:

@@ -35,7 +35,8 @@ class Report:
 
     `metrics` are those of the last epoch, with what an interrupted run had seen of it before it was resumed. `stages`
     says what each stage of the pipeline did: seconds busy and waiting, bytes, share of the time. `windows` are the
-    points of progressive validation (`Trainer(window=)`).
+    points of progressive validation (`Trainer(window=)`). With ranks, all of it is the whole job's, the same on every
+    rank but for `seconds` and `saves`.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)

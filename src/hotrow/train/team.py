@@ -8,18 +8,26 @@ the same bits in both; its metrics and its random state are its own, and are put
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from hotrow import trace
 from hotrow.data import Source
 from hotrow.errors import OptionError
 from hotrow.parallel.data import RankSource
 from hotrow.parallel.dense import DenseGradients
 from hotrow.parallel.ranks import Ranks
 from hotrow.table import Lookup
+from hotrow.train.interrupt import Interrupted
 from hotrow.train.metrics import Metrics
+from hotrow.train.stages import StageReport, of_ranks, with_exchange
 
 if TYPE_CHECKING:
     from hotrow.train.trainer import Trainer
@@ -35,6 +43,7 @@ class Team:
         self.tower = trainer.model.tower
         ranks.copy_from_first([*self.tower.parameters(), *self.tower.buffers()])
         self.dense = DenseGradients(trainer.parameters, ranks)
+        self._sent = 0  # bytes, before the run
         # Dropout differs from rank to rank; rank 0 draws as one process would.
         torch.manual_seed(torch.initial_seed() + ranks.rank)
 
@@ -60,6 +69,34 @@ class Team:
         """Dense gradients become the sums over all ranks; what is not a parameter becomes rank 0's."""
         self.dense.finish()
         self.ranks.copy_from_first([b for b in self.tower.buffers() if b.is_floating_point()])
+
+    @contextmanager
+    def running(self, path: Path | None) -> Iterator[None]:
+        """A run, from its begin to its end, with this rank's part of a trace; some ranks may want none. All ranks come
+        here. When a run ends in order, rank 0 joins the parts that it can see."""
+        said = self.ranks.patient.gather_json([path is not None, time.time()])
+        origin, rank = min(at for _, at in said), self.ranks.rank
+        self._sent = sum(self.ranks.bytes_sent.values())
+
+        def join() -> None:
+            if any(wanted for wanted, _ in said):
+                self.ranks.barrier()  # all parts are whole
+            if path is not None and self.ranks.first:
+                trace.join(path)
+
+        try:
+            with trace.recording(None if path is None else trace.part(path, rank), rank, f"rank {rank}", origin):
+                yield
+        except Interrupted:  # on all ranks, after the same step
+            join()
+            raise
+        join()
+
+    def stages(self, mine: list[StageReport]) -> list[StageReport]:
+        """The stages of all ranks, with their exchanges."""
+        mine = with_exchange(mine, sum(self.ranks.bytes_sent.values()) - self._sent)
+        everyones = self.ranks.patient.gather_json([asdict(stage) for stage in mine])
+        return of_ranks([[StageReport(**stage) for stage in one] for one in everyones])
 
     def merged(self, metrics: Metrics) -> Metrics:
         """The metrics of all ranks' examples, the same on every rank."""

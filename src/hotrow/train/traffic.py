@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import TracebackType
 
 from hotrow import trace
 from hotrow.nn import EmbeddingCollection
@@ -18,6 +19,12 @@ class Traffic:
         self.tiered = any(rows.store.evicts for rows in embeddings.tables)
         self._at = time.perf_counter()
         self._before = self._totals() if trace.on() else {}
+
+    def __enter__(self) -> Traffic:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        return None
 
     def show(self) -> None:
         """A point of each curve, if it is time."""

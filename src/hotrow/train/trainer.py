@@ -69,7 +69,7 @@ class Trainer:
 
     `lookahead` is how many batches are read, routed and fetched while one is computed; results are the same for any
     number, and 0 does one thing after another. `trace` is a file for a trace of every `fit`, which
-    https://ui.perfetto.dev opens.
+    https://ui.perfetto.dev opens; with ranks it has a process for each.
 
     `publish` sends rows and weights to servers while training goes on (docs/online.md). `window` is a number of
     examples, or event time ("1h"), after each of which there is a point of progressive validation: the AUC and log loss
@@ -191,8 +191,8 @@ class Trainer:
         view = ProgressView("train", total, progress, done=self.place.examples)
         self._interrupts = Interrupts(ends)
         seen = 0 if self.windows is None else len(self.windows.points)
-        with trace.recording(self.trace), self._interrupts, view:
-            traffic = Traffic(self.model.embeddings)
+        running = trace.recording(self.trace) if self.team is None else self.team.running(self.trace)
+        with running, Traffic(self.model.embeddings) as traffic, self._interrupts, view:
             while not self._stops(steps):
                 with closing(self._batches(source, steps, stages)) as batches:
                     for computed in batches:
@@ -213,6 +213,8 @@ class Trainer:
             self._reduce(report)
             report.seconds = time.perf_counter() - start
             report.stages = stages.report(report.seconds)
+            if self.team is not None:
+                report.stages = self.team.stages(report.stages)
             if self.publisher is not None:
                 self.publisher.finish()
             if self.windows is not None:
@@ -247,16 +249,17 @@ class Trainer:
                     if lookup.over:
                         embeddings.release(lookup)
                         break
+                    examples += lookup.examples
                     if batch.size == 0:  # other ranks have one
                         embeddings(lookup.read())
                         continue
                     with self._autocast():
                         logits = self.model(lookup.read())
                     metrics.update(logits.cpu(), _labels(batch).cpu())
-                    examples += batch.size
                     ids += batch.id_count()
                     if view.due:
-                        view.update(examples, ids, metrics.compute())
+                        some, whose = self._of_one(ids)
+                        view.update(examples, some, metrics.compute(), whose=whose)
         finally:
             self.model.train(was_training)
         return (metrics if self.team is None else self.team.merged(metrics)).compute()
@@ -372,10 +375,15 @@ class Trainer:
         yield from pipeline.run(source, self.model.embeddings, self._forward_backward, self.cursor, ahead)
 
     def _show(self, view: ProgressView, report: Report, stages: Stages) -> None:
-        metrics, running = self.metrics.compute(), self.saver.running
+        metrics, running = report.metrics or self.metrics.compute(), self.saver.running
         if self.windows is not None and self.windows.points:
-            metrics |= {"window auc": self.windows.points[-1].auc}
-        view.update(report.examples, report.ids, metrics, running, stages.utilisation())
+            metrics = metrics | {"window auc": self.windows.points[-1].auc}
+        ids, whose = (report.ids, "") if report.metrics else self._of_one(report.ids)  # at the end: of all ranks
+        view.update(report.examples, ids, metrics, running, stages.utilisation(), whose)
+
+    def _of_one(self, ids: int) -> tuple[int | None, str]:
+        """Ids to show while ranks have not told each other theirs, and whose the metrics are."""
+        return (ids, "") if self.team is None else (None, "rank 0: ")
 
     def _tell_quiet(self, source: Source) -> None:
         """While a batch is waited for: readers of publications learn that nothing has happened since.
