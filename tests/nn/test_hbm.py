@@ -7,6 +7,7 @@ on the device with larger ones.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import warnings
 from collections import deque
@@ -25,6 +26,7 @@ from hotrow.errors import GradientError, MemoryBudgetError, OptionError, Storage
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Admission, Expiry, Lookup, Table
 from hotrow.tiers.host import Places
+from hotrow.train import traffic
 from hotrow.train.report import Report
 from hotrow.train.trainer import Trainer
 
@@ -459,3 +461,23 @@ def test_a_fetch_that_fails_loses_no_row(device: str, seed: int, monkeypatch: py
         patch.setattr("hotrow.tiers.host.HostLift.fetch", full)
         embeddings(KeyedBatch({"u": Jagged(torch.cat([others, torch.tensor([777])]))}))
     assert torch.equal(embeddings.table("u").read(keys), plain.table("u").read(keys))
+
+
+def test_what_moves_between_hbm_and_dram_is_drawn_on_a_trace(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic, "INTERVAL", 0.0)
+    trainer = trainer_of(Memory(hbm=TIGHT), device)
+    trainer.trace = tmp_path / "run.json"
+    trainer.fit(Clicks(STEPS), progress=False)
+    events = json.loads(trainer.trace.read_text())
+    curves: dict[str, list[float]] = {}
+    for event in events:
+        if event["ph"] == "C":
+            curves.setdefault(event["name"], []).extend(event["args"].values())
+    for name in ("rows up", "rows down", "bytes up", "bytes down", "ids found", "ids missed"):
+        assert len(curves[f"hbm: {name}"]) == STEPS and max(curves[f"hbm: {name}"]) > 0
+    assert max(curves["hbm: bytes up"]) > 4 * 8 * max(curves["hbm: rows up"])  # rows of dim 8 or 4, with Adam's state
+    assert "hbm: rows without room" in curves
+    tracks = {event["cat"] for event in events if event["ph"] == "X"}
+    assert {"gpu: rows up", "gpu: rows down", "gpu: compute"} <= tracks or device == "cpu"

@@ -25,6 +25,7 @@ from hotrow import _core
 from hotrow.kernels import move
 from hotrow.kernels.launch import cdiv
 from hotrow.kernels.layout import Source
+from hotrow.table import stream_trace
 from hotrow.table.streams import follow, new_stream, on, used_on
 from hotrow.tiers.hbm import HbmTier
 from hotrow.tiers.host import HostStore, Places, core_errors
@@ -67,6 +68,7 @@ class Way:
         self._core: Any = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._making = threading.Lock()
+        self.raised = self.lowered = 0  # rows on their way so far, for a trace: threads beside each other may lose some
         self._nothing = torch.empty(0, self.width, dtype=torch.float32, device=tier.device)
         self._reads: deque[tuple[Any, Tensor | None, Tensor]] = deque()  # until an event, `up` reads these
 
@@ -91,6 +93,7 @@ class Way:
         if first:
             self._reach()
         count = places.slots.numel()
+        self.raised += count
         incoming = self._incoming(count - first)
         if self.up is None:
             return incoming, self._raise_plainly(places, keys, first, into, whole, land, incoming)
@@ -100,12 +103,15 @@ class Way:
         staged = self._staging(incoming.numel())
         try:
             with core_errors():
-                absent = self._native().raise_rows(
-                    places.parts, count, 0 if keys is None else keys.data_ptr(), places.slots.data_ptr(),
-                    places.steps.data_ptr(), places.counts.data_ptr(), first,
-                    into.slots.data_ptr() if into is not None else 0, into.tables.data_ptr() if into is not None else 0,
-                    staged.data_ptr(), incoming.data_ptr(), whole, land, PULLS,
-                )  # fmt: skip
+                native = self._native()
+                with stream_trace.span("gpu: rows up", self.up, "rows", rows=count, in_place=first):
+                    absent = native.raise_rows(
+                        places.parts, count, 0 if keys is None else keys.data_ptr(), places.slots.data_ptr(),
+                        places.steps.data_ptr(), places.counts.data_ptr(), first,
+                        into.slots.data_ptr() if into is not None else 0,
+                        into.tables.data_ptr() if into is not None else 0,
+                        staged.data_ptr(), incoming.data_ptr(), whole, land, PULLS,
+                    )  # fmt: skip
         finally:
             self._reads.append((self.up.record_event(), places.block, staged))
         return incoming, int(absent)
@@ -214,12 +220,15 @@ class Way:
         that were updated after a step."""
         leaving = torch.empty(slots.numel(), self.width, dtype=torch.float32, device=self.tier.device)
         move.collect(source, slots, self.width, leaving)
+        self.lowered += slots.numel()
         if self.down is None:
             return lambda places, clean: places.lower(leaving, 0, slots.numel(), clean)
         staged = torch.empty(leaving.shape, dtype=torch.float32, pin_memory=True)
-        sent = self._native().lower_rows(
-            torch.cuda.current_stream(self.tier.device).cuda_stream, leaving.data_ptr(), len(leaving), staged.data_ptr()
-        )
+        native, here = self._native(), torch.cuda.current_stream(self.tier.device)
+        if stream_trace.on():  # the core has it wait, too: what is measured begins when the rows are collected
+            follow(self.down)
+        with stream_trace.span("gpu: rows down", self.down, "rows", rows=len(leaving)):
+            sent = native.lower_rows(here.cuda_stream, leaving.data_ptr(), len(leaving), staged.data_ptr())
         used_on(self.down, leaving)
 
         return partial(_put, sent, staged)

@@ -34,7 +34,7 @@ from hotrow.config import format_size
 from hotrow.data import Cursor, Source
 from hotrow.errors import MemoryBudgetError
 from hotrow.nn import EmbeddingCollection
-from hotrow.table import Lookup
+from hotrow.table import Lookup, stream_trace
 from hotrow.tiers.host import Moved
 from hotrow.train.flow import Flow, Stage
 from hotrow.train.stages import Moment, Stages, now
@@ -74,13 +74,15 @@ def run(
     ahead: Ahead | None = None,
 ) -> Iterator[tuple[Result, KeyedBatch, Cursor]]:
     """Take every batch of `source` through the five stages; yields what `compute` made of it."""
-    pipeline = Pipeline(embeddings, ahead or Ahead(0))
+    ahead = ahead or Ahead(0)
+    pipeline = Pipeline(embeddings, ahead)
     batches = ((Travelling(batch, after), _bytes(batch)) for batch, after in source.batches(cursor))
     with closing(pipeline.travel(batches)) as travelled:  # read, route, fetch, stage
         try:
             for item in travelled:
                 lookup = pipeline.land(item)
-                yield compute(lookup), item.batch, item.after
+                with stream_trace.computing(embeddings.device, f"batch {ahead.stages.landing.batches}"):
+                    yield compute(lookup), item.batch, item.after
         finally:
             if (end := getattr(source, "end", None)) is not None:  # a source that never ends by itself
                 end()

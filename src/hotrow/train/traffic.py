@@ -1,4 +1,7 @@
-"""What moves between DRAM and SSD, as curves of a trace: rows and bytes a second, and what the budget holds."""
+"""What moves between the tiers, on a trace: curves of rows and bytes a second, and what the GPU's streams did.
+
+Between DRAM and SSD, and between HBM and DRAM; beside them what the DRAM budget holds, and how many ids HBM had.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ from types import TracebackType
 
 from hotrow import trace
 from hotrow.nn import EmbeddingCollection
+from hotrow.table import stream_trace
 
 INTERVAL = 0.05  # seconds between two points: asking 26 tables takes their locks
 
 
 class Traffic:
-    """Draws the curves, while there is a trace."""
+    """Draws the curves for as long as its block runs, while there is a trace. The training thread's."""
 
     def __init__(self, embeddings: EmbeddingCollection) -> None:
         self.embeddings = embeddings
@@ -21,10 +25,11 @@ class Traffic:
         self._before = self._totals() if trace.on() else {}
 
     def __enter__(self) -> Traffic:
+        stream_trace.begin(self.embeddings.device)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        return None
+        stream_trace.end(whole=kind is None)
 
     def show(self) -> None:
         """A point of each curve, if it is time."""
@@ -34,9 +39,27 @@ class Traffic:
         for name, total in now.items():
             trace.counter(name, per_second=round((total - self._before[name]) / seconds))
         trace.counter("dram: bytes used", bytes=self.embeddings.budget.used)
+        stream_trace.resolve()
         self._at, self._before = time.perf_counter(), now
 
     def _totals(self) -> dict[str, int]:
+        return self._of_hbm() | self._of_ssd()
+
+    def _of_hbm(self) -> dict[str, int]:
+        if self.embeddings.hot is None:
+            return {}
+        figures, ways = self.embeddings.hot.report(), [group.way for group in self.embeddings.hot.groups]
+        return {
+            "hbm: rows up": sum(way.raised for way in ways),
+            "hbm: rows down": sum(way.lowered for way in ways),
+            "hbm: bytes up": sum(4 * way.width * way.raised for way in ways),
+            "hbm: bytes down": sum(4 * way.width * way.lowered for way in ways),
+            "hbm: ids found": figures["hits"],
+            "hbm: ids missed": figures["misses"],
+            "hbm: rows without room": figures["overflows"],
+        }
+
+    def _of_ssd(self) -> dict[str, int]:
         if not self.tiered:
             return {}
         tiers = [rows.store.tier() for rows in self.embeddings.tables]
