@@ -172,15 +172,15 @@ def table(stages: list[StageReport], seconds: float) -> View:
     """The stages for people; with ranks, what each waited for them, too."""
     ranks = any(stage.name == EXCHANGE for stage in stages)
     view = View(
-        title=f"{overlap(stages, seconds):.2f} stages busy at a time; {hidden(stages):.0%} of the work before compute "
-        "ran beside it",
+        title=f"{overlap(stages, seconds):.2f} stages busy at a time{' on a rank' if ranks else ''}; "
+        f"{hidden(stages):.0%} of the work before compute ran beside it",
         title_justify="left",
         title_style="",
     )
     view.add_column("stage")
     for column in (
         "busy",
-        *(["the busiest rank"] if ranks else []),
+        *(["busiest rank"] if ranks else []),
         "waits for input",
         "waits for room",
         *(["waits for ranks"] if ranks else []),
