@@ -353,11 +353,14 @@ def test_a_thread_that_does_not_end_is_named_with_what_it_waits_for(
         go_on.wait()
         return 0
 
-    source = iter([(1, 0), (2, 0)])
-    running = flow.Flow(source, lines["read"], [flow.Stage(lines["route"], blocks, stuck)], 1, lambda item: None)
+    source, dropped = iter([(1, 0), (2, 0)]), list[int]()
+    running = flow.Flow(source, lines["read"], [flow.Stage(lines["route"], blocks, stuck)], 1, dropped.append)
     with pytest.warns(UserWarning, match="'hotrow route' has not ended") as said, running:
         running._allow(1)
         begun.wait()
     go_on.set()
+    for thread in running._threads:
+        thread.join(10)
+    assert not stage_threads() and dropped == [1]
     assert ("it waits for another rank" in str(said[0].message)) == ranks
     assert "source" not in str(said[0].message)

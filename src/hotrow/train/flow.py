@@ -183,4 +183,7 @@ class Flow(Generic[Item]):
                 out.put(_Failed(error))
                 self._drop(item)
                 return
+            if self._stopping:  # nobody takes it; and if it came late, nothing more will come
+                self._drop(item)
+                return
             out.put(item)
