@@ -10,6 +10,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 
 #include "device/driver.h"
@@ -26,11 +27,11 @@ class SlowDevice {
     static const device::Driver driver = {
         [](Handle* context) { return *context = nullptr, 0; },
         [](Handle) { return 0; },
-        [](Handle* event, unsigned) { return *event = new Mark, 0; },
+        [](Handle* event, unsigned) { return *event = new Mark(std::make_shared<Counts>()), 0; },
         [](Handle event, Handle stream) { return here()->record(*static_cast<Mark*>(event), stream), 0; },
         [](Handle event) { return here()->wait(*static_cast<Mark*>(event)); },
         [](Handle event) { return here()->query(*static_cast<Mark*>(event)); },
-        [](Handle event) { return here()->wait(*static_cast<Mark*>(event)), delete static_cast<Mark*>(event), 0; },
+        [](Handle event) { return delete static_cast<Mark*>(event), 0; },
         [](Handle stream, Handle event, unsigned) { return here()->hold(stream, *static_cast<Mark*>(event)), 0; },
         [](device::DeviceAddress to, const void* from, size_t bytes, Handle stream) {
           return here()->ask(stream, [=] { return std::memcpy(reinterpret_cast<void*>(to), from, bytes), true; }), 0;
@@ -71,29 +72,30 @@ class SlowDevice {
   }
 
  private:
-  struct Mark {
+  struct Counts {
     int recorded = 0, passed = 0;
   };
+  using Mark = std::shared_ptr<Counts>;  // streams may still wait for an event that is gone, as CUDA's do
   static SlowDevice*& here() {
     static SlowDevice* device = nullptr;
     return device;
   }
 
-  void record(Mark& mark, Handle stream) {
+  void record(const Mark& mark, Handle stream) {
     std::lock_guard lock(mutex_);
-    streams_[stream].push_back([&mark, now = ++mark.recorded] { return mark.passed = now, true; });
+    streams_[stream].push_back([mark, now = ++mark->recorded] { return mark->passed = now, true; });
   }
-  void hold(Handle stream, Mark& mark) {
+  void hold(Handle stream, const Mark& mark) {
     std::lock_guard lock(mutex_);
-    streams_[stream].push_back([&mark, now = mark.recorded] { return mark.passed >= now; });
+    streams_[stream].push_back([mark, now = mark->recorded] { return mark->passed >= now; });
   }
-  int query(Mark& mark) {
+  int query(const Mark& mark) {
     std::lock_guard lock(mutex_);
-    return mark.passed < mark.recorded ? 600 : 0;
+    return mark->passed < mark->recorded ? 600 : 0;
   }
-  int wait(Mark& mark) {
+  int wait(const Mark& mark) {
     std::lock_guard lock(mutex_);
-    while (mark.passed < mark.recorded)
+    while (mark->passed < mark->recorded)
       if (!step()) return 1;  // for ever
     return 0;
   }
