@@ -25,6 +25,7 @@ from hotrow.data import Cursor
 from hotrow.errors import GradientError, MemoryBudgetError, OptionError, StorageError
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Admission, Expiry, Lookup, Table
+from hotrow.table.asking import Answer, Asker
 from hotrow.tiers.host import Places
 from hotrow.train import traffic
 from hotrow.train.report import Report
@@ -56,10 +57,11 @@ class Tower(nn.Module):
 
 
 class Clicks:
-    """Batches of random keys, the lower ones more often."""
+    """Batches of random keys, the lower ones more often. Bags differ in their lengths; with `even` all batches have the
+    same number of ids, so that missing rows are asked for in one go (table/asking.py)."""
 
-    def __init__(self, batches: int, size: int = SIZE, keys: int = KEYS, seed: int = 1) -> None:
-        self.all = [batch_of(seed * 1000 + i, size, keys) for i in range(batches)]
+    def __init__(self, batches: int, size: int = SIZE, keys: int = KEYS, seed: int = 1, even: bool = True) -> None:
+        self.all = [batch_of(seed * 1000 + i, size, keys, even) for i in range(batches)]
         self.examples = batches * size
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
@@ -68,7 +70,7 @@ class Clicks:
             yield batch, {"batch": i + 1}
 
 
-def batch_of(seed: int, size: int, most: int) -> KeyedBatch:
+def batch_of(seed: int, size: int, most: int, even: bool = True) -> KeyedBatch:
     generator = torch.Generator().manual_seed(seed)
 
     def keys(count: int) -> Tensor:
@@ -76,6 +78,8 @@ def batch_of(seed: int, size: int, most: int) -> KeyedBatch:
 
     def bags(weights: bool = False) -> Jagged:
         lengths = torch.randint(0, 4, (size,), generator=generator)
+        if even:
+            lengths = torch.arange(size)[torch.randperm(size, generator=generator)] % 4
         ids = keys(int(lengths.sum()))
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         return Jagged(ids, offsets, torch.rand(ids.numel(), generator=generator) if weights else None)
@@ -140,6 +144,20 @@ def roomy_run(device: str, accumulate: int = 1) -> tuple[Trainer, Report]:
     return fitted(trainer_of(Memory(hbm=ROOMY), device, accumulate))
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether batches that were asked for in one go were ahead of their turn, one after another."""
+    batches: list[bool] = []
+    plain = Asker.ask
+
+    def ask(asker: Asker, keys: Tensor, begins: Tensor, batch: int, settled: int, score: float, ahead: bool) -> Answer:
+        batches.append(ahead)
+        return plain(asker, keys, begins, batch, settled, score, ahead)
+
+    monkeypatch.setattr(Asker, "ask", ask)
+    return batches
+
+
 def test_a_run_equals_the_cpu_to_rounding(device: str) -> None:
     (cpu, by_cpu), (gpu, by_gpu) = fitted(trainer_of(None)), roomy_run(device)
     reports = [by_cpu, by_gpu]
@@ -152,7 +170,9 @@ def test_a_run_equals_the_cpu_to_rounding(device: str) -> None:
 
 
 @pytest.mark.parametrize(("accumulate", "ssd"), [(1, False), (2, True), *([(2, False), (1, True)] if LARGE else [])])
-def test_every_budget_gives_the_same_bits(device: str, accumulate: int, ssd: bool, tmp_path: Path) -> None:
+def test_every_budget_gives_the_same_bits(
+    device: str, accumulate: int, ssd: bool, tmp_path: Path, asked: list[bool]
+) -> None:
     below = {"dram": "16MiB", "ssd": tmp_path} if ssd else {}
     roomy, in_roomy = roomy_run(device, accumulate)
     tight, in_tight = fitted(trainer_of(Memory(hbm=TINY, **below), device, accumulate))
@@ -162,6 +182,7 @@ def test_every_budget_gives_the_same_bits(device: str, accumulate: int, ssd: boo
     assert in_roomy.evaluations == in_tight.evaluations and in_roomy.evaluations
     assert figures(roomy)["evictions"] == 0 and figures(roomy)["overflows"] == 0
     assert figures(tight)["evictions"] > 10 and figures(tight)["overflows"] > 10
+    assert bool(asked) == (accumulate == 1)  # a step over two batches has other sizes in between
     assert_same(roomy, tight)
 
 
@@ -351,12 +372,12 @@ QUICK = {False: [(TIGHT, 1)], True: [("ssd", 3)]}  # by policies; the rows over 
 
 @pytest.mark.parametrize("policies", [False, True])
 def test_rows_that_come_ahead_are_the_same_bits(
-    device: str, policies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, policies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[bool]
 ) -> None:
     monkeypatch.setattr("hotrow.table.hot_plan.PATIENCE", 0)
     rules = {"admission": Admission(after=2, sketch="4KiB"), "expiry": Expiry(steps=2, every=2)} if policies else {}
     plain = trainer_of(Memory(hbm=ROOMY), device, **rules)
-    clicks = Clicks(STEPS - (not LARGE))
+    clicks = Clicks(STEPS - (not LARGE), even=not policies)
     expected = plain.fit(clicks, epochs=2, progress=False).losses
     for budget, ahead in AHEAD if LARGE else QUICK[policies]:
         below = {"dram": "16MiB", "ssd": str(tmp_path / f"{ahead}")}
@@ -366,18 +387,20 @@ def test_rows_that_come_ahead_are_the_same_bits(
         losses += fit_ahead(trainer, clicks, ahead)  # and then of none
         assert losses == expected
         assert_same(plain, trainer)
+    assert (True in asked) == (not policies)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 4])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_every_lookahead_gives_the_same_bits_on_the_device(
-    lookahead: int, accumulate: int, monkeypatch: pytest.MonkeyPatch
+    lookahead: int, accumulate: int, even: bool, monkeypatch: pytest.MonkeyPatch, asked: list[bool]
 ) -> None:
     monkeypatch.setattr("hotrow.table.hot_plan.PATIENCE", 0)
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU: the interpreter has one thread")
-    many = Clicks(4 * STEPS)
+    many = Clicks(4 * STEPS, even=even)
     plain = trainer_of(Memory(hbm=ROOMY), "cuda", accumulate)
     plain.lookahead = 0
     expected = plain.fit(many, evaluate=Clicks(1, seed=9), evaluate_every=5, epochs=2, progress=False)
@@ -389,6 +412,8 @@ def test_every_lookahead_gives_the_same_bits_on_the_device(
             report = trainer.fit(many, evaluate=Clicks(1, seed=9), evaluate_every=5, epochs=2, progress=False)
         assert report.losses == expected.losses and report.evaluations == expected.evaluations
         assert_same(plain, trainer)
+    if accumulate == 1:
+        assert (bool(lookahead) in asked) == even
 
 
 def one_table(memory: Memory | None, device: str | None, seed: int = 1) -> EmbeddingCollection:
@@ -481,3 +506,43 @@ def test_what_moves_between_hbm_and_dram_is_drawn_on_a_trace(
     assert "hbm: rows without room" in curves
     tracks = {event["cat"] for event in events if event["ph"] == "X"}
     assert {"gpu: rows up", "gpu: rows down", "gpu: compute"} <= tracks or device == "cpu"
+def batch(keys: Tensor) -> KeyedBatch:
+    return KeyedBatch({"u": Jagged(keys)})
+
+
+def update(embeddings: EmbeddingCollection, lookup: Lookup) -> None:
+    embeddings(lookup)["u"].sum().backward()  # type: ignore[no-untyped-call]
+    embeddings.step()
+
+
+MANY, FEW = torch.arange(40), [torch.full((40,), 1000 + number) for number in range(8)]
+
+
+def asked_at_once(embeddings: EmbeddingCollection) -> EmbeddingCollection:
+    """After batches of 40 ids that all missed some: the next ones are asked for in one go (table/asking.py). Rows of the
+    first have not been used for so long that any batch may take their places."""
+    embeddings.in_flight(3)
+    for keys in (MANY, *FEW):
+        train_on(embeddings, keys)
+    assert embeddings.hot is not None and embeddings.hot.groups[0].asker.ready(40)
+    return embeddings
+
+
+def test_a_batch_that_is_looked_up_while_rows_lie_beside_the_cache_takes_nobodys_place(device: str) -> None:
+    embeddings, plain = one_table(Memory(hbm="2KiB"), device), one_table(None, None)
+    first, second = torch.arange(200, 234).repeat(2)[:40], torch.arange(300, 340)
+    for each in (embeddings, plain):
+        each.table("u").create(torch.cat([first, second]))
+    asked_at_once(embeddings)
+    embeddings.train()
+    one, two = (embeddings.route(batch(keys)) for keys in (first, second))
+    embeddings.fetch(one)
+    assert embeddings.hot is not None and embeddings.hot.groups[0].aside
+    two.prefetch()
+    update(embeddings, one)
+    two.stage()
+    update(embeddings, embeddings.fetch(two))
+    for keys in (MANY, *FEW, first, second):
+        train_on(plain, keys)
+    everything = torch.cat([MANY, torch.arange(1000, 1008), first, second])
+    assert torch.equal(embeddings.table("u").read(everything), plain.table("u").read(everything))

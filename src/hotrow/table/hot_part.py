@@ -87,7 +87,9 @@ class Part:
         self.batch = batch
         self._runs = self._answer = None
         ids = self.keys.numel()
-        if ahead is not None and self.seen is None and self.group.asker.ready(ids):
+        # While rows lie beside the cache, `look` gives nobody a place: then none may be given here, either.
+        waits = ahead is None or (ahead and self.group.aside > 0)
+        if ahead is not None and not waits and self.seen is None and self.group.asker.ready(ids):
             tier = self.group.tier
             settled = tier.settled_before(batch) if ahead else tier.settled
             tier.wait(settled)
@@ -123,6 +125,7 @@ class Part:
         tier, group = self.group.tier, self.group
         self.brought = self.homeless = self.unseen = 0
         if count == 0 or group.aside:
+            assert count == 0 or self._answer is None, "keys were placed, and nobody brings their rows"
             return count == 0
         asked = self._ask(count, tier.settled_before(self.batch))
         self._asked, self._after = asked, group.landing
@@ -411,8 +414,9 @@ class Part:
 
     def _aside(self, rows: bool) -> None:
         """Whether rows of this batch's own must go down after its update."""
-        self.group.aside += int(rows) - int(self.aside)
-        self.aside = rows
+        if rows != self.aside:  # another thread may count its own
+            self.group.aside += int(rows) - int(self.aside)
+            self.aside = rows
 
     @property
     def _kept(self) -> bool:
