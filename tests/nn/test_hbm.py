@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import json
 import os
+import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from hotrow.errors import GradientError, MemoryBudgetError, OptionError, Storage
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Admission, Expiry, Lookup, Table
 from hotrow.table.asking import Answer, Asker
+from hotrow.table.streams import Recorded
 from hotrow.tiers.host import Places
 from hotrow.train import traffic
 from hotrow.train.report import Report
@@ -519,8 +522,8 @@ MANY, FEW = torch.arange(40), [torch.full((40,), 1000 + number) for number in ra
 
 
 def asked_at_once(embeddings: EmbeddingCollection) -> EmbeddingCollection:
-    """After batches of 40 ids that all missed some: the next ones are asked for in one go (table/asking.py). Rows of the
-    first have not been used for so long that any batch may take their places."""
+    """After batches of 40 ids that all missed some: the next ones are asked for in one go. Rows of the first have not
+    been used for so long that any batch may take their places."""
     embeddings.in_flight(3)
     for keys in (MANY, *FEW):
         train_on(embeddings, keys)
@@ -546,3 +549,62 @@ def test_a_batch_that_is_looked_up_while_rows_lie_beside_the_cache_takes_nobodys
         train_on(plain, keys)
     everything = torch.cat([MANY, torch.arange(1000, 1008), first, second])
     assert torch.equal(embeddings.table("u").read(everything), plain.table("u").read(everything))
+
+
+def test_only_the_thread_that_trains_records_what_is_launched_again(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While anything is captured, torch refuses random numbers in the whole process: a tower's dropout would fail."""
+    recorders: list[threading.Thread] = []
+
+    class Noted(Recorded):
+        def __init__(self, stream: Any, steps: Callable[[], Any], keep_graph: bool = False) -> None:
+            recorders.append(threading.current_thread())
+            super().__init__(stream, steps, keep_graph)
+
+    monkeypatch.setattr("hotrow.table.asking.Recorded", Noted)
+    embeddings = asked_at_once(one_table(Memory(hbm="2KiB"), device))
+    assert recorders and embeddings.hot is not None  # those that were asked for at their turn
+    recorders.clear()
+    embeddings.train()
+    for number in range(3):
+        lookup = embeddings.route(batch(FEW[number]))
+        thread = threading.Thread(target=lookup.prefetch)
+        thread.start()
+        thread.join()
+        assert embeddings.hot.groups[0].asker.unrecorded == (number == 0)
+        update(embeddings, embeddings.fetch(lookup))
+    assert recorders == [threading.main_thread()]
+
+
+def test_an_evaluation_of_other_sizes_does_not_undo_what_was_recorded(device: str) -> None:
+    embeddings = asked_at_once(one_table(Memory(hbm="2KiB"), device))
+    assert embeddings.hot is not None
+    asker = embeddings.hot.groups[0].asker
+    rooms = dict(asker._rooms)
+    embeddings.eval()
+    embeddings(batch(torch.arange(5)))
+    assert asker.ready(40) and asker._rooms == rooms and rooms
+
+
+@pytest.mark.gpu
+def test_a_tower_with_dropout_trains_while_batches_come_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU: nothing is captured without one")
+    monkeypatch.setattr("hotrow.table.hot_plan.PATIENCE", 0)
+
+    class Dropping(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.top = nn.Sequential(nn.Dropout(0.5), self.top)  # type: ignore[assignment]
+
+    losses = []
+    for lookahead in (0, 3):
+        torch.manual_seed(0)
+        embeddings = EmbeddingCollection(tables(), optim.Adam(lr=0.01), Memory(hbm=TINY), seed=4, device="cuda")
+        trainer = Trainer(Recommender(embeddings, Dropping()), lookahead=lookahead)
+        sizes = [Clicks(10, size=size).all for size in (SIZE, SIZE // 2, SIZE)]  # each of them is recorded anew
+        many = Clicks(0)
+        many.all = [batch for batches in sizes for batch in batches]
+        losses.append(trainer.fit(many, epochs=2, progress=False).losses)
+    assert losses[0] == losses[1]

@@ -9,7 +9,8 @@ shapes have room for more ids than were missing lately, how many are real is kno
 the host waits once. A batch that misses more than there is room for is found all the same, and goes on step by step.
 
 Batches must have one size, as for kernels/runs.Grouper; after RECORDED of them that missed something the steps are
-captured, once for batches ahead of their turn and once for those at it.
+captured, once for batches ahead of their turn and once for those at it. The thread that trains does that
+(streams.Recorded), so batches ahead go on launch by launch until it comes by.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hotrow.kernels.find import Warmth, find
 from hotrow.kernels.insert import choose_in_order, place
 from hotrow.kernels.launch import cdiv
 from hotrow.kernels.terms import Terms
-from hotrow.table.streams import told
+from hotrow.table.streams import Recorded, new_stream, told
 from hotrow.tiers.hbm import HbmTier
 
 RECORDED = 3  # batches of one size before their steps are captured
@@ -58,6 +59,8 @@ class Asker:
         self.room = 0
         self._calls = self._small = 0
         self._rooms: dict[bool, Room] = {}
+        self._stream = new_stream(tier.device)
+        self.unrecorded = False  # whether there are steps that are worth it
 
     def saw(self, ids: int, missing: int) -> None:
         """A batch of so many ids missed so many."""
@@ -82,7 +85,18 @@ class Asker:
         """Waits for the device. With `ahead`, missing keys are in the index afterwards."""
         if ahead not in self._rooms:
             self._rooms[ahead] = Room(self.tier, keys, begins, self.room, ahead)
-        return self._rooms[ahead].ask(keys, begins, batch, settled, score)
+        room = self._rooms[ahead]
+        found = room.ask(keys, begins, batch, settled, score)
+        self.unrecorded |= room.recorded is None
+        return found
+
+    def record(self) -> None:
+        """Have the device remember the steps of batches that were asked for. Requires: as streams.Recorded, and that
+        nobody asks meanwhile."""
+        self.unrecorded = False
+        for room in self._rooms.values():
+            if room.recorded is None:
+                room.record(self._stream)
 
 
 class Room:
@@ -94,9 +108,7 @@ class Room:
         self._begins: Tensor | None = None
         self.terms = Terms(tier.device)
         self.count = torch.zeros(1, dtype=torch.int32, device=tier.device)
-        self.graph: Any = None
-        self._captured: tuple[Tensor, Tensor, Unique, Brief] | None = None
-        self._warm = False
+        self.recorded: Recorded | None = None
 
     def ask(self, keys: Tensor, begins: Tensor, batch: int, settled: int, score: float) -> Answer:
         """As Asker.ask."""
@@ -105,12 +117,8 @@ class Room:
         if begins is not self._begins:  # mostly what the last batch had
             self.begins.copy_(begins)
             self._begins = begins
-        if self.graph is None and self._warm and keys.device.type == "cuda":
-            self._capture()
-        if self.graph is not None:
-            self.graph.replay()
-        slots, positions, unique, report = self._captured if self._captured is not None else self._steps()
-        self._warm = True
+        found = self._steps() if self.recorded is None else self.recorded.replay(self._steps)
+        slots, positions, unique, report = found
         # Others are asked for while these are still wanted.
         slots, report = slots.clone(), report._replace(told=report.told.clone())
         numbers = told(report.told)
@@ -131,13 +139,6 @@ class Room:
             answer(positions, unique.inverse, report.ranks, chosen_slots, slots, self.count)
         return slots, positions, unique, report
 
-    def _capture(self) -> None:
-        stream, here = torch.cuda.Stream(self.tier.device), torch.cuda.current_stream(self.tier.device)
-        graph = torch.cuda.CUDAGraph()
-        stream.wait_stream(here)
-        with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on with theirs
-            self._captured = self._steps()
-            graph.capture_end()
-        here.wait_stream(stream)
-        self.graph = graph
+    def record(self, stream: Any) -> None:
+        """Requires: it was asked before, so that all kernels are compiled."""
+        self.recorded = Recorded(stream, self._steps)

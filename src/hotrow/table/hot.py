@@ -140,6 +140,13 @@ class HotRows:
                 self.staging = True
                 follow(self.ahead)
 
+    def record(self) -> None:
+        """Have the device remember what is asked of it again and again. The thread that trains, at a batch's turn."""
+        if any(group.asker.unrecorded for group in self.groups):
+            with self.lock:
+                for group in self.groups:
+                    group.asker.record()
+
     def flush(self) -> None:
         """Bring down every row that is newer here, so that what is below is all there is."""
         with self.alone():

@@ -104,10 +104,12 @@ class Part:
         )
         missing.send()
 
-    def missing(self) -> int:
-        """How many ids were not found. Waits for the device."""
+    def missing(self, learn: bool = True) -> int:
+        """How many ids were not found. Waits for the device. The asker does not learn from batches that are only read:
+        it asks for others, of other sizes."""
         missing = self._answer.missing if self._answer is not None else self.group.missing.increase()
-        self.group.asker.saw(self.keys.numel(), missing)
+        if learn:
+            self.group.asker.saw(self.keys.numel(), missing)
         return missing
 
     def _count(self, missing: int) -> None:

@@ -138,6 +138,7 @@ class HotPlan:
         """
         for store, _ in self._jobs:
             store.check_trainable()
+        self.hot.record()
         self._raise()
         if self._staged == self.hot.generation:
             for event in self._ready:
@@ -243,7 +244,7 @@ class HotPlan:
 
     def _missing(self) -> list[int]:
         """How many ids of each part were not found. Waits for the device."""
-        return [part.missing() for part in self.parts]
+        return [part.missing(learn=not self._reads) for part in self.parts]
 
     def _free_below(self) -> None:
         if self._below is not None:

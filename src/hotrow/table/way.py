@@ -11,7 +11,6 @@ step by step.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from hotrow.kernels import move
 from hotrow.kernels.launch import cdiv
 from hotrow.kernels.layout import Source
 from hotrow.table import stream_trace
-from hotrow.table.streams import follow, new_stream, on, used_on
+from hotrow.table.streams import Recorded, follow, new_stream, on, used_on
 from hotrow.tiers.hbm import HbmTier
 from hotrow.tiers.host import HostStore, Places, core_errors
 
@@ -65,9 +64,9 @@ class Way:
         weakref.finalize(self, _let_go, self._ranges, tier.device)  # before the stores, which this keeps, are freed
         self._bases = torch.tensor([store.row_memory()[0] for store in stores], device=tier.device)
         self._launches: list[move.Puller | move.Lander] = []
-        self._core: Any = None
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._making = threading.Lock()
+        self._recorded: list[Recorded] = []
+        # Now, because later a tower may be at work (streams.Recorded). Rows that are only read come another way.
+        self._core: Any = self._native() if self.up is not None and not tier.frozen else None
         self.raised = self.lowered = 0  # rows on their way so far, for a trace: threads beside each other may lose some
         self._nothing = torch.empty(0, self.width, dtype=torch.float32, device=tier.device)
         self._reads: deque[tuple[Any, Tensor | None, Tensor]] = deque()  # until an event, `up` reads these
@@ -103,9 +102,8 @@ class Way:
         staged = self._staging(incoming.numel())
         try:
             with core_errors():
-                native = self._native()
                 with stream_trace.span("gpu: rows up", self.up, "rows", rows=count, in_place=first):
-                    absent = native.raise_rows(
+                    absent = self._core.raise_rows(
                         places.parts, count, 0 if keys is None else keys.data_ptr(), places.slots.data_ptr(),
                         places.steps.data_ptr(), places.counts.data_ptr(), first,
                         into.slots.data_ptr() if into is not None else 0,
@@ -170,28 +168,21 @@ class Way:
         return absent
 
     def _native(self) -> Any:
-        """The core's part, made when it is first wanted: capturing a launch takes one that has been compiled."""
-        with self._making:
-            if self._core is None:
-                self._core = self._captured()
-        return self._core
-
-    def _captured(self) -> Any:
+        """The core's part, over recorded launches."""
         self._launches = [
             *(self._puller() for _ in range(CELLS)),
             *(move.Lander(self.tier.rows, self._beside, self.width) for _ in range(LANDERS)),
         ]
-        with on(self.up):
-            for launch in self._launches:
-                launch()  # of nothing
-                graph = torch.cuda.CUDAGraph(keep_graph=True)
-                graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on with theirs
-                launch()
-                graph.capture_end()
-                self._graphs.append(graph)
+        stream = new_stream(self.tier.device)
+        follow(stream)
+        for launch in self._launches:
+            with on(stream):
+                launch()  # of nothing: capturing one takes that it has been compiled
+            self._recorded.append(Recorded(stream, launch, keep_graph=True))
+        follow(self.up)
         cells = [
-            (graph.raw_cuda_graph(), launch.cell.data_ptr())
-            for graph, launch in zip(self._graphs, self._launches, strict=True)
+            (recorded.graph.raw_cuda_graph(), launch.cell.data_ptr())
+            for recorded, launch in zip(self._recorded, self._launches, strict=True)
         ]
         return _core.Way(
             self.up.cuda_stream, self.copies.cuda_stream, self.down.cuda_stream, self.width, ROOM, self.piece,
@@ -224,11 +215,11 @@ class Way:
         if self.down is None:
             return lambda places, clean: places.lower(leaving, 0, slots.numel(), clean)
         staged = torch.empty(leaving.shape, dtype=torch.float32, pin_memory=True)
-        native, here = self._native(), torch.cuda.current_stream(self.tier.device)
+        here = torch.cuda.current_stream(self.tier.device)
         if stream_trace.on():  # the core has it wait, too: what is measured begins when the rows are collected
             follow(self.down)
         with stream_trace.span("gpu: rows down", self.down, "rows", rows=len(leaving)):
-            sent = native.lower_rows(here.cuda_stream, leaving.data_ptr(), len(leaving), staged.data_ptr())
+            sent = self._core.lower_rows(here.cuda_stream, leaving.data_ptr(), len(leaving), staged.data_ptr())
         used_on(self.down, leaving)
 
         return partial(_put, sent, staged)
