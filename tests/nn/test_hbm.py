@@ -29,6 +29,7 @@ from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Admission, Expiry, Lookup, Table
 from hotrow.table.asking import Answer, Asker
 from hotrow.table.streams import Recorded
+from hotrow.table.way import Way
 from hotrow.tiers.host import Places
 from hotrow.train import traffic
 from hotrow.train.report import Report
@@ -608,3 +609,68 @@ def test_a_tower_with_dropout_trains_while_batches_come_ahead(monkeypatch: pytes
         many.all = [batch for batches in sizes for batch in batches]
         losses.append(trainer.fit(many, epochs=2, progress=False).losses)
     assert losses[0] == losses[1]
+
+
+LOST = r"could not be put away: no memory\. They are lost; put that right and load"
+
+
+def no_memory(*_: object) -> None:
+    raise RuntimeError("no memory")
+
+
+def test_keys_that_took_places_of_rows_that_could_not_leave_are_an_error(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embeddings = one_table(Memory(hbm="2KiB"), device)
+    embeddings.table("u").create(torch.arange(300, 340))
+    asked_at_once(embeddings)
+    lookup = embeddings.route(batch(torch.arange(300, 340)))
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setattr(Way, "lower_rows", no_memory)
+        lookup.prefetch()
+    embeddings.release(lookup)
+    with pytest.raises(StorageError, match=LOST):
+        embeddings.table("u").read(MANY)
+
+
+@pytest.mark.parametrize(("failing", "ahead"), [("lower_rows", 0), ("lower_rows", 1), ("deliver", 0)])
+def test_an_error_while_rows_move_loses_none_or_says_so(
+    device: str, failing: str, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ahead of a batch's turn and at it, step by step: what had not been taken from its place is still there."""
+    embeddings, plain = one_table(Memory(hbm="2KiB"), device), one_table(None, None)
+    others = torch.arange(1000, 1030)
+    for each in (embeddings, plain):
+        each.table("u").create(others)
+        train_on(each, MANY)
+    embeddings.in_flight(ahead)
+    for _ in range(4):
+        for each in (embeddings, plain):
+            train_on(each, torch.tensor([5]))
+    lookup = embeddings.route(batch(others))
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        if failing == "deliver":
+            patch.setattr("hotrow.table.hot.move.deliver", no_memory)
+        else:
+            patch.setattr(Way, "lower_rows", no_memory)
+        lookup.prefetch()
+        embeddings.fetch(lookup).gather()
+    embeddings.release(lookup)
+    if failing == "deliver":
+        with pytest.raises(StorageError, match=LOST):
+            embeddings.table("u").read(MANY)
+    else:
+        assert torch.equal(embeddings.table("u").read(MANY), plain.table("u").read(MANY))
+
+
+def test_rows_beside_the_cache_that_could_not_leave_are_an_error(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    embeddings = one_table(Memory(hbm="2KiB"), device)
+    embeddings.train()
+    lookup = embeddings.fetch(embeddings.route(batch(torch.arange(60))))
+    embeddings(lookup)["u"].sum().backward()  # type: ignore[no-untyped-call]
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setattr(Way, "lower_rows", no_memory)
+        embeddings.step()
+    embeddings.discard()
+    with pytest.raises(StorageError, match=LOST):
+        embeddings.table("u").read(torch.arange(60))

@@ -292,7 +292,7 @@ class Group:
         try:
             self._put(put, places, clean, unhold)
         except BaseException as error:
-            self._lost = self._lost or error
+            self.lose(error)
 
     def landed(self, last: Future[None] | None = None) -> None:
         """Wait until everything that went down (up to `last`) is there.
@@ -310,6 +310,19 @@ class Group:
                 f"rows that left HBM could not be put away: {self._lost}. They are lost; put that right and load the "
                 "last checkpoint"
             ) from self._lost
+
+    def lose(self, error: BaseException) -> None:
+        """Rows whose places were given away did not come down: from now on it is an error, until a load."""
+        self._lost = self._lost or error
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Inside it slots hold other rows than what is below and in the index say: an error there loses some."""
+        try:
+            yield
+        except BaseException as error:
+            self.lose(error)
+            raise
 
     # --- slots whose rows never came ---
 

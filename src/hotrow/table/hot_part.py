@@ -79,6 +79,7 @@ class Part:
         self.brought = self.homeless = self.unseen = 0  # of rows that came ahead, or could not
         self._counted = False
         self._asked: Asked | None = None  # rows that have slots and are not there yet
+        self._placed = False  # whether keys are in slots whose rows have not been sent away
         self._after: Future[None] | None = None  # what must be below before they are looked for there
 
     def find(self, batch: int, ahead: bool | None = None) -> None:
@@ -93,7 +94,9 @@ class Part:
             tier = self.group.tier
             settled = tier.settled_before(batch) if ahead else tier.settled
             tier.wait(settled)
+            self._placed = ahead
             self._answer = self.group.asker.ask(self.keys, self.begins, batch, settled, self._score(), ahead)
+            self._placed = ahead and self._answer.whole
             self.slots = self._answer.slots
             return
         missing = self.group.missing
@@ -128,18 +131,26 @@ class Part:
         self.brought = self.homeless = self.unseen = 0
         if count == 0 or group.aside:
             assert count == 0 or self._answer is None, "keys were placed, and nobody brings their rows"
+            self._placed = False
             return count == 0
         asked = self._ask(count, tier.settled_before(self.batch))
-        self._asked, self._after = asked, group.landing
-        put = self._send_away(asked)
+        after, put = group.landing, self._send_away(asked)
         if put is not None:
             put()
+        # From here on those slots can be emptied, and not before: whose they were is on its way down.
+        self._asked, self._after, self._placed = asked, after, False
         if not asked.placed:
             number = asked.keys.numel()
             place(tier.index, asked.report.keys[:number], asked.into.slots, None, self.batch, self._score())
             answer(asked.positions, asked.unique.inverse, asked.report.ranks, asked.into.slots, self.slots)
         self.homeless = int(np.count_nonzero(asked.wanted.slots.numpy() < 0))
         return self.homeless == 0
+
+    def abandon(self, error: BaseException) -> None:
+        """Looking for this batch ended there."""
+        if self._placed:
+            self.group.lose(error)
+        self._placed = False
 
     def raise_rows(self) -> bool:
         """The rows that `look` found slots for come up, on the stream `up`. Whether all of them exist."""
@@ -180,19 +191,19 @@ class Part:
         group.landed()
         put = self._send_away(asked)
         try:
-            coming, slots = self._fetch(step, asked)
+            coming, slots, places = self._fetch(step, asked)
         except BaseException:
-            self._undo(asked.into.slots, put)
+            with group.moving():
+                self._undo(asked.into.slots, put)
             raise
-        group.raise_rows(Into(tier.source(self.extra), slots, asked.into.tables), coming)
-        assert coming.places.block is not None
-        places = to_device(coming.places.block, tier.device)
-        if put is not None:
-            put()
-        admit(
-            tier.index, (tier.hosts, tier.steps, tier.counts), asked.report.keys, slots, places, self.batch,
-            self._score(),
-        )  # fmt: skip
+        with group.moving():
+            group.raise_rows(Into(tier.source(self.extra), slots, asked.into.tables), coming)
+            if put is not None:
+                put()
+            admit(
+                tier.index, (tier.hosts, tier.steps, tier.counts), asked.report.keys, slots, places, self.batch,
+                self._score(),
+            )  # fmt: skip
         answer(asked.positions, asked.unique.inverse, asked.report.ranks, slots, self.slots)
         self._runs = None
 
@@ -224,15 +235,17 @@ class Part:
     def _score(self) -> float:
         return first_score(self.batch, self.group.tier.policy, self.group.tier.half_life)
 
-    def _fetch(self, step: int, asked: Asked) -> tuple[Coming, Tensor]:
-        """Rows on their way up, and the slots they get."""
+    def _fetch(self, step: int, asked: Asked) -> tuple[Coming, Tensor, Tensor]:
+        """Rows on their way up, the slots they get, and on the device where they are below."""
         group, wanted = self.group, asked.wanted
         self._lift = HostLift(pinned=group.tier.device.type == "cuda")
         room = int(wanted.slots.numpy().min()) >= 0
         coming = group.fetch_rows(
             self._lift, asked.leaving.bounds, asked.keys, wanted.seen, step, asked.into if room else None
         )
-        return coming, self._settle_places(asked.into.slots, wanted.slots, asked.leaving, coming.places)
+        assert coming.places.block is not None
+        places = to_device(coming.places.block, group.tier.device)
+        return coming, self._settle_places(asked.into.slots, wanted.slots, asked.leaving, coming.places), places
 
     def _undo(self, slots: Tensor, put: Callable[[], None] | None) -> None:
         """Rows that were to come could not. Some may lie in their slots already: those are emptied, and whose they were
@@ -287,7 +300,6 @@ class Part:
         refused = steps < 0
         aside = refused | (slots < 0)
         extra = int(aside.sum())
-        leaving.slots.numpy()[aside] = -1
         slots = np.where(aside, tier.capacity + np.cumsum(aside, dtype=np.int32) - 1, slots).astype(np.int32)
         self.extra = torch.empty(extra, tier.layout.stride, dtype=torch.float32, device=tier.device)
         beside = np.stack([steps[aside], arriving.counts.numpy()[aside]], axis=1)
@@ -298,7 +310,9 @@ class Part:
         overflows = int((kept >= 0).sum())
         tier.overflows += overflows
         self._aside(overflows > 0)
-        return to_device(torch.from_numpy(slots), tier.device)
+        settled = to_device(torch.from_numpy(slots), tier.device)
+        leaving.slots.numpy()[aside] = -1  # last: after an error all of them leave
+        return settled
 
     def keep(self, count: int, late: str) -> None:
         """Of tables that are only read: missing rows that are in DRAM come up, as far as there is room; the others are
@@ -426,19 +440,22 @@ class Part:
 
     def commit(self) -> None:
         """The update has landed: bring the batch's own rows down, let go."""
-        tier = self.group.tier
         if self.extra_rows is not None and self.aside:
-            steps, counts = to_host(torch.stack([self.extra_steps, self.extra_counts]))
-            rows = self.extra_rows
-            down = Places(rows.stores, rows.bounds, rows.slots, steps, counts)
-            places = torch.arange(tier.capacity, tier.capacity + rows.slots.numel(), dtype=torch.int32)
-            self.group.lower(tier.source(self.extra), to_device(places, tier.device), down)()
+            with self.group.moving():
+                self._lower_extra(self.extra_rows)
             self.extra_rows = None
             self._aside(False)
         if self._lift is not None:
             self._lift.commit()
             self._lift = None
         self.release()
+
+    def _lower_extra(self, rows: Places) -> None:
+        tier = self.group.tier
+        steps, counts = to_host(torch.stack([self.extra_steps, self.extra_counts]))
+        down = Places(rows.stores, rows.bounds, rows.slots, steps, counts)
+        places = torch.arange(tier.capacity, tier.capacity + rows.slots.numel(), dtype=torch.int32)
+        self.group.lower(tier.source(self.extra), to_device(places, tier.device), down)()
 
     def release(self) -> None:
         """Let go of the rows."""

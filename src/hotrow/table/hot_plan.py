@@ -98,8 +98,13 @@ class HotPlan:
             if self._given is not None:
                 self._given.wait()
             self._lay_out()
-            self._find(ahead=True)
-            found = [part.look(count) for part, count in zip(self.parts, self._missing(), strict=True)]
+            try:
+                self._find(ahead=True)
+                found = [part.look(count) for part, count in zip(self.parts, self._missing(), strict=True)]
+            except BaseException as error:
+                for part in self.parts:
+                    part.abandon(error)
+                raise
             self._staged = generation if all(found) else -1
             for part in self.parts:
                 follow(part.group.up)
