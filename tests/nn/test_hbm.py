@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import json
+import gc
 import os
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +30,7 @@ from hotrow.errors import GradientError, MemoryBudgetError, OptionError, Storage
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Admission, Expiry, Lookup, Table
 from hotrow.table.asking import Answer, Asker
+from hotrow.table.hot import Group
 from hotrow.table.streams import Recorded
 from hotrow.table.way import Way
 from hotrow.tiers.host import Places
@@ -674,3 +677,63 @@ def test_rows_beside_the_cache_that_could_not_leave_are_an_error(device: str, mo
     embeddings.discard()
     with pytest.raises(StorageError, match=LOST):
         embeddings.table("u").read(torch.arange(60))
+
+
+def test_rows_that_the_gpu_cannot_reach_are_gathered(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object) -> None:
+        raise StorageError("the GPU cannot reach 1 GiB of DRAM rows; lower dram=")
+
+    monkeypatch.setattr("hotrow.kernels.move.reachable", unreachable)
+    embeddings, plain = one_table(Memory(hbm="64KiB"), device), one_table(None, None)
+    for each in (embeddings, plain):
+        each.table("u").create(MANY)
+    with pytest.warns(UserWarning, match=r"lower dram=\. Until then all rows are gathered") as warned:
+        for each in (embeddings, plain):
+            train_on(each, MANY)
+            train_on(each, MANY + 20)
+    assert len(warned) == 1
+    assert torch.equal(embeddings.table("u").read(MANY), plain.table("u").read(MANY))
+
+
+def test_few_rows_wait_to_be_put_away_however_slow_that_is(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a thread puts them away: here it is one that waits until it is waited for."""
+    monkeypatch.setattr("hotrow.table.way.PIECE_BYTES", 64)
+    embeddings = one_table(Memory(hbm="64KiB"), device)
+    train_on(embeddings, torch.arange(300))
+    assert embeddings.hot is not None
+    group, waiting, most = embeddings.hot.groups[0], list[Callable[[], None]](), 0
+
+    class Waiting:
+        def __init__(self, put: Callable[[], None]) -> None:
+            self.put: Callable[[], None] | None = put
+            waiting.append(put)
+
+        def result(self) -> None:
+            while self.put in waiting:
+                waiting.pop(0)()
+
+    def lower(*given: Any, **options: Any) -> Callable[[], None]:
+        put = Group.lower(group, *given, **options)
+
+        def behind() -> None:
+            nonlocal most
+            group.landing = Waiting(put)  # type: ignore[assignment]
+            most = max(most, len(waiting))
+
+        return behind
+
+    monkeypatch.setattr(group, "lower", lower)
+    group.flush()
+    assert most == 2 and not waiting
+
+
+def test_hbm_is_free_when_a_collection_is_let_go(device: str) -> None:
+    embeddings = asked_at_once(one_table(Memory(hbm="2KiB"), device))
+    assert embeddings.hot is not None
+    rows = weakref.ref(embeddings.hot.groups[0].tier)
+    gc.disable()
+    try:
+        del embeddings
+        assert rows() is None
+    finally:
+        gc.enable()

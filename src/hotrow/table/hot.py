@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -75,8 +76,9 @@ class HotRows:
                 rows.store
             )
         sets = self._share(list(kinds), [len(members) for members in kinds.values()], memory)
+        spoiled = weakref.WeakMethod(self._spoiled)  # groups do not keep this alive: HBM is free when it is let go
         self.groups = [
-            Group(members, HbmTier(layout, [sets] * len(members), device, frozen=frozen), code, self._spoiled)
+            Group(members, HbmTier(layout, [sets] * len(members), device, frozen=frozen), code, spoiled)
             for (layout, code, frozen), members in kinds.items()
         ]
 
@@ -204,7 +206,11 @@ class Group:
     """Tables that share a cache, with the way to the rows below."""
 
     def __init__(
-        self, stores: Sequence[HostStore], tier: HbmTier, code: int, spoiled: Callable[[], None] = lambda: None
+        self,
+        stores: Sequence[HostStore],
+        tier: HbmTier,
+        code: int,
+        spoiled: Callable[[], Callable[[], None] | None] = lambda: None,
     ) -> None:
         self.stores = list(stores)
         self.tier = tier
@@ -245,7 +251,7 @@ class Group:
         Without `into` (some have no slot yet) none is read in place.
         """
         count = keys.numel()
-        first = int(count * self.way.in_place) if into is not None else 0
+        first = self.way.reading(count) if into is not None else 0
         places = lift.nowhere(self.stores, bounds, count)
         if self.stays:
             incoming = self.way.raise_rows(places, keys, first, into, True)
@@ -329,7 +335,8 @@ class Group:
     def spoil(self, slots: Tensor) -> None:
         """The index names rows in these slots (on the CPU) that are not there. Any thread."""
         self._spoiled.append(slots)
-        self._tell_spoiled()  # last: who sees the new generation finds the slots
+        if (tell := self._tell_spoiled()) is not None:
+            tell()  # last: who sees the new generation finds the slots
 
     def clean_up(self) -> None:
         """Empty those slots."""
@@ -346,7 +353,10 @@ class Group:
         if not dirty.numel():
             return
         for slots in dirty.split(FLUSHED * self.way.piece):
+            before = self.landing
             self.lower(tier.source(), slots, self.describe(slots), unhold=False)()
+            if before is not None:  # pinned memory for two, however slowly they are put away
+                self.landed(before)
         self.landed()
         tier.clean = int(tier.steps[dirty.long()].max())
 

@@ -159,7 +159,7 @@ class Part:
         group, asked, count = self.group, self._asked, self._asked.keys.numel()
         group.landed(self._after)
         places = HostLift(pinned=group.up is not None).nowhere(group.stores, asked.leaving.bounds, count)
-        absent = group.way.land_rows(places, asked.keys, int(count * group.way.ahead), asked.into)
+        absent = group.way.land_rows(places, asked.keys, group.way.reading(count, ahead=True), asked.into)
         used_on(group.up, asked.report.told)
         self._asked = self._after = None
         self.unseen = 0

@@ -11,6 +11,7 @@ step by step.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hotrow import _core
+from hotrow.errors import StorageError
 from hotrow.kernels import move
 from hotrow.kernels.launch import cdiv
 from hotrow.kernels.layout import Source
@@ -71,6 +73,12 @@ class Way:
         self._nothing = torch.empty(0, self.width, dtype=torch.float32, device=tier.device)
         self._reads: deque[tuple[Any, Tensor | None, Tensor]] = deque()  # until an event, `up` reads these
 
+    def reading(self, count: int, ahead: bool = False) -> int:
+        """How many of so many rows are to be read in place; none where the GPU cannot reach them."""
+        if self.in_place:
+            self._reach()
+        return int(count * (self.ahead if ahead else self.in_place))
+
     def raise_rows(
         self, places: Places, keys: Tensor | None, first: int, into: Into | None, whole: bool
     ) -> Tensor | None:
@@ -89,8 +97,6 @@ class Way:
     ) -> tuple[Tensor, int]:
         if into is None:
             first = 0
-        if first:
-            self._reach()
         count = places.slots.numel()
         self.raised += count
         incoming = self._incoming(count - first)
@@ -197,12 +203,17 @@ class Way:
         return self.tier.hosts, self.tier.steps, self.tier.counts
 
     def _reach(self) -> None:
-        """Have the GPU reach all rows there are."""
+        """Have the GPU reach all rows there are, or none is read in place from now on."""
         for number, store in enumerate(self.stores):
             address, used, _ = store.row_memory()
             if used > self._reached[number]:
                 begin = address + self._reached[number]
-                move.reachable(begin, used - self._reached[number], self.tier.device)
+                try:
+                    move.reachable(begin, used - self._reached[number], self.tier.device)
+                except StorageError as error:
+                    self.in_place = self.ahead = 0.0
+                    warnings.warn(f"{error}. Until then all rows are gathered by the cores", stacklevel=2)
+                    return
                 self._ranges.append(begin)
                 self._reached[number] = used
 
