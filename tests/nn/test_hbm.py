@@ -10,6 +10,7 @@ import functools
 import json
 import gc
 import os
+import re
 import threading
 import warnings
 import weakref
@@ -31,6 +32,7 @@ from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Admission, Expiry, Lookup, Table
 from hotrow.table.asking import Answer, Asker
 from hotrow.table.hot import Group
+from hotrow.table.ring import DOWN, UP, Ring
 from hotrow.table.streams import Recorded
 from hotrow.table.way import Way
 from hotrow.tiers.host import Places
@@ -136,8 +138,12 @@ def assert_same(ours: Trainer, theirs: Trainer) -> None:
 
 
 def figures(trainer: Trainer) -> dict[str, int]:
-    assert trainer.model.embeddings.hot is not None
-    return trainer.model.embeddings.hot.report()
+    return figures_of(trainer.model.embeddings)
+
+
+def figures_of(embeddings: EmbeddingCollection) -> dict[str, int]:
+    assert embeddings.hot is not None
+    return embeddings.hot.report()
 
 
 def fitted(trainer: Trainer) -> tuple[Trainer, Report]:
@@ -258,6 +264,12 @@ def test_budgets_that_cannot_work_are_refused_with_the_one_that_does(device: str
         trainer_of(Memory(hbm="1KiB"), device)
     with pytest.raises(MemoryBudgetError, match=r"a row in HBM keeps its place in DRAM\. Give dram= at least"):
         trainer_of(Memory(hbm="64MiB", dram="8MiB", ssd=tmp_path), device)
+    with pytest.raises(MemoryBudgetError, match="keeps its place in DRAM") as too_small:
+        trainer_of(Memory(hbm="4MiB", dram="5MiB", ssd=tmp_path / "small"), device)
+    works = re.findall("at least ([0-9]+MiB)", str(too_small.value))[0]
+    trainer_of(Memory(hbm="4MiB", dram=works, ssd=tmp_path / "enough"), device)
+    with pytest.raises(MemoryBudgetError, match=r"rows pass through 64\.0 KiB of pinned memory .* at least 1MiB"):
+        trainer_of(Memory(hbm="64KiB", dram="100KiB"), device)
     with pytest.raises(OptionError, match="without hbm="):
         EmbeddingCollection(tables(), device="cuda")
     if device == "cpu":
@@ -301,7 +313,7 @@ def test_rows_that_could_not_be_put_away_are_an_error_until_a_checkpoint_is_load
         raise StorageError("disk full")
 
     group = trainer.model.embeddings.hot.groups[0]
-    group._put_behind(fails, group.describe(group.tier.resident()), 0, True)
+    group._put_behind(fails, group.describe(group.tier.resident()), 0, None)
     for _ in range(2):
         with pytest.raises(StorageError, match=r"could not be put away: disk full\. They are lost"):
             trainer.model.embeddings.table("user").read(torch.tensor([1]))
@@ -737,3 +749,41 @@ def test_hbm_is_free_when_a_collection_is_let_go(device: str) -> None:
         assert rows() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("dram", [None, "8MiB"])
+def test_rows_pass_through_memory_that_is_part_of_dram(
+    device: str, dram: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts, where a buffer holds four rows; ahead of their batch's turn and at it."""
+    monkeypatch.setattr("hotrow.table.ring.LEAST", 64)
+    monkeypatch.setattr("hotrow.table.ring.MOST", 64)
+    used = [0]
+
+    class Watched(Ring):
+        def buffer(self, floats: int) -> Tensor:
+            made = super().buffer(floats)
+            used.append(sum(size * number for size, number in self._used.items()))
+            return made
+
+    monkeypatch.setattr("hotrow.table.hot.Ring", Watched)
+    embeddings, plain = one_table(Memory(hbm="2KiB", dram=dram), device), one_table(None, None)
+    charged = embeddings.budget.used - one_table(Memory(dram=dram), None).budget.used
+    assert embeddings.hot is not None and embeddings.hot.groups[0].way.most == 4
+    assert charged == figures_of(embeddings)["pinned_bytes"] == (64 * (UP + DOWN) if dram else 0)
+    embeddings.in_flight(1)
+    keys = [(torch.arange(40) * 7 + 11 * number) % 90 for number in range(5)]
+    for number in range(10):
+        for each in (embeddings, plain):
+            each.train()
+        lookup = embeddings.route(batch(keys[number % 5]))
+        lookup.stage()
+        update(embeddings, embeddings.fetch(lookup))
+        train_on(plain, keys[number % 5])
+    everything = torch.arange(90)
+    assert torch.equal(embeddings.table("u").read(everything), plain.table("u").read(everything))
+    pinned = figures_of(embeddings)["pinned_bytes"]
+    assert 0 < max(used) <= pinned and (dram is None or pinned == charged)
+    with_it, budget = embeddings.budget.used, embeddings.budget
+    del embeddings, lookup
+    assert budget.used <= with_it - pinned

@@ -70,7 +70,7 @@ class EmbeddingCollection(nn.Module):
         self.steps = 0
         self.watermark: int | None = None  # the latest event time that was trained on, in milliseconds
         self.device = _device(self.memory, device, ranks)
-        self.hot = _hot_rows(self.tables, self.memory, self.device)
+        self.hot = _hot_rows(self.tables, self.memory, self.device, self.budget)
         for rows in self.tables:
             rows.hot = self.hot
             if ranks is not None and not rows.table.replicate:
@@ -295,7 +295,7 @@ def _chosen_device(memory: Memory, device: str | torch.device | None, ranks: Ran
     return chosen
 
 
-def _hot_rows(tables: Sequence[TableRows], memory: Memory, device: torch.device) -> HotRows | None:
+def _hot_rows(tables: Sequence[TableRows], memory: Memory, device: torch.device, budget: Budget) -> HotRows | None:
     if memory.hbm is None:
         return None
     try:
@@ -304,7 +304,7 @@ def _hot_rows(tables: Sequence[TableRows], memory: Memory, device: torch.device)
         if error.name != "triton":
             raise
         raise OptionError(f"hbm={memory.hbm!r} needs Triton, which is not installed: pip install triton") from None
-    return HotRows(tables, memory, device)
+    return HotRows(tables, memory, device, budget)
 
 
 def _memory_of_rank(memory: Memory, ranks: Ranks | None) -> Memory:

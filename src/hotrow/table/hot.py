@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hotrow import _core
-from hotrow.config import Memory, format_size
+from hotrow.config import Memory, enough, format_size
 from hotrow.errors import MemoryBudgetError, StorageError
 from hotrow.kernels import move
 from hotrow.kernels.insert import erase
@@ -37,11 +38,13 @@ from hotrow.kernels.runs import Grouper
 from hotrow.kernels.sets import WAYS
 from hotrow.table import shares
 from hotrow.table.asking import Asker
+from hotrow.table.ring import DOWN, SHARE, UP, Ring, buffer_bytes
 from hotrow.table.rows import TableRows
+from hotrow.table.ssd import least_bytes
 from hotrow.table.streams import follow, new_stream, on, to_device, to_host, used_on, wait_for
 from hotrow.table.way import Into, Way
 from hotrow.tiers.hbm import LEAST_SETS, HbmTier, slot_bytes
-from hotrow.tiers.host import HostLift, HostStore, Places
+from hotrow.tiers.host import Budget, HostLift, HostStore, Places
 
 SPARE, STEP_BACK = 4, 10  # cores that the core's threads leave, and by how much these give way
 FLUSHED = 8  # pieces of rows that are on their way at once when all come down
@@ -54,8 +57,10 @@ if TYPE_CHECKING:
 class HotRows:
     """The caches of all tables of a collection."""
 
-    def __init__(self, tables: Sequence[TableRows], memory: Memory, device: torch.device) -> None:
-        self.device = device
+    def __init__(
+        self, tables: Sequence[TableRows], memory: Memory, device: torch.device, budget: Budget | None = None
+    ) -> None:
+        self.device, self.budget = device, budget or Budget()
         if device.type == "cuda" and _core.threads() == len(os.sched_getaffinity(0)) > 4:
             # Launching, looking ahead and what waits for the device want cores at once: all others wait for them.
             _core.set_threads(_core.threads() - SPARE, nice=STEP_BACK)
@@ -75,10 +80,22 @@ class HotRows:
             kinds.setdefault((layout_of(rows), rows.optimizer.code, rows.table.values is not None), []).append(
                 rows.store
             )
-        sets = self._share(list(kinds), [len(members) for members in kinds.values()], memory)
+        trained = [4 * layout.width for layout, _, frozen in kinds if not frozen]
+        buffer = buffer_bytes(memory.dram_bytes if trained else 0, trained)
+        members = [len(members) for members in kinds.values()]
+        sets = self._share(list(kinds), members, memory)
+        if memory.ssd is not None:
+            held = _held_below(list(kinds), members, sets)
+            _check_below(memory, max(held, least_bytes(tables)), buffer * (UP + DOWN) * len(trained))
         spoiled = weakref.WeakMethod(self._spoiled)  # groups do not keep this alive: HBM is free when it is let go
         self.groups = [
-            Group(members, HbmTier(layout, [sets] * len(members), device, frozen=frozen), code, spoiled)
+            Group(
+                members,
+                HbmTier(layout, [sets] * len(members), device, frozen=frozen),
+                code,
+                Ring(Budget() if frozen else self.budget, buffer, device.type == "cuda"),
+                spoiled,
+            )
             for (layout, code, frozen), members in kinds.items()
         ]
 
@@ -94,19 +111,7 @@ class HotRows:
             )
         # The allocator rounds each tensor up to a megabyte or so.
         rounding = min(memory.hbm_bytes // 64, len(layouts) * (6 << 20))
-        sets = max(LEAST_SETS, (memory.hbm_bytes - rounding) // of_one)
-        held = sum(
-            WAYS * sets * count * (layout.width * 4 + 24)
-            for (layout, _, frozen), count in zip(kinds, members, strict=True)
-            if not frozen
-        )
-        if memory.ssd is not None and memory.dram_bytes < held * 5 // 4:
-            raise MemoryBudgetError(
-                f"dram={format_size(memory.dram_bytes)} over ssd= is too small below hbm="
-                f"{format_size(memory.hbm_bytes)}: a row in HBM keeps its place in DRAM. Give dram= at least "
-                f"{format_size(held * 5 / 4)}, or lower hbm="
-            )
-        return sets
+        return max(LEAST_SETS, (memory.hbm_bytes - rounding) // of_one)
 
     def _spoiled(self) -> None:
         self.generation += 1
@@ -177,10 +182,35 @@ class HotRows:
                     self.generation += group.tend()
 
     def report(self) -> dict[str, int]:
-        """Slots and bytes, and what happened so far: ids found, ids missed, evictions, rows without room."""
+        """Slots and bytes, pinned bytes of `dram=` that rows pass through, and what happened so far: ids found, ids
+        missed, evictions, rows without room."""
         tiers = [group.tier for group in self.groups]
-        figures = {name: sum(getattr(tier, name) for tier in tiers) for name in FIGURES}
-        return {"slots": sum(tier.capacity for tier in tiers), "bytes": sum(tier.bytes() for tier in tiers), **figures}
+        return {
+            "slots": sum(tier.capacity for tier in tiers),
+            "bytes": sum(tier.bytes() for tier in tiers),
+            "pinned_bytes": sum(group.way.ring.bytes for group in self.groups),
+            **{name: sum(getattr(tier, name) for tier in tiers) for name in FIGURES},
+        }
+
+
+def _held_below(kinds: Sequence[tuple[RowLayout, int, bool]], members: Sequence[int], sets: int) -> int:
+    """Bytes of DRAM for the rows that may be in HBM, and some beside."""
+    rows = sum(
+        WAYS * sets * count * (layout.width * 4 + 24)
+        for (layout, _, frozen), count in zip(kinds, members, strict=True)
+        if not frozen
+    )
+    return rows * 5 // 4
+
+
+def _check_below(memory: Memory, rows: int, pinned: int) -> None:
+    """Whether `dram=` over `ssd=` has room for so many bytes of rows beside what they pass through."""
+    if memory.dram_bytes < rows + pinned:
+        least = enough((rows + pinned) * SHARE // (SHARE - 1))  # what is pinned grows with it
+        raise MemoryBudgetError(
+            f"dram={format_size(memory.dram_bytes)} over ssd= is too small below hbm={format_size(memory.hbm_bytes)}: "
+            f"a row in HBM keeps its place in DRAM. Give dram= at least {least}, or lower hbm="
+        )
 
 
 def layout_of(rows: TableRows) -> RowLayout:
@@ -191,6 +221,7 @@ def layout_of(rows: TableRows) -> RowLayout:
     return RowLayout(rows.table.dim, state, rows.table.dtype)
 
 
+Put = Callable[[Places, int], None]
 FIGURES = ("hits", "misses", "evictions", "overflows")
 
 
@@ -210,12 +241,13 @@ class Group:
         stores: Sequence[HostStore],
         tier: HbmTier,
         code: int,
+        ring: Ring,
         spoiled: Callable[[], Callable[[], None] | None] = lambda: None,
     ) -> None:
         self.stores = list(stores)
         self.tier = tier
         self.code = code
-        self.way = Way(stores, tier)
+        self.way = Way(stores, tier, ring)
         self.width, self.stays = self.way.width, self.way.stays
         self.streams, self.rounding_streams = (
             torch.tensor([signed(int(stream)) for stream in of_kind], dtype=torch.int64, device=tier.device)
@@ -232,6 +264,7 @@ class Group:
         self.aside = 0  # batches in flight whose own rows must go down before anybody looks for them below
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="hotrow-down")
         self.landing: Future[None] | None = None  # the last rows that were sent down
+        self._sent: deque[Future[None]] = deque()  # those that may still lie in a buffer
         self._spoiled, self._tell_spoiled = list[Tensor](), spoiled  # slots whose rows never came
         self._lost: BaseException | None = None
 
@@ -279,24 +312,38 @@ class Group:
         because the cores are wanted for something else first.
         """
         self._check_lost()
-        put, clean = self.way.lower_rows(source, slots), self.tier.clean
+        begin, count, clean = 0, slots.numel(), self.tier.clean
+        while (
+            count - begin > self.way.most
+        ):  # more than a buffer holds: the first go at once, to places as they are now
+            end = begin + self.way.most
+            self._put_away(self._collect(source, slots[begin:end]), places.part(begin, end), clean, None)
+            begin = end
+        put, rest = self._collect(source, slots[begin:]), places.part(begin, count)
+        return lambda: self._put_away(put, rest, clean, places if unhold else None)
+
+    def _collect(self, source: Source, slots: Tensor) -> Put:
+        """Rows into a buffer, when one is free."""
+        while len(self._sent) > DOWN - 2:
+            self._sent.popleft().result()
+        return self.way.lower_rows(source, slots)
+
+    def _put_away(self, put: Put, places: Places, clean: int, held: Places | None) -> None:
         if self.up is None:
-            return lambda: self._put(put, places, clean, unhold)
-
-        def behind() -> None:
-            self.landing = self._behind.submit(self._put_behind, put, places, clean, unhold)
-
-        return behind
+            self._put(put, places, clean, held)
+        else:
+            self.landing = self._behind.submit(self._put_behind, put, places, clean, held)
+            self._sent.append(self.landing)
 
     @staticmethod
-    def _put(put: Callable[[Places, int], None], places: Places, clean: int, unhold: bool) -> None:
+    def _put(put: Put, places: Places, clean: int, held: Places | None) -> None:
         put(places, clean)
-        if unhold:
-            places.unhold()
+        if held is not None:
+            held.unhold()
 
-    def _put_behind(self, put: Callable[[Places, int], None], places: Places, clean: int, unhold: bool) -> None:
+    def _put_behind(self, put: Put, places: Places, clean: int, held: Places | None) -> None:
         try:
-            self._put(put, places, clean, unhold)
+            self._put(put, places, clean, held)
         except BaseException as error:
             self.lose(error)
 
@@ -352,7 +399,7 @@ class Group:
         dirty = tier.dirty()
         if not dirty.numel():
             return
-        for slots in dirty.split(FLUSHED * self.way.piece):
+        for slots in dirty.split(min(self.way.most, FLUSHED * self.way.piece)):
             before = self.landing
             self.lower(tier.source(), slots, self.describe(slots), unhold=False)()
             if before is not None:  # pinned memory for two, however slowly they are put away

@@ -40,6 +40,7 @@ from hotrow.kernels.read import Lists, Staging, put, read
 from hotrow.kernels.touch import first_score
 from hotrow.table.hot import Group, HotRows
 from hotrow.table.lookup import Layout
+from hotrow.table.ring import charge
 from hotrow.table.streams import on, to_device, to_host
 from hotrow.tiers.host import LATE
 
@@ -111,8 +112,11 @@ class HotReader:
         return int(self.gate.core.add_lane())
 
     def staging(self, room: int) -> list[Staging]:
-        """Where missing rows of up to so many examples wait for the device, for each group."""
-        return [Staging(len(part.names) * room, part.group.tier.layout.dim, self.device) for part in self.groups]
+        """Where missing rows of up to so many examples wait for the device, for each group. Part of `dram=`."""
+        made = [Staging(len(part.names) * room, part.group.tier.layout.dim, self.device) for part in self.groups]
+        for staging in made:
+            charge(self.hot.budget, staging, staging.rows.nbytes)
+        return made
 
     def lane(self, room: int, lane: int | None = None, staging: Sequence[Staging] | None = None) -> LaneReader:
         """A reader for up to so many examples, of a lane of its own or of one that has a number. Readers that share a
@@ -317,6 +321,7 @@ class Filler:
         self.tick = 1
         self.brought = self.rounds = 0
         self._slots = sum(part.group.tier.capacity for part in reader.groups)
+        charge(reader.hot.budget, self, FIRST_KEYS * 4 * max([part.group.width for part in reader.groups], default=0))
         self._waiting: dict[int, list[tuple[Any, Any]]] = {}
         self._keys = 0
         self._lock = threading.Lock()

@@ -3,7 +3,7 @@
 Up: rows that never leave DRAM are found by the cores; some are read in place by the GPU, the first while the next are
 looked for, the others are gathered into pinned memory, piece by piece, and the copy engine follows (kernels/move.py
 and core/device/way.h have the rates). Rows over SSD are all gathered. Down: rows are collected on the device and copied
-into pinned memory, from which the cores put them into their slots.
+into pinned memory, from which the cores put them into their slots. ring.py has that memory.
 
 On a GPU both are calls of the core without Python's lock; without one (under the interpreter) the same is done here,
 step by step.
@@ -27,6 +27,7 @@ from hotrow.kernels import move
 from hotrow.kernels.launch import cdiv
 from hotrow.kernels.layout import Source
 from hotrow.table import stream_trace
+from hotrow.table.ring import UP, Ring
 from hotrow.table.streams import Recorded, follow, new_stream, on, used_on
 from hotrow.tiers.hbm import HbmTier
 from hotrow.tiers.host import HostStore, Places, core_errors
@@ -37,7 +38,6 @@ AHEAD = 0.8  # of batches ahead of their turn: the cores are busy with rows that
 WIDE = 1024  # bytes: rows from here on are read in place at the wire's speed, all of them
 PULLS = 4  # launches that read them: one reads while the next one's rows are found
 CELLS, LANDERS = 2 * PULLS, 3  # launches that may wait for their turn
-WAITING = 3  # batches whose rows may be on their way up
 ROOM = 1 << 15  # rows of a launch
 
 
@@ -52,10 +52,11 @@ class Into(NamedTuple):
 class Way:
     """The way between a group's rows in HBM and DRAM."""
 
-    def __init__(self, stores: Sequence[HostStore], tier: HbmTier) -> None:
-        self.stores, self.tier = list(stores), tier
+    def __init__(self, stores: Sequence[HostStore], tier: HbmTier, ring: Ring) -> None:
+        self.stores, self.tier, self.ring = list(stores), tier, ring
         self.width = tier.layout.width
         self.piece = max(1, PIECE_BYTES // (4 * self.width))
+        self.most = max(1, ring.size // (4 * self.width))  # rows that a buffer of the ring holds
         self.stays = not any(store.evicts for store in stores)  # rows never leave DRAM
         self.in_place, self.ahead = (1.0, 1.0) if 4 * self.width >= WIDE else (IN_PLACE, AHEAD)
         if not self.stays:
@@ -71,7 +72,7 @@ class Way:
         self._core: Any = self._native() if self.up is not None and not tier.frozen else None
         self.raised = self.lowered = 0  # rows on their way so far, for a trace: threads beside each other may lose some
         self._nothing = torch.empty(0, self.width, dtype=torch.float32, device=tier.device)
-        self._reads: deque[tuple[Any, Tensor | None, Tensor]] = deque()  # until an event, `up` reads these
+        self._reads: deque[tuple[Any, Tensor, Tensor]] = deque()  # until an event, `up` reads these
 
     def reading(self, count: int, ahead: bool = False) -> int:
         """How many of so many rows are to be read in place; none where the GPU cannot reach them."""
@@ -84,28 +85,46 @@ class Way:
     ) -> Tensor | None:
         """Find rows of keys (None: places know) and have them come, the first ones read in place. Returns the others,
         on their way on the stream `up`; None if a row is not there and the whole must be."""
-        incoming, absent = self._raise(places, keys, first, into, whole, land=False)
+        first = 0 if into is None else first
+        count, begin, absent = places.slots.numel(), 0, 0
+        incoming = self._incoming(count - first)
+        while begin < count and not (absent and whole):
+            end = min(count, max(begin, first) + self.most)
+            some, known = places.part(begin, end), None if keys is None else keys[begin:end]
+            room = incoming[max(begin, first) - first : end - first]
+            absent += self._raise(some, known, max(0, first - begin), into if begin < first else None, whole, room)
+            begin = end
         return None if absent and whole else incoming
 
     def land_rows(self, places: Places, keys: Tensor, first: int, into: Into) -> int:
         """The same, to the end: rows into their slots, and beside them where they are below. Returns how many are not
         there; what lies in their slots then is anything."""
-        return self._raise(places, keys, first, into, whole=False, land=True)[1]
+        count = places.slots.numel()
+        if count - first <= self.most:
+            return self._raise(places, keys, first, into, False, self._incoming(count - first), land=True)
+        absent = 0
+        for begin in range(0, count, self.most):  # more than a buffer holds: part by part
+            end = min(count, begin + self.most)
+            some, early = places.apart(begin, end), (end - begin) * first // count
+            there = Into(into.source, into.slots[begin:end], into.tables[begin:end])
+            room = self._incoming(end - begin - early)
+            absent += self._raise(some, keys[begin:end], early, there, False, room, land=True)
+            places.take_part(begin, some)
+        return absent
 
     def _raise(
-        self, places: Places, keys: Tensor | None, first: int, into: Into | None, whole: bool, land: bool
-    ) -> tuple[Tensor, int]:
-        if into is None:
-            first = 0
+        self, places: Places, keys: Tensor | None, first: int, into: Into | None, whole: bool, incoming: Tensor,
+        land: bool = False,
+    ) -> int:  # fmt: skip
+        """Returns how many are not there. Those from `first` on go to `incoming`. Requires: a buffer holds them."""
         count = places.slots.numel()
         self.raised += count
-        incoming = self._incoming(count - first)
+        staged = self._staging(incoming.numel())
         if self.up is None:
-            return incoming, self._raise_plainly(places, keys, first, into, whole, land, incoming)
+            return self._raise_plainly(places, keys, first, into, whole, land, incoming, staged)
         if torch.cuda.current_stream(self.tier.device) != self.up:
             follow(self.up)
         used_on(self.up, *(into[1:] if into is not None else ()))
-        staged = self._staging(incoming.numel())
         try:
             with core_errors():
                 with stream_trace.span("gpu: rows up", self.up, "rows", rows=count, in_place=first):
@@ -117,8 +136,8 @@ class Way:
                         staged.data_ptr(), incoming.data_ptr(), whole, land, PULLS,
                     )  # fmt: skip
         finally:
-            self._reads.append((self.up.record_event(), places.block, staged))
-        return incoming, int(absent)
+            self._reads.append((self.up.record_event(), places.slots, staged))
+        return int(absent)
 
     def _incoming(self, rows: int) -> Tensor:
         """Room on the device for rows that are gathered."""
@@ -136,16 +155,14 @@ class Way:
         does not know of either, and would give them to others.
         """
         spare = torch.empty(0)
-        while self._reads and (len(self._reads) > WAITING or self._reads[0][0].query()):
+        while self._reads and (len(self._reads) >= UP or self._reads[0][0].query()):
             event, _, spare = self._reads.popleft()
             event.synchronize()
-        if spare.numel() < floats:
-            spare = torch.empty(floats * 9 // 8, dtype=torch.float32, pin_memory=True)
-        return spare
+        return spare if spare.numel() >= floats else self.ring.buffer(floats)
 
     def _raise_plainly(
         self, places: Places, keys: Tensor | None, first: int, into: Into | None, whole: bool, land: bool,
-        incoming: Tensor,
+        incoming: Tensor, staged: Tensor,
     ) -> int:  # fmt: skip
         pull, part = self._puller(), min(ROOM, cdiv(first, PULLS))
         count, absent = places.slots.numel(), 0
@@ -159,13 +176,14 @@ class Way:
             pull()
         for begin in range(first, count, self.piece):
             end = min(count, begin + self.piece)
-            rows = incoming[begin - first : end - first]
+            rows = staged[: incoming.numel()].view_as(incoming)[begin - first : end - first]
             if keys is None:
                 places.copy_rows(begin, end, rows)
             else:
                 absent += places.seek(keys, begin, end, rows)
             if absent and whole:
                 return absent
+            incoming[begin - first : end - first] = rows
         if land:
             assert into is not None and places.block is not None
             finish = move.Lander(self.tier.rows, self._beside, self.width)
@@ -219,13 +237,14 @@ class Way:
 
     def lower_rows(self, source: Source, slots: Tensor) -> Callable[[Places, int], None]:
         """Rows in `slots` (-1 is passed over) start on their way down. What this returns puts them into places, those
-        that were updated after a step."""
+        that were updated after a step. Requires: they are no more than `most`."""
         leaving = torch.empty(slots.numel(), self.width, dtype=torch.float32, device=self.tier.device)
         move.collect(source, slots, self.width, leaving)
         self.lowered += slots.numel()
+        staged = self.ring.buffer(leaving.numel())
         if self.down is None:
-            return lambda places, clean: places.lower(leaving, 0, slots.numel(), clean)
-        staged = torch.empty(leaving.shape, dtype=torch.float32, pin_memory=True)
+            rows = staged[: leaving.numel()].view_as(leaving).copy_(leaving)
+            return lambda places, clean: places.lower(rows, 0, slots.numel(), clean)
         here = torch.cuda.current_stream(self.tier.device)
         if stream_trace.on():  # the core has it wait, too: what is measured begins when the rows are collected
             follow(self.down)

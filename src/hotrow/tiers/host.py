@@ -636,6 +636,25 @@ class Places:
     counts: Tensor
     block: Tensor | None = None  # the three as one matrix, where they are
 
+    def part(self, begin: int, end: int) -> Places:
+        """Numbers `begin` to `end` of them: the same memory."""
+        if (begin, end) == (0, self.slots.numel()):
+            return self
+        bounds = [min(max(bound, begin), end) - begin for bound in self.bounds]
+        return Places(self.stores, bounds, *(of_all[begin:end] for of_all in (self.slots, self.steps, self.counts)))
+
+    def apart(self, begin: int, end: int) -> Places:
+        """Room for as many as `begin` to `end`, one matrix of its own; `take_part` brings back what was found."""
+        pinned = self.block is not None and self.block.is_pinned()
+        return HostLift(pinned).nowhere(self.stores, self.part(begin, end).bounds, end - begin)
+
+    def take_part(self, begin: int, part: Places) -> None:
+        """What was found of those from `begin` on."""
+        for ours, theirs in zip(
+            (self.slots, self.steps, self.counts), (part.slots, part.steps, part.counts), strict=True
+        ):
+            ours.numpy()[begin : begin + theirs.numel()] = theirs.numpy()
+
     def of_tables(self) -> list[tuple[HostStore, int, int]]:
         """Each table with where its rows begin and end, where it has any."""
         pairs = zip(self.stores, self.bounds, self.bounds[1:], strict=False)
