@@ -85,7 +85,7 @@ SECTIONS = {
         "window",
     ],
     "publish": ["bus", "every_steps", "every_seconds", "values", "spool", "spool_size", "memory", "heartbeat"],
-    "memory": ["dram", "hbm", "ssd"],
+    "memory": ["dram", "hbm", "ssd", "hbm_policy"],
     "checkpoints": ["folder", "every", "keep"],
     "ranks": ["timeout", "wire", "backend"],
     "output": ["path"],

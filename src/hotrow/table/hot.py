@@ -43,7 +43,7 @@ from hotrow.table.rows import TableRows
 from hotrow.table.ssd import least_bytes
 from hotrow.table.streams import follow, new_stream, on, to_device, to_host, used_on, wait_for
 from hotrow.table.way import Into, Way
-from hotrow.tiers.hbm import LEAST_SETS, HbmTier, slot_bytes
+from hotrow.tiers.hbm import LEAST_SETS, HbmTier, free_bytes, slot_bytes
 from hotrow.tiers.host import Budget, HostLift, HostStore, Places
 
 SPARE, STEP_BACK = 4, 10  # cores that the core's threads leave, and by how much these give way
@@ -61,6 +61,8 @@ class HotRows:
         self, tables: Sequence[TableRows], memory: Memory, device: torch.device, budget: Budget | None = None
     ) -> None:
         self.device, self.budget = device, budget or Budget()
+        self.fits = Fits(memory.hbm_bytes, device)
+        self.fits.check()
         if device.type == "cuda" and _core.threads() == len(os.sched_getaffinity(0)) > 4:
             # Launching, looking ahead and what waits for the device want cores at once: all others wait for them.
             _core.set_threads(_core.threads() - SPARE, nice=STEP_BACK)
@@ -91,7 +93,7 @@ class HotRows:
         self.groups = [
             Group(
                 members,
-                HbmTier(layout, [sets] * len(members), device, frozen=frozen),
+                HbmTier(layout, [sets] * len(members), device, memory.hbm_policy, frozen=frozen),
                 code,
                 Ring(Budget() if frozen else self.budget, buffer, device.type == "cuda"),
                 spoiled,
@@ -189,8 +191,12 @@ class HotRows:
             "slots": sum(tier.capacity for tier in tiers),
             "bytes": sum(tier.bytes() for tier in tiers),
             "pinned_bytes": sum(group.way.ring.bytes for group in self.groups),
-            **{name: sum(getattr(tier, name) for tier in tiers) for name in FIGURES},
+            **self.figures(),
         }
+
+    def figures(self) -> dict[str, int]:
+        """What happened so far."""
+        return {name: sum(getattr(group.tier, name) for group in self.groups) for name in FIGURES}
 
 
 def _held_below(kinds: Sequence[tuple[RowLayout, int, bool]], members: Sequence[int], sets: int) -> int:
@@ -223,6 +229,32 @@ def layout_of(rows: TableRows) -> RowLayout:
 
 Put = Callable[[Places, int], None]
 FIGURES = ("hits", "misses", "evictions", "overflows")
+
+
+class Fits:
+    """Inside it, HBM that runs out is an error which says which budget to change to what."""
+
+    def __init__(self, given: int, device: torch.device) -> None:
+        self.given, self.device = given, device
+
+    def check(self) -> None:
+        """Whether the budget is there at all."""
+        if (free := free_bytes(self.device)) < self.given:
+            raise MemoryBudgetError(
+                f"hbm={format_size(self.given)} does not fit on {self.device}, where {format_size(free)} is free; give "
+                f"hbm= at most {format_size(free * 7 / 8)} (a batch and the tower want some too), or free memory there"
+            )
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise MemoryBudgetError(
+                f"{self.device} has no room for a batch beside hbm={format_size(self.given)}: "
+                f"{str(error).split('. GPU ')[0]}. Give hbm= at most {format_size(self.given * 7 / 8)}, or smaller "
+                "batches, or a lower lookahead="
+            ) from error
 
 
 class Coming(NamedTuple):

@@ -91,7 +91,7 @@ class HotPlan:
         if hot.patience or any(group.tier.frozen for group in hot.groups):
             hot.patience = max(0, hot.patience - 1)
             return
-        with hot.lock, on(hot.ahead):
+        with hot.fits, hot.lock, on(hot.ahead):
             self._alone()
             generation = hot.generation  # first: who spoils slots from here on makes this worthless
             hot.clean_up()
@@ -118,7 +118,7 @@ class HotPlan:
                 return
             try:
                 for part in self.parts:
-                    with on(part.group.up):
+                    with hot.fits, on(part.group.up):
                         if not part.raise_rows():
                             self._staged, hot.patience = -1, PATIENCE
                 self._ready = [part.group.up.record_event() for part in self.parts if part.group.up is not None]
@@ -149,7 +149,7 @@ class HotPlan:
             for event in self._ready:
                 event.wait()
         else:
-            with self.hot.alone():
+            with self.hot.fits, self.hot.alone():
                 self._alone()
                 self._lay_out()
                 at_once = self.hot.ahead_of_turn or any(part.group.missed for part in self.parts)
@@ -217,7 +217,7 @@ class HotPlan:
         Where rows are only read, those that are in DRAM come up to stay. Lanes come here on streams of their own, one
         after the other: `turn` is when the one before has gathered.
         """
-        with self.hot.alone():
+        with self.hot.fits, self.hot.alone():
             self._alone()
             if self.hot.turn is not None:
                 self.hot.turn.wait()
@@ -261,10 +261,11 @@ class HotPlan:
         if self._reads:
             self._read(outputs)
             return
-        for part in self.parts:
-            part.gather([outputs[number] for number in part.numbers])
-        if self._arrive():
-            self.gather(outputs)
+        with self.hot.fits:
+            for part in self.parts:
+                part.gather([outputs[number] for number in part.numbers])
+            if self._arrive():
+                self.gather(outputs)
 
     def update(
         self,
@@ -275,6 +276,17 @@ class HotPlan:
         grad_scale: float,
     ) -> None:
         """Apply gradients in place. A NaN or infinity in `checked` raises, and no row has changed."""
+        with self.hot.fits:
+            self._update(gradients, checked, updates, step, grad_scale)
+
+    def _update(
+        self,
+        gradients: Sequence[Tensor | None],
+        checked: Sequence[Tensor],
+        updates: Sequence[Update],
+        step: int,
+        grad_scale: float,
+    ) -> None:
         self._arrive()
         flag = self.hot.flag.number
         for columns in sorted({matrix.shape[1] for matrix in checked}):

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotrow.config import format_size
 from hotrow.errors import MemoryBudgetError
 from hotrow.kernels.layout import RowLayout, Source
 from hotrow.kernels.sets import SetIndex
@@ -54,7 +55,8 @@ class HbmTier:
             self.steps, self.counts = beside.unbind(1)
         except torch.OutOfMemoryError as error:
             raise MemoryBudgetError(
-                f"hbm= does not fit on {device}: {str(error).split('.')[0]}. Lower hbm=, or free memory there"
+                f"hbm= does not fit on {device}: {str(error).split('.')[0]}, and {format_size(free_bytes(device))} is "
+                "free. Lower hbm= by the difference, or free memory there"
             ) from None
         # Rows whose last update is not after this step are below as they are here: all, where they are only read.
         self.clean = LAST_STEP if frozen else 0
@@ -157,6 +159,14 @@ class HbmTier:
     def bytes(self) -> int:
         """HBM held."""
         return self.capacity * slot_bytes(self.layout)
+
+
+def free_bytes(device: torch.device) -> int:
+    """HBM that could be taken now, with what torch keeps for itself. Where there is none, there is no limit."""
+    if device.type != "cuda":
+        return 1 << 62
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def slot_bytes(layout: RowLayout) -> int:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from hotrow.config import in_units
 from hotrow.train.stages import brief
 
-SHOWN = ("logloss", "auc", "window auc")
+SHOWN = ("logloss", "auc", "window auc", "hbm hits")
 
 
 def human(count: float) -> str:

@@ -35,8 +35,9 @@ class Report:
 
     `metrics` are those of the last epoch, with what an interrupted run had seen of it before it was resumed. `stages`
     says what each stage of the pipeline did: seconds busy and waiting, bytes, share of the time. `windows` are the
-    points of progressive validation (`Trainer(window=)`). With ranks, all of it is the whole job's, the same on every
-    rank but for `seconds` and `saves`.
+    points of progressive validation (`Trainer(window=)`). `hbm` says what the cache in GPU memory did, where there is
+    one: hits and misses in ids, evictions and overflows in rows (docs/hbm.md). With ranks, all of it is the whole
+    job's, the same on every rank but for `seconds`, `saves` and `hbm`.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -51,6 +52,7 @@ class Report:
     resumed_from: int | None = None
     stages: list[StageReport] = field(default_factory=list, repr=False)
     windows: list[Window] = field(default_factory=list, repr=False)
+    hbm: dict[str, int] = field(default_factory=dict)
 
     @property
     def examples_per_second(self) -> float:

@@ -1,4 +1,5 @@
-"""What moves between the tiers, on a trace: curves of rows and bytes a second, and what the GPU's streams did.
+"""What moves between the tiers, on a trace: curves of rows and bytes a second, and what the GPU's streams did; and what
+the cache in HBM did in a run.
 
 Between DRAM and SSD, and between HBM and DRAM; beside them what the DRAM budget holds, and how many ids HBM had.
 """
@@ -69,3 +70,26 @@ class Traffic:
             "ssd: bytes read": sum(tier["bytes_read"] for tier in tiers),
             "ssd: bytes written": sum(tier["bytes_written"] for tier in tiers),
         }
+
+
+class Hbm:
+    """Hits, misses, evictions and overflows of the cache in HBM since this was made; nothing without one."""
+
+    def __init__(self, embeddings: EmbeddingCollection) -> None:
+        self.embeddings = embeddings
+        self._first = self.totals
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Since the collection was made."""
+        hot = self.embeddings.hot
+        return {} if hot is None else hot.figures()
+
+    def so_far(self) -> dict[str, int]:
+        """Since this was made."""
+        return {name: count - self._first[name] for name, count in self.totals.items()}
+
+
+def hit_rate(figures: dict[str, int]) -> float:
+    """The share of ids whose rows were in HBM."""
+    return figures["hits"] / max(1, figures["hits"] + figures["misses"])

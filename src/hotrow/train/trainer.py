@@ -45,7 +45,7 @@ from hotrow.train.saving import capture
 from hotrow.train.stages import Stages
 from hotrow.train.team import Team
 from hotrow.train.tensorboard import open_writer
-from hotrow.train.traffic import Traffic
+from hotrow.train.traffic import Hbm, Traffic, hit_rate
 from hotrow.train.windows import Windows
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -192,6 +192,7 @@ class Trainer:
         self._interrupts = Interrupts(ends)
         seen = 0 if self.windows is None else len(self.windows.points)
         running = trace.recording(self.trace) if self.team is None else self.team.running(self.trace)
+        hbm = Hbm(self.model.embeddings)
         with running, Traffic(self.model.embeddings) as traffic, self._interrupts, view:
             while not self._stops(steps):
                 with closing(self._batches(source, steps, stages)) as batches:
@@ -212,7 +213,7 @@ class Trainer:
                 self.metrics.reset()
             self._reduce(report)
             report.seconds = time.perf_counter() - start
-            report.stages = stages.report(report.seconds)
+            report.stages, report.hbm = stages.report(report.seconds), hbm.so_far()
             if self.team is not None:
                 report.stages = self.team.stages(report.stages)
             if self.publisher is not None:
@@ -226,6 +227,8 @@ class Trainer:
             self.saver.wait()
         report.steps, report.cursor, report.saves = self.steps - first, self.cursor, self.saver.reports[saves:]
         self._log("train", report.metrics)
+        if report.hbm:
+            self._log("hbm", report.hbm | {"hit rate": hit_rate(report.hbm)})
         return report
 
     def evaluate(self, source: Source, *, steps: int | None = None, progress: bool = True) -> dict[str, float]:
@@ -378,6 +381,8 @@ class Trainer:
         metrics, running = report.metrics or self.metrics.compute(), self.saver.running
         if self.windows is not None and self.windows.points:
             metrics = metrics | {"window auc": self.windows.points[-1].auc}
+        if figures := Hbm(self.model.embeddings).totals:
+            metrics = metrics | {"hbm hits": hit_rate(figures)}
         ids, whose = (report.ids, "") if report.metrics else self._of_one(report.ids)  # at the end: of all ranks
         view.update(report.examples, ids, metrics, running, stages.utilisation(), whose)
 
