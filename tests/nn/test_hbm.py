@@ -28,6 +28,8 @@ from hotrow.batch import Jagged, KeyedBatch
 from hotrow.config import Memory
 from hotrow.data import Cursor
 from hotrow.errors import GradientError, MemoryBudgetError, OptionError, StorageError
+from hotrow.kernels import reference
+from hotrow.kernels.sets import WAYS
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Admission, Expiry, Lookup, Table
 from hotrow.table.asking import Answer, Asker
@@ -174,6 +176,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_a_run_equals_the_cpu_to_rounding(device: str) -> None:
     (cpu, by_cpu), (gpu, by_gpu) = fitted(trainer_of(None)), roomy_run(device)
     reports = [by_cpu, by_gpu]
+    for a, b in [(by_cpu.metrics, by_gpu.metrics), (by_cpu.evaluations[-1][1], by_gpu.evaluations[-1][1])]:
+        assert a["auc"] == pytest.approx(b["auc"], abs=1e-3) and a["logloss"] == pytest.approx(b["logloss"], abs=1e-5)
     torch.testing.assert_close(torch.tensor(reports[0].losses), torch.tensor(reports[1].losses))
     a, b = rows_of(cpu), rows_of(gpu)
     for name in a:
@@ -193,8 +197,10 @@ def test_every_budget_gives_the_same_bits(
     assert all(bool(group.way.in_place) == (not ssd) for group in tight.model.embeddings.hot.groups)
     assert in_roomy.losses == in_tight.losses
     assert in_roomy.evaluations == in_tight.evaluations and in_roomy.evaluations
-    assert figures(roomy)["evictions"] == 0 and figures(roomy)["overflows"] == 0
+    assert in_roomy.hbm["evictions"] == in_roomy.hbm["overflows"] == 0 and in_roomy.hbm["hits"] > 0
     assert figures(tight)["evictions"] > 10 and figures(tight)["overflows"] > 10
+    assert in_tight.hbm == {name: figures(tight)[name] for name in in_tight.hbm}
+    assert in_tight.hbm["hits"] + in_tight.hbm["misses"] >= in_tight.ids
     assert bool(asked) == (accumulate == 1)  # a step over two batches has other sizes in between
     assert_same(roomy, tight)
 
@@ -288,6 +294,26 @@ def test_hbm_stays_inside_its_budget(device: str) -> None:
     trainer.fit(Clicks(20, size=4096, keys=500_000), progress=False)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - before <= 260 << 20  # with the tower and the last batch
+
+
+@pytest.mark.gpu
+def test_hbm_stays_inside_its_budget_and_scratch_with_batches_ahead(device: str) -> None:
+    """The scratch is what docs/hbm.md says: a batch's ids and missing rows, for each batch in flight."""
+    if device != "cuda":
+        pytest.skip("needs a CUDA device")
+    size, lookahead, hbm = 4096, 3, 64 << 20
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    trainer = trainer_of(Memory(hbm=hbm), device)
+    trainer.lookahead = lookahead
+    clicks = Clicks(30, size=size, keys=400_000)
+    trainer.fit(clicks, epochs=2, progress=False)
+    torch.cuda.synchronize()
+    ids = clicks.all[0].id_count()
+    widest = max(group.width for group in trainer.model.embeddings.hot.groups)  # type: ignore[union-attr]
+    scratch = (lookahead + 2) * ids * (200 + 2 * 4 * widest) + ids * 8 * 32 + (16 << 20)
+    assert torch.cuda.max_memory_allocated() - before <= hbm + scratch
 
 
 def test_many_rows_come_down_a_few_at_a_time(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -787,3 +813,54 @@ def test_rows_pass_through_memory_that_is_part_of_dram(
     with_it, budget = embeddings.budget.used, embeddings.budget
     del embeddings, lookup
     assert budget.used <= with_it - pinned
+
+
+def test_a_budget_that_the_device_does_not_have_is_refused_with_one_that_it_has(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotrow.table.hot.free_bytes", lambda device: 1 << 20)
+    with pytest.raises(MemoryBudgetError, match=r"hbm=2\.0 MiB does not fit .* give hbm= at most 896\.0 KiB"):
+        one_table(Memory(hbm="2MiB"), device)
+    one_table(Memory(hbm="896KiB"), device)
+
+
+@pytest.mark.parametrize("where", ["compact_keys", "gather", "update"])
+def test_hbm_that_runs_out_says_which_budget_to_change(
+    device: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embeddings = one_table(Memory(hbm="64KiB"), device)
+    train_on(embeddings, MANY)
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a capacity of 139 GiB")
+
+    monkeypatch.setattr(f"hotrow.table.hot_part.{where}", full)
+    with pytest.raises(MemoryBudgetError, match=r"beside hbm=64\.0 KiB: .*2\.00 GiB\. Give hbm= at most 56\.0 KiB"):
+        train_on(embeddings, MANY + 5)
+
+
+EXTREMES = torch.tensor([-(2**63), 2**63 - 1, -1, 0, 1, -(2**63) + 1, 2**63 - 2, -(2**32), 2**32, 2**31, -(2**31)])
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lru"])
+def test_keys_of_all_kinds_and_batches_of_all_sizes_train_as_without_a_cache(device: str, policy: str) -> None:
+    """Nothing, one, the ends of int64, and keys that all want the same two sets of a cache that has more."""
+    embeddings = one_table(Memory(hbm="4KiB", hbm_policy=policy), device)
+    plain = one_table(None, None)
+    assert embeddings.hot is not None
+    index = embeddings.hot.groups[0].tier.index
+    assert index.capacity > 80
+    keys = torch.arange(-20_000, 20_000)
+    one, other = (
+        of(reference.hash_key(keys), torch.tensor(0), torch.tensor(index.counts[0]))
+        for of in (reference.set_of, reference.second_set_of)
+    )
+    crowd = keys[(one == one[0]) & (other == other[0])][:40]
+    assert crowd.numel() == 40 > 2 * WAYS
+    none = torch.zeros(0, dtype=torch.int64)
+    for some in (none, EXTREMES, EXTREMES[:1], crowd, EXTREMES.flip(0), none, crowd[:1], torch.cat([crowd, EXTREMES])):
+        for each in (embeddings, plain):
+            train_on(each, some)
+    everything = torch.cat([crowd, EXTREMES])
+    assert torch.equal(embeddings.table("u").read(everything), plain.table("u").read(everything))
+    assert figures_of(embeddings)["overflows"] > 0
