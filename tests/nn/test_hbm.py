@@ -7,8 +7,8 @@ on the device with larger ones.
 from __future__ import annotations
 
 import functools
-import json
 import gc
+import json
 import os
 import re
 import threading
@@ -551,6 +551,8 @@ def test_what_moves_between_hbm_and_dram_is_drawn_on_a_trace(
     assert "hbm: rows without room" in curves
     tracks = {event["cat"] for event in events if event["ph"] == "X"}
     assert {"gpu: rows up", "gpu: rows down", "gpu: compute"} <= tracks or device == "cpu"
+
+
 def batch(keys: Tensor) -> KeyedBatch:
     return KeyedBatch({"u": Jagged(keys)})
 

@@ -29,7 +29,7 @@ from hotrow.kernels.launch import power_of_2
 from hotrow.tiers.host import Budget
 
 UP, DOWN = 4, 4  # buffers of a way: batches whose rows come, and those that go (the last one is just being let go)
-LEAST, MOST = 4 << 10, 64 << 20  # bytes of one
+LEAST, MOST = 4 << 10, 256 << 20  # bytes of one; a step of W-gpu-cached with Adam sends 206 MB down
 SHARE = 8  # of dram= that all together may take, where that is enough for LEAST
 
 
