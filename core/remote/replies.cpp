@@ -21,8 +21,8 @@ const char* take_number(const char* at, const char* end, int64_t& number) {
   at += negative;
   number = 0;
   for (; at < end && *at >= '0' && *at <= '9'; ++at) {
-    if (at - start > 18) not_redis(start, end);
-    number = number * 10 + (*at - '0');
+    if (__builtin_mul_overflow(number, int64_t{10}, &number) || __builtin_add_overflow(number, *at - '0', &number))
+      not_redis(start, end);
   }
   if (end - at < 2) return nullptr;
   if (at == start + negative || at[0] != '\r' || at[1] != '\n') not_redis(start, end);
