@@ -44,6 +44,7 @@ from hotrow.parallel.watch import ASYNC_ERRORS, Watch
 WIRES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Result = TypeVar("Result")
 PATIENT_SECONDS = 6 * 3600.0
+COPY_BYTES = 4 << 20  # of rank 0's tensors in one exchange: every rank has room for as many of each
 _joined: Ranks | None = None
 
 
@@ -161,14 +162,15 @@ class Ranks:
         everyones = self.rows.gather_numbers(number is not None, number or 0)
         return max((value for has, value in everyones if has), default=None)
 
-    def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Tensors become rank 0's."""
-        for tensor in tensors:
-            if tensor.numel():
-                flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu()
-                first = self.patient.all_gather(flat)[0]
-                with torch.no_grad():
-                    tensor.copy_(first.view(tensor.dtype).view(tensor.shape))
+    def copy_from_first(self, tensors: Sequence[Tensor], channel: str = "patient") -> None:
+        """Tensors become rank 0's. Small ones travel together; Gloo carries them, whatever device they are on."""
+        carrier = self.patient if self.channel(channel).carries_gpu else self.channel(channel)
+        for group in _joined_up_to(COPY_BYTES, tensors):
+            flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8).cpu() for tensor in group])
+            first = carrier.all_gather(flat)[0].split([tensor.nbytes for tensor in group])
+            with torch.no_grad():
+                for tensor, part in zip(group, first, strict=True):
+                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # its own, for the alignment
 
     def last_words(self, error: BaseException) -> None:
         """Tell the others why this rank ends."""
@@ -376,6 +378,22 @@ def _quietly_leave() -> None:
         _joined._close()
         with suppress(Exception):
             dist.destroy_process_group()
+
+
+def _joined_up_to(limit: int, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Groups of at most so many bytes, without empty tensors; one beyond that is alone."""
+    groups: list[list[Tensor]] = []
+    size = 0
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        if groups and size + tensor.nbytes <= limit:
+            groups[-1].append(tensor)
+            size += tensor.nbytes
+        else:
+            groups.append([tensor])
+            size = tensor.nbytes
+    return groups
 
 
 def _error_named(kind: str) -> type[HotRowError]:

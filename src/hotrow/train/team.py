@@ -68,7 +68,7 @@ class Team:
     def reduce_dense(self) -> None:
         """Dense gradients become the sums over all ranks; what is not a parameter becomes rank 0's."""
         self.dense.finish()
-        self.ranks.copy_from_first([b for b in self.tower.buffers() if b.is_floating_point()])
+        self.ranks.copy_from_first(list(self.tower.buffers()), "dense")
 
     @contextmanager
     def running(self, path: Path | None) -> Iterator[None]:
