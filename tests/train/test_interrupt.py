@@ -95,6 +95,7 @@ def test_without_a_folder_ctrl_c_says_that_nothing_was_saved() -> None:
     press_ctrl_c(trainer, 3)
     with pytest.raises(KeyboardInterrupt, match="after step 3; nothing was saved: there is no checkpoints="):
         trainer.fit(clicks(), progress=False)
+    assert trainer.evaluate(clicks(), progress=False)["examples"] == clicks().examples  # it was `fit` that was to end
     trainer.fit(clicks(), cursor=trainer.cursor, progress=False)
     assert trainer.steps == 20
 

@@ -136,16 +136,21 @@ class RankPlan:
             part.update(one, whole, [updates[n] for n in part.numbers], step, grad_scale)
 
     def _agree(self, summed: Sequence[Summed]) -> list[bool]:
-        """Whether every key of all ranks had a gradient, by part. Where one is not finite on any rank, all raise."""
+        """Whether every key of all ranks had a gradient, by part. Where one is not finite on any rank, all raise.
+
+        A rank that wants to stop says so here, so that all hear of it in the same step.
+        """
         spoiled, self.ranks.spoiled = self.ranks.spoiled, False
         finite = all(one.finite for one in summed) and not spoiled
         parts = zip(summed, self.parts, strict=True)
         before = not spoiled and all(one.finite or part.overflowed for one, part in parts)
-        said = self.ranks.rows.gather_numbers(finite, before, *(one.whole for one in summed))
+        wants_to_stop = self.ranks.wants_to_stop()
+        said = self.ranks.rows.gather_numbers(finite, before, wants_to_stop, *(one.whole for one in summed))
+        self.ranks.stopping |= any(wants for _, _, wants, *_ in said)
         bad = [rank for rank, (was_finite, *_) in enumerate(said) if not was_finite]
         if bad:
             raise GradientError(self._why(bad, all(said[rank][1] for rank in bad)))
-        return [all(wholes) for wholes in zip(*(words[2:] for words in said), strict=True)]
+        return [all(wholes) for wholes in zip(*(words[3:] for words in said), strict=True)]
 
     def _why(self, bad: Sequence[int], finite_before: bool) -> str:
         """What to say of ranks that have something that is not finite, or was not when it had been rounded."""

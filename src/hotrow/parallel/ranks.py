@@ -62,6 +62,8 @@ class Ranks:
         self.owner_of = owners(world)
         self.remote_keys = 0  # unique keys of this rank's batches whose rows others own, so far
         self.spoiled = False  # something of this batch was not finite, though its gradients may be
+        self.wants_to_stop: Callable[[], bool] = lambda: False  # this rank; it is asked in every step
+        self.stopping = False  # a rank wanted to, in a step in which all have heard of it
         self._health = Health(store, rank, world, timeout, self._exchanges)
         self._watch: Watch | None = None  # where devices wait for exchanges
         self._channels: dict[str, Channel] = {}
@@ -152,6 +154,10 @@ class Ranks:
     def broadcast_json(self, value: Any) -> Any:
         """Rank 0's plain value."""
         return self.patient.gather_json(value if self.first else None)[0]
+
+    def from_first(self, what: str, work: Callable[[], Any]) -> Any:
+        """The plain value that `work` gives on rank 0; if it fails there, all raise."""
+        return self.broadcast_json(self.together(what, lambda: work() if self.first else None))
 
     def barrier(self) -> None:
         """Until all are here. May take long."""

@@ -4,6 +4,8 @@ Python raises KeyboardInterrupt wherever the training thread happens to be, whic
 and that of the dense weights. So while `fit` runs, the signal only leaves a mark, at which the loop looks when a step
 is whole. Outside of the main thread, and where a program has its own handler, nothing is installed: the signal is
 theirs. Where the source never ends, SIGTERM is how such a run is ended, and does the same; `stop` tells the source.
+
+With ranks the mark is a wish: they stop where all have heard of it (team.py).
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ class Interrupts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for number, default in self._installed.items():
             signal.signal(number, default)
+        self._asked_at = None
 
     def ask(self) -> None:
         """The same as a signal, from any thread."""

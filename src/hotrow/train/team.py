@@ -4,12 +4,16 @@ All ranks make the same calls in the same order, on the same model: that is comp
 (`agree`), and then relied upon. A step is the mean over the examples of all ranks' batches: a rank's loss is weighed by
 its share of them, so that sums over ranks are that mean. Every rank has the same tower, the same dense optimizer and
 the same bits in both; its metrics and its random state are its own, and are put together only when somebody looks.
+
+A rank never stops alone: the others would wait for it in the next exchange. Ctrl-C on one of them is a wish, which all
+hear of in the step that it falls into (`Ranks.wants_to_stop`, plan.py); all stop behind that step. Where no step is
+made, in an evaluation and at the end, they ask each other.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -40,12 +44,35 @@ class Team:
         self.ranks = ranks
         self.embeddings = trainer.model.embeddings
         ranks.agree("the trainer", describe(trainer))
+        self._fits = False
         self.tower = trainer.model.tower
         ranks.copy_from_first([*self.tower.parameters(), *self.tower.buffers()])
         self.dense = DenseGradients(trainer.parameters, ranks)
         self._sent = 0  # bytes, before the run
         # Dropout differs from rank to rank; rank 0 draws as one process would.
         torch.manual_seed(torch.initial_seed() + ranks.rank)
+
+    @contextmanager
+    def fitting(self, wants_to_stop: Callable[[], bool]) -> Iterator[None]:
+        """While `fit` runs: whether this rank wants to stop is heard by all."""
+        ranks = self.ranks
+        ranks.wants_to_stop, ranks.stopping, self._fits = wants_to_stop, False, True
+        try:
+            yield
+        finally:
+            ranks.wants_to_stop, ranks.stopping, self._fits = lambda: False, False, False
+
+    @property
+    def stopping(self) -> bool:
+        """Whether all stop here: a rank wanted to, and all have heard of it."""
+        return self.ranks.stopping
+
+    def ask(self) -> bool:
+        """The same, after they have asked each other once more. All ranks call it, between two batches."""
+        if self._fits:
+            words = self.ranks.rows.gather_numbers(self.ranks.wants_to_stop())
+            self.ranks.stopping |= any(wants for (wants,) in words)
+        return self.ranks.stopping
 
     def source(self, source: Source) -> Source:
         """This rank's share of a source."""

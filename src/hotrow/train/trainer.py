@@ -192,8 +192,9 @@ class Trainer:
         self._interrupts = Interrupts(ends)
         seen = 0 if self.windows is None else len(self.windows.points)
         running = trace.recording(self.trace) if self.team is None else self.team.running(self.trace)
+        together = nullcontext() if self.team is None else self.team.fitting(lambda: self._interrupts.asked)
         hbm = Hbm(self.model.embeddings)
-        with running, Traffic(self.model.embeddings) as traffic, self._interrupts, view:
+        with running, Traffic(self.model.embeddings) as traffic, self._interrupts, together, view:
             while not self._stops(steps):
                 with closing(self._batches(source, steps, stages)) as batches:
                     for computed in batches:
@@ -220,7 +221,7 @@ class Trainer:
                 self.publisher.finish()
             if self.windows is not None:
                 report.windows = self.windows.points[seen:]
-            if self._interrupts.asked:
+            if self._asks_to_stop():
                 self._interrupted(report)
             if progress:
                 self._show(view, report, stages)
@@ -246,7 +247,7 @@ class Trainer:
         try:
             with torch.inference_mode(), ProgressView("evaluate", source.examples, progress) as view:
                 for step, (batch, _) in enumerate(source.batches()):
-                    if self._interrupts.asked or (steps is not None and step >= steps):
+                    if (steps is not None and step >= steps) or self._asks_to_stop():
                         break
                     lookup = embeddings.route(batch, ahead=False)
                     if lookup.over:
@@ -403,9 +404,18 @@ class Trainer:
             self.publisher.idle(newest + int(1000 * seconds))
 
     def _gives_up(self) -> bool:
-        """Ctrl-C ends a run between two steps; for the rest of a step's batches it waits a while, not for ever."""
+        """Ctrl-C ends a run between two steps; for the rest of a step's batches it waits a while, not for ever.
+
+        Ranks wait for them all the same: none can know whether another has them.
+        """
+        if self.team is not None:
+            return self.team.stopping
         asked = self._interrupts.seconds
         return asked is not None and (not self._waiting or asked > interrupt.PATIENCE)
+
+    def _asks_to_stop(self) -> bool:
+        """Whether Ctrl-C ends what is going on, where no step is made; ranks ask each other."""
+        return self._interrupts.asked if self.team is None else self.team.ask()
 
     def stop(self) -> None:
         """End a running `fit` as Ctrl-C does: after a whole step, with a checkpoint, by `Interrupted`. Any thread."""
@@ -424,13 +434,26 @@ class Trainer:
             )
         try:
             self.saver.wait()
-            newest = next(iter(list_checkpoints(folder)), None)
+            newest = self._newest(folder)
             if newest is None or newest.name != step_name(self.steps):
-                self.saver.check_home(folder)
+                self._together("looking for a place to save", lambda: self.saver.check_home(folder))
                 newest = self.save(notes={"interrupted": True}).path
         except HotRowError as error:
             raise Interrupted(self.steps, None, f"no checkpoint was written: {error}", report) from error
         raise Interrupted(self.steps, newest, report=report)
+
+    def _newest(self, folder: Path) -> Path | None:
+        """The newest checkpoint, as rank 0 sees it."""
+
+        def look() -> str | None:
+            return next((path.name for path in list_checkpoints(folder)), None)
+
+        name = look() if self.team is None else self.team.ranks.from_first(f"looking into {folder}", look)
+        return None if name is None else folder / name
+
+    def _together(self, what: str, work: Callable[[], None]) -> None:
+        """Work that has failed on any rank has failed on all."""
+        work() if self.team is None else self.team.ranks.together(what, work)
 
     def _commit(self, report: Report) -> None:
         """Make the step for which gradients wait; what its batches were is then part of the run."""
@@ -484,7 +507,8 @@ class Trainer:
             self.save(wait=False)
 
     def _stops(self, steps: int | None) -> bool:
-        return self._interrupts.asked or (steps is not None and self.steps - self.place.first_step >= steps)
+        stopping = self._interrupts.asked if self.team is None else self.team.stopping
+        return stopping or (steps is not None and self.steps - self.place.first_step >= steps)
 
     def _forward_backward(self, lookup: Lookup) -> tuple[Tensor, Tensor, int]:
         """Logits, loss (with ranks, what this one adds to it) and the number of examples, all ranks' together."""
