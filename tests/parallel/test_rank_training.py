@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,12 +41,14 @@ class WithSequences:
 
     def __init__(self, examples: int, batch_size: int, poison: int | None = None, keys: int = 600) -> None:
         self.clicks = hr.data.synthetic(examples=examples, batch_size=batch_size, keys=keys, shape=SHAPE)
-        self.examples, self.poison = examples, poison
+        self.examples, self.poison, self.late = examples, poison, -1
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[hr.KeyedBatch, Cursor]]:
         for number, (batch, after) in enumerate(self.clicks.batches(cursor)):
             ids = {**batch.ids, "recent": batch.ids["history"]}
             dense = batch.dense
+            if number == self.late:
+                time.sleep(0.5)
             if number == self.poison and dense is not None:
                 dense = dense * float("nan")
             yield hr.KeyedBatch(ids, dense, batch.labels, batch.time), after
@@ -194,6 +198,27 @@ def test_a_loss_that_is_nan_on_one_rank_stops_all_at_the_same_step(crew: Crew) -
     for message, stopped in crew.run(poisoned, batch):
         assert "NaN or infinite on rank 1;" in message
         assert stopped
+
+
+def poisoned_while_others_are_ahead(ranks: hr.Ranks, batch: int) -> tuple[float, list[str]]:
+    """The same while rank 0 is late to read the batch after it, which the others have begun to route."""
+    trainer, source = make(ranks), WithSequences(320, 16, poison=batch)
+    if ranks.first:
+        source.late = (batch // ranks.world + 1) * ranks.world
+    start = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(hr.GradientError):
+        warnings.simplefilter("always")
+        trainer.fit(source, progress=False)
+    return time.monotonic() - start, [str(w.message) for w in caught]
+
+
+def test_ranks_that_raise_at_the_same_step_leave_no_route_behind(crew: Crew) -> None:
+    """A rank would wait for ten seconds for its thread, and the next run would meet the route that was left over."""
+    for seconds, said in crew.run(poisoned_while_others_are_ahead, 2 * crew.world + 1):
+        assert seconds < 9
+        assert said == []
+    work = (320, 16, {}, {})
+    assert crew.run(train_with, *work) == crew.run(train_with, *work)
 
 
 def too_few(ranks: hr.Ranks) -> None:

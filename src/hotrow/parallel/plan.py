@@ -148,6 +148,7 @@ class RankPlan:
         said = self.ranks.rows.gather_numbers(finite, before, wants_to_stop, *(one.whole for one in summed))
         self.ranks.stopping |= any(wants for _, _, wants, *_ in said)
         bad = [rank for rank, (was_finite, *_) in enumerate(said) if not was_finite]
+        self.ranks.failing = bool(bad)
         if bad:
             raise GradientError(self._why(bad, all(said[rank][1] for rank in bad)))
         return [all(wholes) for wholes in zip(*(words[3:] for words in said), strict=True)]

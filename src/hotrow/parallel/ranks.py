@@ -64,6 +64,7 @@ class Ranks:
         self.spoiled = False  # something of this batch was not finite, though its gradients may be
         self.wants_to_stop: Callable[[], bool] = lambda: False  # this rank; it is asked in every step
         self.stopping = False  # a rank wanted to, in a step in which all have heard of it
+        self.failing = False  # all raise an error at the same point, so that they can still end their routes together
         self._health = Health(store, rank, world, timeout, self._exchanges)
         self._watch: Watch | None = None  # where devices wait for exchanges
         self._channels: dict[str, Channel] = {}

@@ -113,13 +113,22 @@ class Pipeline:
             work = []
         with Flow(batches, clocks["read"], work, ahead.lookahead, _drop, ahead.needed, ahead.given_up) as flow:
             self.flow = flow
-            for item in self._timed(iter(flow)):
-                if item.lookup is None:
-                    self.route(item)
-                if self._over(item):
-                    break
-                yield item
+            try:
+                for item in self._timed(iter(flow)):
+                    if item.lookup is None:
+                        self.route(item)
+                    if self._over(item):
+                        break
+                    yield item
+            except GeneratorExit:
+                if not self._all_fail:
+                    raise
             self.embeddings.settle(flow.close)  # with ranks, routes that ran ahead end together
+
+    @property
+    def _all_fail(self) -> bool:
+        """Whether all ranks end here, by an error: none is left behind in a route."""
+        return self.embeddings.ranks is not None and self.embeddings.ranks.failing
 
     def _over(self, item: Travelling) -> bool:
         """Whether no rank has a batch left."""

@@ -56,7 +56,7 @@ class Team:
     def fitting(self, wants_to_stop: Callable[[], bool]) -> Iterator[None]:
         """While `fit` runs: whether this rank wants to stop is heard by all."""
         ranks = self.ranks
-        ranks.wants_to_stop, ranks.stopping, self._fits = wants_to_stop, False, True
+        ranks.wants_to_stop, ranks.stopping, ranks.failing, self._fits = wants_to_stop, False, False, True
         try:
             yield
         finally:
@@ -82,6 +82,7 @@ class Team:
         """Refuse a source that has not even one batch for every rank."""
         sizes = getattr(lookup.plan, "sizes", [1])
         if min(sizes) == 0:
+            self.ranks.failing = True
             raise OptionError(
                 f"rank {sizes.index(0)} gets no batch: the source has fewer batches than there are ranks "
                 f"({self.ranks.world}); use fewer ranks, or a smaller batch_size"

@@ -563,6 +563,8 @@ class Trainer:
             self._clip_dense()
             self.model.embeddings.step(grad_scale=1.0 / scale)
         except GradientError:
+            if self.team is not None:
+                self.team.ranks.failing = False
             self._drop_gradients()
             self.scaler.update(scale * self.scaler.get_backoff_factor())
             return
