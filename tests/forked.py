@@ -105,4 +105,8 @@ def _work(code: str, argv: list[str], log: Path, env: dict[str, str], pipes: tup
             end.close()
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     sys.argv = argv
-    exec(compile(code, "<forked>", "exec"), {"__name__": "__main__"})
+    try:
+        exec(compile(code, "<forked>", "exec"), {"__name__": "__main__"})
+    except Exception:  # as an interpreter ends: ranks say their last words so
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
