@@ -40,6 +40,7 @@ class Health:
             self._store.set_timeout(timedelta(seconds=5))
         self._stop = threading.Event()
         self._lock = threading.Lock()
+        self._explaining = threading.Lock()
         self._beats = 0
         self._beat()
         self._thread = threading.Thread(target=self._run, name="hotrow-heartbeat", daemon=True)
@@ -59,22 +60,27 @@ class Health:
             self._store.set(f"hotrow/words/{self.rank}", words[:2000])
 
     def explain(self, what: str, error: BaseException) -> RankError:
-        """What to raise when an exchange has failed."""
-        if self.broken.is_set():
-            return RankError(f"{self._me()} gives up the exchange {what!r}: {_first_line(error)}")
+        """What to raise when an exchange has failed.
+
+        Several may fail at once, on several threads, and any of them may be the one that ends the run: who comes second
+        waits for what the first has found out, and says the same.
+        """
         self.broken.set()
+        with self._explaining:
+            if self.found is None:
+                self.found = RankError(self._find(what, error))
+            return RankError(str(self.found))
+
+    def _find(self, what: str, error: BaseException) -> str:
         cure = "start the job again with --resume: it goes on from the newest checkpoint"
         try:
             found = self._look()
         except RuntimeError as unreachable:
-            self.found = RankError(
+            return (
                 f"{self._me()} lost the others in the exchange {what!r}, and the store at which ranks meet (rank 0, or "
                 f"its launcher) does not answer: {_first_line(unreachable)}; {cure}"
             )
-        else:
-            why = f"(exchange {what!r}: {_first_line(error)})"
-            self.found = RankError(f"{self._me()} stops, because {found} {why}; {cure}")
-        return self.found
+        return f"{self._me()} stops, because {found} (exchange {what!r}: {_first_line(error)}); {cure}"
 
     def spoken(self) -> dict[int, str]:
         """The last words of other ranks."""
