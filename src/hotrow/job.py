@@ -24,6 +24,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +197,8 @@ def build_job(values: Mapping[str, Any]) -> Job:
     train, saves = dict(values.get("train", {})), dict(values.get("checkpoints", {}))
     if saves and "folder" not in saves:
         raise OptionError('[checkpoints] needs folder=, such as folder = "runs/ctr"')
-    source, test = _sources(dict(values.get("data", {})), saves.get("folder"))
-    names, dense = _shape(source)
-    if "ray" in values.get("data", {}):
-        chosen = _ray_options(values["data"]["ray"])
-        source, test = data.on_ray(source, **chosen), None if test is None else data.on_ray(test, **chosen)
+    begin = partial(_open, dict(values.get("data", {})), saves.get("folder"))
+    source, test, (names, dense) = begin() if ranks is None else ranks.together("opening the data", begin)
     embeddings = _embeddings(values, names, ranks)
     record = {"tower": values.get("tower", {}), "dense_features": dense}
     tower = build_recorded_tower(record, embeddings)
@@ -229,6 +227,16 @@ def build_job(values: Mapping[str, Any]) -> Job:
         train.get("evaluate_every"),
         values.get("output", {}).get("path") or saves.get("folder"),
     )
+
+
+def _open(options: dict[str, Any], home: str | None) -> tuple[Source, Source | None, tuple[list[str], int]]:
+    """The sources of a job, on Ray where it says so, and what the first one's batches look like."""
+    source, test = _sources(options, home)
+    shape = _shape(source)
+    if "ray" in options:
+        chosen = _ray_options(options["ray"])
+        source, test = data.on_ray(source, **chosen), None if test is None else data.on_ray(test, **chosen)
+    return source, test, shape
 
 
 def _shape(source: Source) -> tuple[list[str], int]:

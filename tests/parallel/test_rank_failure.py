@@ -43,8 +43,8 @@ def train(home: Path, jobs: Sequence[Path], worlds: Sequence[int] = (2, 2)) -> L
     return Launched(begin, worlds)
 
 
-def run(home: Path, code: str) -> Launched:
-    return Launched(lambda rank, env: forked.python(code, log=home / f"rank-{rank}.log", env=env))
+def run(home: Path, code: str, *arguments: str) -> Launched:
+    return Launched(lambda rank, env: forked.python(code, *arguments, log=home / f"rank-{rank}.log", env=env))
 
 
 def test_ranks_with_other_job_files_are_refused_on_every_rank(tmp_path: Path) -> None:
@@ -74,6 +74,47 @@ def test_a_rank_that_fails_tells_the_others_why(tmp_path: Path) -> None:
     (code, output), _ = launched.end()
     assert code == 1
     assert "rank 0 stops, because rank 1 failed: DataError: clicks.csv has no line 7" in output
+
+
+STAGES = """
+import sys
+import hotrow as hr
+from hotrow.train import pipeline, trainer as of_trainer
+from test_rank_training import WithSequences, make
+
+def fails(real):
+    calls = []
+    def work(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 5:
+            raise ValueError(f"{stage} broke")
+        return real(*arguments, **options)
+    return work
+
+stage, ranks = sys.argv[1], hr.join_ranks("gloo", timeout=60)
+trainer, source = make(ranks, sys.argv[2], checkpoint_every=1), WithSequences(40 * 32, 16)
+at = {"compute": (trainer, "_forward_backward"), "update": (trainer, "_step"), "save": (of_trainer, "capture")}
+place, name = at.get(stage, (pipeline.Pipeline, stage))
+if ranks.rank == 1 and stage == "read":
+    reads = source.batches
+    source.batches = lambda cursor=None: map(fails(lambda item: item), reads(cursor))
+elif ranks.rank == 1:
+    setattr(place, name, fails(getattr(place, name)))
+trainer.fit(source, progress=False)
+"""
+
+
+def test_an_error_of_any_stage_on_one_rank_ends_all_by_its_name(tmp_path: Path) -> None:
+    launched = {}
+    for stage in ("read", "route", "fetch", "stage", "land", "compute", "update", "save"):
+        home = tmp_path / stage
+        home.mkdir()
+        launched[stage] = run(home, STAGES, stage, str(home / "run"))
+    for stage, ranks in launched.items():
+        (code, output), (its_code, its_output) = ranks.end(60)
+        assert (code, its_code) == (1, 1), f"{stage}: {output}"
+        assert f"ValueError: {stage} broke" in its_output
+        assert f"rank 0 stops, because rank 1 failed: ValueError: {stage} broke" in output, f"{stage}: {output}"
 
 
 @pytest.mark.parametrize("dead", [0, 1])

@@ -242,7 +242,8 @@ def different(ranks: hr.Ranks, what: str) -> None:
     try:
         if odd and what == "version":
             hr.__version__ = "0.0.7"
-        hr.Trainer(hr.Recommender(embeddings, tower), accumulate=2 if odd and what == "accumulate" else 1)
+        options = {name: 3 if odd and what == name else 1 for name in ("accumulate", "lookahead")}
+        hr.Trainer(hr.Recommender(embeddings, tower), **options)
     finally:
         hr.__version__ = version
 
@@ -250,7 +251,7 @@ def different(ranks: hr.Ranks, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "named"),
     [("dim", "'dim': 8"), ("seed", "seed: 1 against 0"), ("tower", "weights"), ("version", "'0.0.7'"),
-     ("accumulate", "accumulate: 2 against 1")],
+     ("accumulate", "accumulate: 3 against 1"), ("lookahead", "lookahead: 3 against 1")],
 )  # fmt: skip
 def test_ranks_that_differ_are_an_error_on_every_rank(crew: Crew, what: str, named: str) -> None:
     for error in crew.errors(different, what):

@@ -410,10 +410,14 @@ def _error_named(kind: str) -> type[HotRowError]:
 
 def _short(value: Any, other: Any) -> str:
     """A value for a message: of two long dicts or lists only what differs."""
+    return repr(_differing(value, other))[:300]
+
+
+def _differing(value: Any, other: Any) -> Any:
+    """What of a value is not the same in the other; names stay, to know whose it is."""
     if isinstance(value, dict) and isinstance(other, dict):
-        differing = {name: part for name, part in value.items() if part != other.get(name)}
-        return repr(differing)[:300]
+        parts = {name: part for name, part in value.items() if name == "name" or part != other.get(name)}
+        return {name: _differing(part, other.get(name)) for name, part in parts.items()}
     if isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
-        pairs = zip(value, other, strict=True)
-        return ", ".join(_short(one, two) for one, two in pairs if one != two)[:300]
-    return repr(value)[:300]
+        return [_differing(one, two) for one, two in zip(value, other, strict=True) if one != two]
+    return value

@@ -142,12 +142,15 @@ class Checkpoint:
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a checkpoint's manifest and check it; a folder of checkpoints gives its newest."""
-    folder = Path(path)
-    if not (folder / MANIFEST).exists():
-        inside = list_checkpoints(folder)
-        if inside:
-            return open_checkpoint(inside[0])
+    folder = newest_in(Path(path))
     return Checkpoint(folder, _read_manifest(folder))
+
+
+def newest_in(folder: Path) -> Path:
+    """The newest checkpoint of a folder of them; any other folder is meant itself."""
+    if (folder / MANIFEST).exists():
+        return folder
+    return next(iter(list_checkpoints(folder)), folder)
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:

@@ -33,7 +33,16 @@ from hotrow.parallel.ranks import Ranks
 from hotrow.table import TableRows
 from hotrow.tiers.host import SHARDS, core_errors, floats_of
 from hotrow.train import packing
-from hotrow.train.checkpoint import DENSE, OPTIMIZER, STATE, Checkpoint, Part, list_checkpoints, open_checkpoint
+from hotrow.train.checkpoint import (
+    DENSE,
+    OPTIMIZER,
+    STATE,
+    Checkpoint,
+    Part,
+    list_checkpoints,
+    newest_in,
+    open_checkpoint,
+)
 from hotrow.train.metrics import Metrics
 from hotrow.train.place import Place
 
@@ -66,6 +75,8 @@ def load(
     Rows are read twice: first to compare their checksums, so that a damaged block changes nothing.
     """
     ranks = trainer.model.embeddings.ranks
+    if ranks is not None:  # the newest is the one that rank 0 sees: another may see it a moment later
+        path = path / ranks.from_first(f"looking into {path}", lambda: newest_in(path).relative_to(path).as_posix())
 
     def look() -> tuple[Checkpoint, list[tuple[str, TableRows]], Contents | None]:
         checkpoint, contents = open_checkpoint(path), None
@@ -82,6 +93,8 @@ def load(
         return checkpoint, pairs, contents
 
     checkpoint, pairs, contents = _all(ranks, f"reading {path}", look)
+    if ranks is not None:
+        ranks.agree(f"what is in {path}", {"checksum": checkpoint.manifest["checksum"]})
     if contents is not None:
         _all(ranks, f"loading {path}", lambda: apply(trainer, checkpoint, pairs, contents))
     else:
@@ -100,9 +113,13 @@ def resume(trainer: Trainer, folder: Path, features: FeatureSpec | None) -> Chec
     """Read the newest valid checkpoint of a folder into the trainer; None if the folder has no checkpoint at all."""
     faults = []
     ranks = trainer.model.embeddings.ranks
-    paths = list_checkpoints(folder)
-    if ranks is not None:
-        paths = [folder / name for name in ranks.broadcast_json([path.name for path in paths])]
+
+    def names() -> list[str]:
+        return [path.name for path in list_checkpoints(folder)]
+
+    paths = [
+        folder / name for name in (names() if ranks is None else ranks.from_first(f"looking into {folder}", names))
+    ]
 
     def look(path: Path) -> tuple[Checkpoint, Contents]:
         checkpoint = open_checkpoint(path)

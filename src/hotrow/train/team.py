@@ -12,6 +12,7 @@ made, in an evaluation and at the end, they ask each other.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from torch import Tensor
 from hotrow import trace
 from hotrow.data import Source
 from hotrow.errors import OptionError
+from hotrow.features import FeatureSpec
 from hotrow.parallel.data import RankSource
 from hotrow.parallel.dense import DenseGradients
 from hotrow.parallel.ranks import Ranks
@@ -73,6 +75,13 @@ class Team:
             words = self.ranks.rows.gather_numbers(self.ranks.wants_to_stop())
             self.ranks.stopping |= any(wants for (wants,) in words)
         return self.ranks.stopping
+
+    def compare_fit(self, source: Source, options: dict[str, Any]) -> None:
+        """Refuse a call of `fit` that is not the same on every rank: they would end at different steps, or learn from
+        other keys."""
+        spec = getattr(source, "features", None)
+        features = json.loads(spec.to_json()) if isinstance(spec, FeatureSpec) else None
+        self.ranks.agree("the call of fit", {**options, "the source's feature spec": features})
 
     def source(self, source: Source) -> Source:
         """This rank's share of a source."""
@@ -165,6 +174,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         else [type(optimizer).__name__, {name: repr(value) for name, value in optimizer.defaults.items()}],
         "precision": trainer.precision,
         "accumulate": trainer.accumulate,
+        "lookahead": trainer.lookahead,
         "clip_dense_norm": trainer.clip_dense_norm,
         "checkpoints": None if trainer.checkpoints is None else str(trainer.checkpoints),
         "checkpoint_every": trainer.checkpoint_every,

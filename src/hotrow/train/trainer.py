@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -177,6 +178,10 @@ class Trainer:
         valid checkpoint is loaded and the run that made it goes on, as if it had never stopped: `steps` and `epochs`
         count from its start. Without a checkpoint it begins here.
         """
+        if self.team is not None:
+            given = {"steps": steps, "epochs": epochs, "cursor": cursor, "resume": resume}
+            given |= {"evaluate": evaluate is not None, "evaluate_every": evaluate_every}
+            self.team.compare_fit(source, given)
         if epochs < 1:
             raise OptionError(f"epochs={epochs}: give a whole number of passes, 1 or more")
         report = Report(resumed_from=self._begin(source, cursor, resume))
@@ -343,7 +348,7 @@ class Trainer:
             raise OptionError("resume=True does not know from where: give the Trainer checkpoints='checkpoints/'")
         if self.checkpoints is not None and self.checkpoint_every is not None:
             if not resume:
-                self.saver.check_home(self.checkpoints)
+                self._check_home(self.checkpoints)
             open_logs(self.model.embeddings, self.checkpoints)
         checkpoint = None
         if resume and self.checkpoints is not None:
@@ -436,7 +441,7 @@ class Trainer:
             self.saver.wait()
             newest = self._newest(folder)
             if newest is None or newest.name != step_name(self.steps):
-                self._together("looking for a place to save", lambda: self.saver.check_home(folder))
+                self._check_home(folder)
                 newest = self.save(notes={"interrupted": True}).path
         except HotRowError as error:
             raise Interrupted(self.steps, None, f"no checkpoint was written: {error}", report) from error
@@ -451,9 +456,10 @@ class Trainer:
         name = look() if self.team is None else self.team.ranks.from_first(f"looking into {folder}", look)
         return None if name is None else folder / name
 
-    def _together(self, what: str, work: Callable[[], None]) -> None:
-        """Work that has failed on any rank has failed on all."""
-        work() if self.team is None else self.team.ranks.together(what, work)
+    def _check_home(self, folder: Path) -> None:
+        """Refuse to mix this run's checkpoints with another's; where one rank must, all do."""
+        check = partial(self.saver.check_home, folder)
+        check() if self.team is None else self.team.ranks.together(f"looking into {folder}", check)
 
     def _commit(self, report: Report) -> None:
         """Make the step for which gradients wait; what its batches were is then part of the run."""
