@@ -170,7 +170,8 @@ TEST(sought_rows_are_the_ones_each_table_finds) {
     testing::WithThreads with(threads);
     Lot lot = some_lot(random, tables, keys);
     for (int64_t& key : lot.keys)
-      if (random.below(3) == 0) key = random.key(50) * 7919 + 1;  // nobody's, and often the same
+      if (random.below(3) == 0)  // nobody's, and often the same
+        key = static_cast<int64_t>(static_cast<uint64_t>(random.key(50)) * 7919 + 1);
     const size_t absent = lot.seek();
     size_t expected = 0;
     for (size_t i = 0; i < lot.size(); ++i) {

@@ -171,7 +171,7 @@ class Ranks:
 
     def copy_from_first(self, tensors: Sequence[Tensor], channel: str = "patient") -> None:
         """Tensors become rank 0's. Small ones travel together; Gloo carries them, whatever device they are on."""
-        carrier = self.patient if self.channel(channel).carries_gpu else self.channel(channel)
+        carrier = self.channel(channel)
         for group in _joined_up_to(COPY_BYTES, tensors):
             flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8).cpu() for tensor in group])
             first = carrier.all_gather(flat)[0].split([tensor.nbytes for tensor in group])
