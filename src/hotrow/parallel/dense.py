@@ -7,7 +7,8 @@ was not interrupted.
 A bucket's sum is a reduce-scatter and an all-gather, made of an all-to-all: rank r gets everybody's r-th piece, adds
 them up in rank order and gives the sum to all. It is as many bytes as a ring's all-reduce, the order of additions is
 the ranks' order for every backend and size, and every rank has the same bits. The first half begins when the bucket's
-last gradient is there (a hook of the parameter), the second when backward is done.
+last gradient is there (a hook of the parameter), the second right behind the first half of the next bucket, when its
+own has mostly come; so what is left when backward is done is the last bucket.
 
 A parameter without a gradient (an unused part of a tower, an empty batch) takes part with zeros and a mark; where no
 rank has one, it has none afterwards.
@@ -24,7 +25,7 @@ from torch import Tensor
 from hotrow.parallel.exchange import Exchange
 from hotrow.parallel.ranks import Ranks
 
-BUCKET_BYTES = 4 << 20
+BUCKET_BYTES = 1 << 20  # what the last bucket has is waited for; 4 MiB left 24 ms of a step of 330 without overlap
 
 
 class DenseGradients:
@@ -49,13 +50,11 @@ class DenseGradients:
         """Gradients become the sums over all ranks. All ranks call it, once a step."""
         while self._begun < len(self.buckets):
             self._begin_next()
-        gathers = []
+        for bucket in self.buckets[-1:]:
+            self._give_sum(bucket)
         for bucket in self.buckets:
             assert bucket.exchange is not None
-            total = bucket.add_up(bucket.exchange.wait())
-            gathers.append(self.ranks.dense.begin_all_gather(total, bucket.sums, "sums"))
-        for bucket, gather in zip(self.buckets, gathers, strict=True):
-            bucket.unpack(gather.wait())
+            bucket.unpack(bucket.exchange.wait())
         self._armed, self._begun = False, 0
 
     def _ready(self, number: int) -> None:
@@ -71,6 +70,13 @@ class DenseGradients:
         size = [bucket.piece] * self.ranks.world
         bucket.exchange = self.ranks.dense.begin_all_to_all(bucket.pack(), size, size, bucket.came, "gradients")
         self._begun += 1
+        if self._begun > 1:
+            self._give_sum(self.buckets[self._begun - 2])
+
+    def _give_sum(self, bucket: Bucket) -> None:
+        assert bucket.exchange is not None
+        total = bucket.add_up(bucket.exchange.wait())
+        bucket.exchange = self.ranks.dense.begin_all_gather(total, bucket.sums, "sums")
 
 
 @dataclass

@@ -35,7 +35,7 @@ from hotrow import trace
 from hotrow.parallel.health import Health, Hearts
 from hotrow.parallel.watch import Watch
 
-LOOK_SECONDS = 0.002  # on a patient channel, rising to a hundred times that
+LOOK_SECONDS, LONGEST_LOOK = 0.0001, 0.2  # between two looks on a patient channel: at first, and when it takes long
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
 
 
@@ -84,7 +84,7 @@ class Exchange:
                 raise RuntimeError("another exchange of this rank has failed")
             hearts.check()
             time.sleep(pause)
-            pause = min(2 * pause, 100 * LOOK_SECONDS)
+            pause = min(2 * pause, LONGEST_LOOK)
 
 
 class Shown:
