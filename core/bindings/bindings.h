@@ -37,5 +37,6 @@ void bind_ranks(nb::class_<Plan>& plan);
 void bind_remote(nb::module_& m);
 void bind_rooms(nb::module_& m);
 void bind_ways(nb::module_& m);
+void bind_exchange(nb::module_& m);
 
 }  // namespace hotrow::bindings

@@ -10,4 +10,5 @@ NB_MODULE(_core, m) {
   hotrow::bindings::bind_remote(m);
   hotrow::bindings::bind_rooms(m);
   hotrow::bindings::bind_ways(m);
+  hotrow::bindings::bind_exchange(m);
 }

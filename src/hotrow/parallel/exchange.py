@@ -4,9 +4,11 @@ Collectives of one group must be issued in the same order by all ranks, so whate
 route thread, the training thread, dense gradients during backward, a save behind training) has a channel of its own.
 A channel is used by one thread at a time.
 
-Gloo carries CPU memory alone: tensors on a GPU are copied down and up again around it. A channel may have a second
-group, NCCL's, for what is on GPUs (`carry`; backend.py says when); what is on the CPU, as counts and keys are, goes
-over Gloo there too. One thread asks for both, in one order, so neither can wait for the other.
+Gloo carries CPU memory alone: tensors on a GPU are copied down and up again around it. Ranks of one machine exchange
+what is in CPU memory through memory that they share instead (`share`; shared.py), as far as training waits for it. A
+channel may have a second group, NCCL's, for what is on GPUs (`carry`; backend.py says when); what is on the CPU, as
+counts and keys are, goes the other way there too. One thread asks for both, in one order, so neither can wait for the
+other.
 
 An exchange that fails, because a rank died or did not come within the timeout, raises RankError with the rank's name:
 health.py finds out who it was. On a patient channel an exchange may take hours; whoever waits there looks now and then
@@ -22,6 +24,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -87,6 +90,17 @@ class Exchange:
             pause = min(2 * pause, LONGEST_LOOK)
 
 
+@dataclass(frozen=True)
+class Posted:
+    """An exchange through shared memory, as torch's work."""
+
+    channel: Channel
+    number: int
+
+    def wait(self) -> None:
+        self.channel.take(self.number)
+
+
 class Shown:
     """An exchange on a trace. `lanes` says which of the channel's tracks are in use: where several exchanges are under
     way at once (dense gradients), each has a track of its own, so that spans of a track never overlap."""
@@ -118,10 +132,21 @@ class Channel:
         self.sent = 0  # bytes to other ranks
         self.count = 0  # exchanges begun
         self._lanes: list[bool] = []  # of a trace, in use or not
+        self._box: Any = None  # a _core.Mailbox: what is in CPU memory goes through memory that ranks share
+        self._coming: deque[tuple[int, Tensor]] = deque()  # what it will write into, by exchange
 
     def carry(self, kind: str, group: Any, watch: Watch) -> None:
         """What is on such devices goes over that group from now on, and is waited for there."""
         self.carries, self._device_group, self._watch = kind, group, watch
+
+    def share(self, box: Any) -> None:
+        """What is in CPU memory goes through that mailbox from now on."""
+        self._box = box
+
+    def close(self) -> None:
+        """Others that wait for this rank here are told that it has left."""
+        if self._box is not None:
+            self._box.close()
 
     def asking(self, arrived: Tensor) -> AbstractContextManager[None]:
         """Inside it, the host asks for what will be in `arrived`."""
@@ -150,6 +175,8 @@ class Channel:
         shown = self._show(what, (sum(to) - to[self.rank]) * width, (sum(came) - came[self.rank]) * width)
         home, send = send.device, self._at_the_wire(send)
         arrived = self._room(out, sum(came), send)
+        if self._shared(arrived):
+            return self._post(home, shown, arrived, send, list(to), list(came), same=False)
         return self._begin(home, shown, arrived, dist.all_to_all_single, arrived, send, list(came), list(to))
 
     def begin_all_gather(self, send: Tensor, out: Tensor | None = None, what: str = "values") -> Exchange:
@@ -158,6 +185,9 @@ class Channel:
         shown = self._show(what, others, others)
         home, send = send.device, self._at_the_wire(send)
         arrived = self._room(out, self.world * send.numel(), send)
+        if self._shared(arrived):
+            size = send.numel()
+            return self._post(home, shown, arrived, send, [size], [size] * self.world, same=True)
         return self._begin(home, shown, arrived, _gather, arrived, send)
 
     def all_gather(self, send: Tensor, what: str = "values") -> list[Tensor]:
@@ -181,6 +211,9 @@ class Channel:
     def _at_the_wire(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device.type == self.carries else tensor.cpu()
 
+    def _shared(self, arrived: Tensor) -> bool:
+        return self._box is not None and arrived.device.type == "cpu" != self.carries
+
     @staticmethod
     def _room(out: Tensor | None, size: int, like: Tensor) -> Tensor:
         if out is not None and out.device == like.device:
@@ -191,6 +224,29 @@ class Channel:
         """Count an exchange's bytes to and from other ranks; its span, while there is a trace."""
         self.sent += sent
         return Shown(self._lanes, self.name, what, sent, received) if trace.on() else None
+
+    def _post(
+        self, home: torch.device, shown: Shown | None, arrived: Tensor, send: Tensor, to: list[int], came: list[int],
+        same: bool,
+    ) -> Exchange:  # fmt: skip
+        self.count += 1
+        width, send = send.element_size(), send.contiguous()
+        try:
+            if self.health.broken.is_set():
+                raise RuntimeError("another exchange of this rank has failed")
+            number = self._box.begin(
+                send.data_ptr(), [width * n for n in to], same, arrived.data_ptr(), [width * n for n in came]
+            )
+        except RuntimeError as error:
+            raise self.explain(error) from error
+        self._coming.append((number, arrived))
+        return Exchange(Posted(self, number), arrived, home, self, shown)
+
+    def take(self, number: int) -> None:
+        """Wait for that exchange of the mailbox; those before it come with it."""
+        self._box.wait(number)
+        while self._coming and self._coming[0][0] <= number:
+            self._coming.popleft()
 
     def _begin(
         self, home: torch.device, shown: Shown | None, arrived: Tensor, collective: Any, *arguments: Any

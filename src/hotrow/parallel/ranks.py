@@ -39,6 +39,7 @@ from hotrow.parallel.backend import BACKENDS, check_asked, choose, has_nccl, off
 from hotrow.parallel.exchange import Channel
 from hotrow.parallel.health import Health
 from hotrow.parallel.ownership import owners, shard_range
+from hotrow.parallel.shared import share
 from hotrow.parallel.watch import ASYNC_ERRORS, Watch
 
 WIRES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -82,6 +83,7 @@ class Ranks:
         try:
             self.agree("the options of ranks", {"backend": backend, "wire": wire})
             check_asked(backend, self.patient.gather_json(has_nccl()) if backend == "nccl" else [])
+            share([self.route, self.rows, self.dense], self.patient, timeout)
         except HotRowError:
             self._health.close()
             raise
@@ -193,6 +195,8 @@ class Ranks:
             dist.destroy_process_group()
 
     def _close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
         if self._watch is not None:
             self._watch.close()
         self._health.close()
