@@ -30,14 +30,11 @@ from hotrow.bench.harness import Result, higher, lower
 from hotrow.errors import OptionError
 
 BATCHES, WARMUP = 24, 2
-STEPS = {
-    "scaling": 12,
-    "scaling_small": 120,
-}  # of a turn: what a call of `fit` begins and ends with is not what is asked
+STEPS = {"scaling": 12, "scaling_small": 120}  # of a turn: what a call of `fit` begins and ends with is not asked for
 TURNS, LEAST, MOST, NOISE = (
     7,
     3,
-    30,
+    16,
     0.05,
 )  # undisturbed turns wanted, and enough; turns at most; how fast is undisturbed
 TOWERS = {"scaling": ((512, 256), (1024, 1024, 512, 256)), "scaling_small": ((64,), (128, 64))}
