@@ -137,8 +137,11 @@ void Mailbox::connect(const std::vector<MailboxAddress>& everybody) {
     const std::string path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(descriptor);
     other.descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
     if (other.descriptor < 0) refuse("cannot open " + path);
+    const Life life = life_of(process);  // who could not be seen to live would be taken for dead later
+    if (!life.runs)
+      throw std::runtime_error("shared memory: process " + std::to_string(process) + " is not seen to run");
     other.process = process;
-    other.started = life_of(process).started;
+    other.started = life.started;
     other.open_control();
     if (other.control->token != token) throw std::runtime_error("shared memory: " + path + " is something else");
   }
