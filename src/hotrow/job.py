@@ -69,7 +69,7 @@ SECTIONS = {
         "follow",
         "flush",
     ],
-    "embeddings": ["dim", "optimizer", "initial", "seed", "pooling"],
+    "embeddings": ["dim", "dtype", "optimizer", "initial", "seed", "pooling"],
     "tower": None,
     "tables": None,
     "train": [
@@ -318,12 +318,13 @@ def _ray_options(given: Any) -> dict[str, Any]:
 
 def _embeddings(values: Mapping[str, Any], features: list[str], ranks: Ranks | None) -> EmbeddingCollection:
     options = dict(values.get("embeddings", {}))
-    dim = options.get("dim", 16)
+    dim, dtype = options.get("dim", 16), options.get("dtype", "fp32")
     initial = Initial.from_dict(options["initial"]) if "initial" in options else Initial()
-    tables = [Table.from_dict({"dim": dim, **table}) for table in values.get("tables", [])]
+    tables = [Table.from_dict({"dim": dim, "dtype": dtype, **table}) for table in values.get("tables", [])]
     placed = {feature for table in tables for feature in table.poolings}
     pooling = options.get("pooling", "sum")
-    tables += [Table(name, dim, {name: pooling}, initial) for name in features if name not in placed]
+    own = [name for name in features if name not in placed]
+    tables += [Table(name, dim, {name: pooling}, initial, dtype=dtype) for name in own]
     return EmbeddingCollection(
         tables,
         optimizer=optim.from_dict(options["optimizer"]) if "optimizer" in options else None,

@@ -15,6 +15,7 @@ from hotrow import optim
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.data import Cursor
 from hotrow.errors import BatchError, OptionError
+from hotrow.job import load_job
 from hotrow.kernels import reference
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Expiry, Table, TableRows
@@ -213,6 +214,19 @@ def test_rows_in_hbm_are_those_in_dram_bit_for_bit(dtype: str) -> None:
         for other in all_rows[1:]:
             for x, y in zip(all_rows[0], other, strict=True):
                 assert torch.equal(x, y)
+
+
+def test_a_job_file_says_the_type_for_all_tables_and_for_one(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(
+        '[data]\nsource = "synthetic"\nexamples = 2000\nkeys = 1_000_000\n[embeddings]\ndim = 4\ndtype = "bf16"\n'
+        '[[tables]]\nname = "item"\ndtype = "fp16"\n[tower]\nkind = "dlrm"\nbottom = [8]\ntop = [8]\n'
+    )
+    tables = load_job(job).trainer.model.embeddings.tables
+    assert {rows.table.name: rows.table.dtype for rows in tables} == {"item": "fp16"} | {
+        rows.table.name: "bf16" for rows in tables if rows.table.name != "item"
+    }
+    assert len(tables) > 1
 
 
 def test_types_that_cannot_be_trained_are_refused() -> None:
