@@ -11,17 +11,8 @@ from run import Options, Run, finish
 BUDGETS = {"dram": Options(ssd=False), "small": Options(dram="14MiB"), "tiny": Options(dram="11MiB")}
 
 
-QUICK = ((0, "small"), (1, "tiny"), (2, "dram"), (4, "tiny"))  # the others are soak
-
-
-@pytest.mark.parametrize(
-    ("lookahead", "budget"),
-    [
-        pytest.param(lookahead, budget, marks=() if (lookahead, budget) in QUICK else pytest.mark.soak)
-        for lookahead in (0, 1, 2, 4)
-        for budget in BUDGETS
-    ],
-)
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 4])
 def test_killed_in_the_middle_and_resumed(
     tmp_path: Path, uninterrupted: dict[str, Any], lookahead: int, budget: str
 ) -> None:
