@@ -277,39 +277,29 @@ class HotPlan:
     ) -> None:
         """Apply gradients in place. A NaN or infinity in `checked` raises, and no row has changed."""
         with self.hot.fits:
-            self._update(gradients, checked, updates, step, grad_scale)
-
-    def _update(
-        self,
-        gradients: Sequence[Tensor | None],
-        checked: Sequence[Tensor],
-        updates: Sequence[Update],
-        step: int,
-        grad_scale: float,
-    ) -> None:
-        self._arrive()
-        flag = self.hot.flag.number
-        for columns in sorted({matrix.shape[1] for matrix in checked}):
-            finite.check([matrix for matrix in checked if matrix.shape[1] == columns], flag)
-        self.hot.flag.send()
-        by_store = {id(store): u for store, u in zip(self.hot.stores, updates, strict=True)}
-        for part in self.parts:
-            part.update(
-                [gradients[number] for number in part.numbers],
-                [by_store[id(store)] for store in part.group.stores],
-                step,
-                grad_scale,
-                flag,
-            )
-        if self.hot.flag.wait():
-            flag.zero_()
-            raise GradientError(
-                "a gradient is NaN or infinite; no row was changed. Lower the learning rate, clip gradients, or find "
-                "the bad input with torch.autograd.set_detect_anomaly(True)"
-            )
-        with self.hot.lock if any(part.aside for part in self.parts) else nullcontext():
+            self._arrive()
+            flag = self.hot.flag.number
+            for columns in sorted({matrix.shape[1] for matrix in checked}):
+                finite.check([matrix for matrix in checked if matrix.shape[1] == columns], flag)
+            self.hot.flag.send()
+            by_store = {id(store): u for store, u in zip(self.hot.stores, updates, strict=True)}
             for part in self.parts:
-                part.commit()
+                part.update(
+                    [gradients[number] for number in part.numbers],
+                    [by_store[id(store)] for store in part.group.stores],
+                    step,
+                    grad_scale,
+                    flag,
+                )
+            if self.hot.flag.wait():
+                flag.zero_()
+                raise GradientError(
+                    "a gradient is NaN or infinite; no row was changed. Lower the learning rate, clip gradients, or "
+                    "find the bad input with torch.autograd.set_detect_anomaly(True)"
+                )
+            with self.hot.lock if any(part.aside for part in self.parts) else nullcontext():
+                for part in self.parts:
+                    part.commit()
 
     def release(self) -> None:
         """Let go of the rows."""
