@@ -89,8 +89,10 @@ def step(embeddings: EmbeddingCollection, keys: Tensor, gradient: Tensor) -> Non
     embeddings.step()
 
 
-def one_table(dtype: str, rule: optim.Optimizer, memory: hr.Memory | None = None, dim: int = 5) -> EmbeddingCollection:
-    return EmbeddingCollection([Table("t", dim=dim, dtype=dtype)], rule, seed=9, memory=memory, device="cpu")
+def one_table(
+    dtype: str, rule: optim.Optimizer, memory: hr.Memory | None = None, dim: int = 5, device: str = "cpu"
+) -> EmbeddingCollection:
+    return EmbeddingCollection([Table("t", dim=dim, dtype=dtype)], rule, seed=9, memory=memory, device=device)
 
 
 EVERY_KIND = torch.tensor([0, -1, 5, 2**63 - 1, -(2**63), 1 << 40])
@@ -194,15 +196,17 @@ def test_learning_in_bf16_is_as_good_as_in_fp32() -> None:
     assert aucs["fp32"] > 0.6 and abs(aucs["bf16"] - aucs["fp32"]) < 0.005
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="tests/nn/test_hbm.py runs on the device")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_in_hbm_are_those_in_dram_bit_for_bit(dtype: str) -> None:
+def test_rows_in_hbm_are_those_in_dram_bit_for_bit(dtype: str, device: str) -> None:
     """No key twice in a batch, so that the order of sums is no question; a cache that is too small for the rows."""
+    if (device == "cpu") != (os.environ.get("TRITON_INTERPRET") == "1"):
+        pytest.skip("this process interprets kernels" if device == "cuda" else "this process compiles kernels")
     memories = [None, hr.Memory(hbm="4MiB", dram="64MiB"), hr.Memory(hbm="2KiB", dram="64MiB")]
     for rule in (optim.SGD(lr=0.3), optim.Adam(lr=0.02)):
         all_rows = []
         for memory in memories:
-            embeddings = one_table(dtype, rule, memory)
+            embeddings = one_table(dtype, rule, memory, device="cpu" if memory is None else device)
             for number in range(4):
                 generator = torch.Generator().manual_seed(number)
                 keys = torch.randperm(90, generator=generator)[:30] * 7919 - 100_000
@@ -210,7 +214,7 @@ def test_rows_in_hbm_are_those_in_dram_bit_for_bit(dtype: str) -> None:
             with torch.no_grad():  # rows that the cache lacks are borrowed, unseen ones too
                 asked = torch.arange(-5, 95) * 7919 - 100_000
                 vectors = embeddings.eval()(KeyedBatch({"t": Jagged(asked)}))["t"]
-            all_rows.append([*rows_of(embeddings.tables[0]), vectors])
+            all_rows.append([*rows_of(embeddings.tables[0]), vectors.cpu()])
         for other in all_rows[1:]:
             for x, y in zip(all_rows[0], other, strict=True):
                 assert torch.equal(x, y)
