@@ -32,6 +32,7 @@ from runs import SHAPE, bits, make_trainer
 import hotrow as hr
 from hotrow import _core
 from hotrow.data.synthetic import SyntheticClicks
+from hotrow.tiers.core_errors import core_errors
 from hotrow.tiers.host import HostStore, Snapshot
 
 PHASES = ("start", "load", "step", "save")
@@ -76,7 +77,7 @@ def small_segments(patch: Callable[[type, str, Any], None] = setattr, size: int 
     """From here on, a log's segments are small, and so is the buffer before them."""
 
     def attach(store: HostStore, folder: str, evicts: bool, buffer: int = 1 << 20, lock: Any = None) -> None:
-        with hr.tiers.host.core_errors():
+        with core_errors():
             store.core.attach(folder, evicts, min(buffer, size // 4), size, lock=lock)
 
     patch(HostStore, "attach", attach)

@@ -30,7 +30,7 @@ from runs import clicks as few_clicks
 import hotrow as hr
 from hotrow import _core
 from hotrow.data import Cursor
-from hotrow.tiers.host import core_errors
+from hotrow.tiers.core_errors import core_errors
 from hotrow.train import durable
 from hotrow.train.checkpoint import list_checkpoints, open_checkpoint
 

@@ -37,7 +37,7 @@ from hotrow.table.hot import Group
 from hotrow.table.ring import DOWN, UP, Ring
 from hotrow.table.streams import Recorded
 from hotrow.table.way import Way
-from hotrow.tiers.host import Places
+from hotrow.tiers.host_lift import Places
 from hotrow.train import traffic
 from hotrow.train.report import Report
 from hotrow.train.trainer import Trainer
@@ -528,7 +528,7 @@ def test_a_fetch_that_fails_loses_no_row(device: str, seed: int, monkeypatch: py
         raise MemoryBudgetError("dram= is full")
 
     with monkeypatch.context() as patch, pytest.raises(MemoryBudgetError):
-        patch.setattr("hotrow.tiers.host.HostLift.fetch", full)
+        patch.setattr("hotrow.tiers.host_lift.HostLift.fetch", full)
         embeddings(KeyedBatch({"u": Jagged(torch.cat([others, torch.tensor([777])]))}))
     assert torch.equal(embeddings.table("u").read(keys), plain.table("u").read(keys))
 

@@ -16,7 +16,8 @@ from hotrow.errors import BatchError
 from hotrow.kernels.layout import RowLayout
 from hotrow.kernels.quantize import quantize, quantized
 from hotrow.optim import SGD
-from hotrow.tiers.host import Budget, HostPlan, HostStore, count_cold, prefetch_all
+from hotrow.tiers.host import Budget, HostStore, count_cold, prefetch_all
+from hotrow.tiers.host_plan import HostPlan
 
 DIM = 13
 VALUES = ("fp32", "fp16", "int8")

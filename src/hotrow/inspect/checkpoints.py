@@ -15,7 +15,8 @@ from hotrow import _core
 from hotrow.config import format_size
 from hotrow.errors import CheckpointError
 from hotrow.inspect.ranking import Ranking, check_name
-from hotrow.tiers.host import core_errors, floats_of
+from hotrow.tiers.core_errors import core_errors
+from hotrow.tiers.host import floats_of
 from hotrow.train.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 
 CHUNK = 65536

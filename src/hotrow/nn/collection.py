@@ -33,7 +33,8 @@ from hotrow.table import Lookup, Table, TableRows
 from hotrow.table.lookup import Layout, Merged, Plan
 from hotrow.table.remote_plan import RemotePlan, RemoteTables
 from hotrow.table.ssd import SsdFolder
-from hotrow.tiers.host import Budget, HostPlan
+from hotrow.tiers.host import Budget
+from hotrow.tiers.host_plan import HostPlan
 
 if TYPE_CHECKING:
     from hotrow.table.hot import HotRows

@@ -38,7 +38,8 @@ from hotrow.table.batch_layout import lay_out
 from hotrow.table.hot import HotRows
 from hotrow.table.hot_plan import HotPlan
 from hotrow.table.streams import follow, on, to_host, used_on
-from hotrow.tiers.host import SHARDS, HostStore, Moved, Summed, Update
+from hotrow.tiers.host import SHARDS, HostStore
+from hotrow.tiers.host_plan import Moved, Summed, Update
 
 SGD = 0  # the code of kernels/rules.py
 

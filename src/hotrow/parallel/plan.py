@@ -1,4 +1,4 @@
-"""One batch over the rows of all ranks: the calls of tiers/host.HostPlan, with exchanges between them.
+"""One batch over the rows of all ranks: the calls of tiers/host_plan.HostPlan, with exchanges between them.
 
     route    deduplicate here; deal the unique keys out to their owners, with how often each was seen
     fetch    owners find the rows that all ranks ask for
@@ -31,7 +31,8 @@ from hotrow.batch import Jagged
 from hotrow.errors import GradientError, OptionError
 from hotrow.parallel.exchange import Channel
 from hotrow.parallel.ranks import Ranks
-from hotrow.tiers.host import Block, HostPlan, HostStore, Moved, Summed, Update
+from hotrow.tiers.host import HostStore
+from hotrow.tiers.host_plan import Block, HostPlan, Moved, Summed, Update
 
 Jobs = Sequence[tuple[HostStore, Sequence[tuple[Jagged, str]]]]
 HEADER = 2  # numbers in front of a message's counts: examples, bytes of a sighting

@@ -38,7 +38,8 @@ from hotrow.errors import PublishError
 from hotrow.nn import EmbeddingCollection
 from hotrow.publish.publication import Publication, TableChange
 from hotrow.table import TableRows
-from hotrow.tiers.host import MOST, core_errors
+from hotrow.tiers.core_errors import core_errors
+from hotrow.tiers.host import MOST
 
 
 class Fresh(NamedTuple):

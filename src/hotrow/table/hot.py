@@ -44,7 +44,8 @@ from hotrow.table.ssd import least_bytes
 from hotrow.table.streams import follow, new_stream, on, to_device, to_host, used_on, wait_for
 from hotrow.table.way import Into, Way
 from hotrow.tiers.hbm import LEAST_SETS, HbmTier, free_bytes, slot_bytes
-from hotrow.tiers.host import Budget, HostLift, HostStore, Places
+from hotrow.tiers.host import Budget, HostStore
+from hotrow.tiers.host_lift import HostLift, Places
 
 SPARE, STEP_BACK = 4, 10  # cores that the core's threads leave, and by how much these give way
 FLUSHED = 8  # pieces of rows that are on their way at once when all come down

@@ -35,7 +35,8 @@ from hotrow.table.batch_layout import Feature, lay_out
 from hotrow.table.hot import Coming, Group
 from hotrow.table.streams import to_device, to_host, told, used_on, wait_for
 from hotrow.table.way import Into
-from hotrow.tiers.host import HostLift, Places, Update
+from hotrow.tiers.host_lift import HostLift, Places
+from hotrow.tiers.host_plan import Update
 
 
 class Wanted(NamedTuple):

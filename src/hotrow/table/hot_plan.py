@@ -1,6 +1,6 @@
 """One batch through the caches in HBM: route → fetch (find, bring what is missing) → gather → update.
 
-It has the calls of tiers/host.HostPlan, over device tensors, so a Lookup takes either. The hit path waits for the
+It has the calls of tiers/host_plan.HostPlan, over device tensors, so a Lookup takes either. The hit path waits for the
 device once, for the number of missing ids; with none missing nothing else happens between keys and vectors. What is
 missing is deduplicated on the device, goes down as keys once, and comes up as rows into slots that were chosen
 meanwhile; the rows that had those slots go down (hot.py).
@@ -22,7 +22,8 @@ from hotrow.table.batch_layout import Feature, join
 from hotrow.table.hot import HotRows
 from hotrow.table.hot_part import Part
 from hotrow.table.streams import follow, on, wait_for
-from hotrow.tiers.host import HostPlan, HostStore, Moved, Update
+from hotrow.tiers.host import HostStore
+from hotrow.tiers.host_plan import HostPlan, Moved, Update
 
 PATIENCE = 16  # batches that come up at their turn, after one that was staged and lacked something
 

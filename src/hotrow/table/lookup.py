@@ -30,7 +30,8 @@ from hotrow.errors import BatchError, OptionError, choices
 from hotrow.table.remote import NEWEST
 from hotrow.table.remote_plan import RemotePlan
 from hotrow.table.rows import TableRows
-from hotrow.tiers.host import LATE, Block, HostPlan, HostStore, Moved, Update
+from hotrow.tiers.host import LATE, HostStore
+from hotrow.tiers.host_plan import Block, HostPlan, Moved, Update
 
 
 class Plan(Protocol):

@@ -33,7 +33,8 @@ from hotrow.errors import ClosedError, LateError, LeftError, MemoryBudgetError, 
 from hotrow.table.remote import NEWEST, Brought, RemoteRows
 from hotrow.table.rows import TableRows
 from hotrow.table.ssd import least_bytes
-from hotrow.tiers.host import SHARDS, HostPlan, HostStore, Moved, Update
+from hotrow.tiers.host import SHARDS, HostStore
+from hotrow.tiers.host_plan import HostPlan, Moved, Update
 from hotrow.tiers.remote import RemoteStore, open_remote, write_publication
 
 READ = 1.0  # seconds that a batch which waits gives the store

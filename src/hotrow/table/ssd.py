@@ -18,7 +18,7 @@ from hotrow import _core
 from hotrow.config import Memory, enough, format_size
 from hotrow.errors import CheckpointError, MemoryBudgetError
 from hotrow.table.rows import TableRows
-from hotrow.tiers.host import core_errors
+from hotrow.tiers.core_errors import core_errors
 
 DESCRIPTION, FORMAT, VERSION = "table.json", "hotrow-ssd-table", 1
 LEAST_BUFFER, MOST_BUFFER = 64 << 10, 1 << 20

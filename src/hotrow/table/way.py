@@ -29,8 +29,10 @@ from hotrow.kernels.layout import Source
 from hotrow.table import stream_trace
 from hotrow.table.ring import UP, Ring
 from hotrow.table.streams import Recorded, follow, new_stream, on, used_on
+from hotrow.tiers.core_errors import core_errors
 from hotrow.tiers.hbm import HbmTier
-from hotrow.tiers.host import HostStore, Places, core_errors
+from hotrow.tiers.host import HostStore
+from hotrow.tiers.host_lift import Places
 
 PIECE_BYTES = 8 << 20  # of rows that move at a time: one piece is copied while the next is gathered
 IN_PLACE = 0.6  # the share of rows that are read in place: they and what the cores gather meanwhile come together

@@ -31,7 +31,8 @@ from hotrow.features import FeatureSpec
 from hotrow.parallel.ownership import in_shards
 from hotrow.parallel.ranks import Ranks
 from hotrow.table import TableRows
-from hotrow.tiers.host import SHARDS, core_errors, floats_of
+from hotrow.tiers.core_errors import core_errors
+from hotrow.tiers.host import SHARDS, floats_of
 from hotrow.train import packing
 from hotrow.train.checkpoint import (
     DENSE,

@@ -26,7 +26,7 @@ from hotrow import _core
 from hotrow.errors import StorageError
 from hotrow.nn import EmbeddingCollection
 from hotrow.table.ssd import LEAST_BUFFER, MOST_BUFFER
-from hotrow.tiers.host import core_errors
+from hotrow.tiers.core_errors import core_errors
 from hotrow.train import durable
 
 PREFIX = ".rows-"
