@@ -28,11 +28,11 @@ void bind_exchange(nb::module_& m) {
       .def(
           "begin",
           [](Mailbox& box, Address send, const std::vector<size_t>& to, bool same, Address out,
-             const std::vector<size_t>& from) {
+             const std::vector<size_t>& from, bool own) {
             nb::gil_scoped_release release;
-            return box.begin(at<const char>(send), to, same, at<char>(out), from);
+            return box.begin(at<const char>(send), to, same, at<char>(out), from, own);
           },
-          nb::arg("send"), nb::arg("to"), nb::arg("same"), nb::arg("out"), nb::arg("come"))
+          nb::arg("send"), nb::arg("to"), nb::arg("same"), nb::arg("out"), nb::arg("come"), nb::arg("own") = true)
       .def(
           "wait",
           [](Mailbox& box, uint32_t number) {

@@ -168,7 +168,7 @@ char* Mailbox::room(uint32_t number, size_t bytes) {
 
 // A message: for each process where its part begins behind this table, and how many bytes it is; then the parts.
 uint32_t Mailbox::begin(const char* send, const std::vector<size_t>& to, bool same, char* out,
-                        const std::vector<size_t>& from) {
+                        const std::vector<size_t>& from, bool own) {
   if (to.size() != (same ? 1 : world_) || from.size() != world_)
     throw std::invalid_argument("mailbox: give one size for every process");
   const uint32_t number = begun_ + 1;
@@ -190,7 +190,7 @@ uint32_t Mailbox::begin(const char* send, const std::vector<size_t>& to, bool sa
     places[2 * r + 1] = bytes;
     if (r == rank_) {
       if (bytes != from[r]) throw std::invalid_argument("mailbox: what a process sends itself must fit");
-      if (bytes) std::memcpy(out + out_at, send + send_at, bytes);
+      if (bytes && own && out + out_at != send + send_at) std::memcpy(out + out_at, send + send_at, bytes);
     }
     if (bytes && (same ? r == 0 : r != rank_)) std::memcpy(message + table + at, send + send_at, bytes);
     if (!same) {

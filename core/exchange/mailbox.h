@@ -50,9 +50,10 @@ class Mailbox {
   void connect(const std::vector<MailboxAddress>& everybody);
 
   // Posts `to[r]` bytes for each process r, one behind the other in `send`, or with `same` the same to[0] bytes for
-  // all. What comes, `from[r]` bytes of process r, will be in `out`, rank behind rank. Returns the exchange's number.
-  uint32_t begin(const char* send, const std::vector<size_t>& to, bool same, char* out,
-                 const std::vector<size_t>& from);
+  // all. What comes, `from[r]` bytes of process r, will be in `out`, rank behind rank; without `own` not what a process
+  // sends itself, and nothing is copied where that already is in its place. Returns the exchange's number.
+  uint32_t begin(const char* send, const std::vector<size_t>& to, bool same, char* out, const std::vector<size_t>& from,
+                 bool own = true);
   // Until exchange `number` is there. `out` of this one and all before must still be.
   void wait(uint32_t number);
   // Others that wait for this process stop. Any thread.

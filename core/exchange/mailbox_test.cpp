@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <cstring>
 #include <numeric>
 #include <stdexcept>
 #include <thread>
@@ -101,6 +102,20 @@ TEST(threads_exchange_what_they_sent_in_any_order_of_waiting) {
     for (auto& thread : threads) thread.join();
     CHECK(wrong == std::vector<int>(world, 0));
   }
+}
+
+TEST(what_a_process_sends_itself_stays_where_it_is_if_it_may) {
+  auto boxes = connected(2);
+  char first[2] = {'a', 'b'}, second[2] = {'c', 'd'}, out[2][2] = {{'x', 'x'}, {'x', 'x'}};
+  boxes[0]->begin(first, {1, 1}, false, out[0], {1, 1}, false);
+  boxes[1]->begin(second, {1, 1}, false, out[1], {1, 1}, false);
+  boxes[0]->wait(1), boxes[1]->wait(1);
+  CHECK(out[0][0] == 'x' && out[0][1] == 'c' && out[1][0] == 'b' && out[1][1] == 'x');
+  char all[2][2] = {{'a', 'x'}, {'x', 'd'}};  // sent from where it is to be
+  boxes[0]->begin(all[0], {1}, true, all[0], {1, 1});
+  boxes[1]->begin(all[1] + 1, {1}, true, all[1], {1, 1});
+  boxes[0]->wait(2), boxes[1]->wait(2);
+  CHECK(std::memcmp(all[0], "ad", 2) == 0 && std::memcmp(all[1], "ad", 2) == 0);
 }
 
 // Runs `work` in a child that has a mailbox of its own; the parent has rank 0 of two.

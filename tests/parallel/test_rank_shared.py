@@ -13,14 +13,14 @@ from hotrow.parallel.shared import SWITCH, share
 
 
 def fresh(ranks: hr.Ranks) -> Channel:
-    return Channel("test", ranks.rows.group, ranks._health, False)
+    return Channel("test", ranks._health)
 
 
 def by_both_ways(ranks: hr.Ranks) -> bool:
     """Messages of many sizes and types, several under way at once and waited for in another order."""
     shared, plain = fresh(ranks), fresh(ranks)
-    share([shared], ranks.patient, ranks.timeout)
-    same = shared._box is not None and ranks.rows._box is not None
+    plain.meet(ranks.timeout)
+    same = share([shared], ranks.patient, ranks.timeout) and ranks.rows.group is None
     for number in range(40):
         sizes = torch.randint(0, 5000, (ranks.world, ranks.world), generator=torch.Generator().manual_seed(number))
         to, came = sizes[ranks.rank].tolist(), sizes[:, ranks.rank].tolist()
@@ -43,12 +43,13 @@ def unless_one_says_no(ranks: hr.Ranks) -> tuple[bool, list[list[int]]]:
     if ranks.rank == 1:
         os.environ[SWITCH] = "0"
     try:
-        share([channel], ranks.patient, ranks.timeout)
+        shared = share([channel], ranks.patient, ranks.timeout)
     finally:
         os.environ.pop(SWITCH, None)
         if before is not None:
             os.environ[SWITCH] = before
-    return channel._box is None, channel.gather_numbers(ranks.rank, 7)
+    channel.meet(ranks.timeout)
+    return not shared and channel._box is None, channel.gather_numbers(ranks.rank, 7)
 
 
 def test_gloo_carries_everything_where_one_rank_wants_it(crew: Crew) -> None:

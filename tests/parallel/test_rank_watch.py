@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from crew import Crew
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
@@ -136,7 +137,7 @@ def watched(ranks: hr.Ranks) -> list[str]:
             return super().asking(channel)
 
     watch = Noting(ranks._health)
-    ranks.rows.carry("cpu", ranks.rows.group, watch)
+    ranks.rows.carry("cpu", dist.new_group(backend="gloo"), watch)
     try:
         came = ranks.rows.all_to_all(torch.full((2 * ranks.world,), ranks.rank), [2] * ranks.world, [2] * ranks.world)
         assert came.tolist() == [rank for rank in range(ranks.world) for _ in range(2)]

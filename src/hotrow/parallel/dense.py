@@ -10,13 +10,13 @@ the ranks' order for every backend and size, and every rank has the same bits. T
 last gradient is there (a hook of the parameter), the second right behind the first half of the next bucket, when its
 own has mostly come; so what is left when backward is done is the last bucket.
 
-A parameter without a gradient (an unused part of a tower, an empty batch) takes part with zeros and a mark; where no
-rank has one, it has none afterwards.
+A parameter without a gradient (an unused part of a tower, an empty batch) takes part with zeros. The last bucket has a
+mark for every parameter, whether there was one; where no rank had one, there is none afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,7 +33,10 @@ class DenseGradients:
 
     def __init__(self, parameters: Sequence[Tensor], ranks: Ranks, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.ranks = ranks
-        self.buckets = [Bucket(part, ranks.world) for part in _cut(list(parameters)[::-1], bucket_bytes)]
+        groups = _cut(list(parameters)[::-1], bucket_bytes)
+        self.buckets = [
+            Bucket(group, len(parameters) if group is groups[-1] else 0, ranks.rank, ranks.world) for group in groups
+        ]
         self._begun = 0
         self._armed = False
         for number, bucket in enumerate(self.buckets):
@@ -52,9 +55,10 @@ class DenseGradients:
             self._begin_next()
         for bucket in self.buckets[-1:]:
             self._give_sum(bucket)
-        for bucket in self.buckets:
-            assert bucket.exchange is not None
-            bucket.unpack(bucket.exchange.wait())
+        sums = [bucket.exchange.wait() for bucket in self.buckets if bucket.exchange is not None]
+        marks = iter([mark > 0 for last in self.buckets[-1:] for mark in sums[-1][last.values :].tolist()])
+        for bucket, total in zip(self.buckets, sums, strict=True):
+            bucket.unpack(total, marks)
         self._armed, self._begun = False, 0
 
     def _ready(self, number: int) -> None:
@@ -68,7 +72,10 @@ class DenseGradients:
     def _begin_next(self) -> None:
         bucket = self.buckets[self._begun]
         size = [bucket.piece] * self.ranks.world
-        bucket.exchange = self.ranks.dense.begin_all_to_all(bucket.pack(), size, size, bucket.came, "gradients")
+        marks = [p.grad is not None for b in self.buckets for p in b.parameters] if bucket.marked else []
+        bucket.exchange = self.ranks.dense.begin_all_to_all(
+            bucket.pack(marks), size, size, bucket.came, "gradients", own=False
+        )
         self._begun += 1
         if self._begun > 1:
             self._give_sum(self.buckets[self._begun - 2])
@@ -76,66 +83,78 @@ class DenseGradients:
     def _give_sum(self, bucket: Bucket) -> None:
         assert bucket.exchange is not None
         total = bucket.add_up(bucket.exchange.wait())
-        bucket.exchange = self.ranks.dense.begin_all_gather(total, bucket.sums, "sums")
+        bucket.exchange = self.ranks.dense.begin_all_gather(total, bucket.flat, "sums")
 
 
 @dataclass
 class Bucket:
-    """Some parameters, and flat buffers: their gradients, a mark for each, zeros up to a multiple of the world.
+    """Some parameters whose gradients travel together, in pieces of one size, a piece for each rank.
 
-    Buffers are kept from step to step: memory of this size is given back to the system and faulted in again otherwise.
+    The gradient of a parameter that is alone leaves from its own memory and becomes the sum there, if such pieces are
+    just as large as it: the large matrices, most of a tower, are not copied besides. Others are packed into a buffer,
+    which is kept from step to step: memory of this size is given back to the system and faulted in again otherwise.
     """
 
     parameters: list[Tensor]
+    marked: int  # how many marks travel behind the gradients
+    rank: int
     world: int
     ready: int = 0
     exchange: Exchange | None = None
-    flat: Tensor = field(init=False)  # this rank's
-    came: Tensor = field(init=False)  # everybody's piece of this rank
-    sums: Tensor = field(init=False)
+    came: Tensor = field(init=False)  # the others' pieces of this rank
+    flat: Tensor = field(init=False)  # gradients of this rank, later the sums of all
+    buffer: Tensor | None = None
 
     def __post_init__(self) -> None:
-        values = sum(parameter.numel() for parameter in self.parameters) + len(self.parameters)
-        self.piece = -(-values // self.world)
-        self.flat = torch.zeros(self.piece * self.world, device=self.parameters[0].device)
-        self.came, self.sums = torch.empty_like(self.flat), torch.empty_like(self.flat)
-        self.total = torch.empty_like(self.flat[: self.piece])
+        self.values = sum(parameter.numel() for parameter in self.parameters)
+        self.piece = -(-(self.values + self.marked) // self.world)
+        self.size = self.piece * self.world
+        self.came = torch.empty(self.size, device=self.parameters[0].device)
 
     @property
     def complete(self) -> bool:
         """Whether all its gradients are there."""
         return self.ready >= len(self.parameters)
 
-    def pack(self) -> Tensor:
-        """The buffer with the gradients of now."""
-        marks = self.flat[sum(p.numel() for p in self.parameters) :]
-        for number, (parameter, place) in enumerate(self._places(self.flat)):
-            marks[number] = 0.0 if parameter.grad is None else 1.0
-            if parameter.grad is None:
-                place.zero_()
-            else:
-                place.copy_(parameter.grad)
+    def pack(self, marks: list[bool]) -> Tensor:
+        """The gradients of now one behind the other, then the marks, then zeros."""
+        gradient = self.parameters[0].grad
+        if gradient is not None and gradient.numel() == self.size and _is_plain(gradient):
+            self.flat = gradient.view(-1)
+            return self.flat
+        if self.buffer is None:
+            self.buffer = torch.zeros_like(self.came)
+        self.flat = self.buffer
+        for parameter, place in self._places(self.flat):
+            place.zero_() if parameter.grad is None else place.copy_(parameter.grad)
+        if marks:
+            self.flat[self.values :][: self.marked] = torch.tensor(marks, dtype=torch.float32)
         return self.flat
 
     def add_up(self, came: Tensor) -> Tensor:
-        """The sum of all ranks' pieces, in rank order."""
-        first, *others = came.chunk(self.world)
-        torch.add(first, others[0], out=self.total) if others else self.total.copy_(first)
-        for piece in others[1:]:
-            self.total += piece
-        return self.total
+        """The sum of all ranks' pieces, in rank order, in the place of this rank's."""
+        here = self.flat[self.rank * self.piece :][: self.piece]
+        pieces = list(came.split(self.piece))
+        spare, pieces[self.rank] = pieces[self.rank], here
+        total = pieces[0]
+        for number, piece in enumerate(pieces[1:], 2):
+            total = torch.add(total, piece, out=here if number == self.world else spare)
+        return total
 
-    def unpack(self, sums: Tensor) -> None:
-        """Gradients become the sums, in place; parameters that have none on any rank keep none."""
-        marks = sums[sum(p.numel() for p in self.parameters) :][: len(self.parameters)].tolist()
-        for (parameter, place), mark in zip(self._places(sums), marks, strict=True):
-            if mark:
+    def unpack(self, sums: Tensor, marks: Iterator[bool]) -> None:
+        """Gradients become the sums; parameters that have none on any rank keep none."""
+        for parameter, place in self._places(sums):
+            here = parameter.grad
+            if next(marks) and (here is None or here.data_ptr() != place.data_ptr()):
                 parameter.grad = place.to(parameter.dtype)
 
     def _places(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        sizes = [parameter.numel() for parameter in self.parameters]
-        parts = flat[: sum(sizes)].split(sizes)
+        parts = flat[: self.values].split([parameter.numel() for parameter in self.parameters])
         return [(p, part.view(p.shape)) for p, part in zip(self.parameters, parts, strict=True)]
+
+
+def _is_plain(gradient: Tensor) -> bool:
+    return gradient.dtype == torch.float32 and gradient.layout == torch.strided and gradient.is_contiguous()
 
 
 def _cut(parameters: list[Tensor], limit: int) -> list[list[Tensor]]:

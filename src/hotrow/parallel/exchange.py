@@ -1,6 +1,6 @@
-"""Channel: one process group, and the few exchanges that HotRow makes over it.
+"""Channel: one carrier between all ranks, and the few exchanges that HotRow makes over it.
 
-Collectives of one group must be issued in the same order by all ranks, so whatever runs in an order of its own (the
+Exchanges of one channel must be issued in the same order by all ranks, so whatever runs in an order of its own (the
 route thread, the training thread, dense gradients during backward, a save behind training) has a channel of its own.
 A channel is used by one thread at a time.
 
@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -121,11 +122,12 @@ class Shown:
 
 
 class Channel:
-    """Exchanges over one process group. `what` names one on a trace: keys, rows, gradients."""
+    """Exchanges over one carrier, which `meet` or `share` gives it. `what` names one on a trace: keys, rows."""
 
-    def __init__(self, name: str, group: Any, health: Health, patient: bool) -> None:
-        self.name, self.group, self.health, self.patient = name, group, health, patient
+    def __init__(self, name: str, health: Health, patient: bool = False) -> None:
+        self.name, self.health, self.patient = name, health, patient
         self.rank, self.world = health.rank, health.world
+        self.group: Any = None  # Gloo's
         self.carries: str | None = None  # the kind of device whose memory a group of its own carries
         self._device_group: Any = None
         self._watch: Watch | None = None
@@ -134,6 +136,10 @@ class Channel:
         self._lanes: list[bool] = []  # of a trace, in use or not
         self._box: Any = None  # a _core.Mailbox: what is in CPU memory goes through memory that ranks share
         self._coming: deque[tuple[int, Tensor]] = deque()  # what it will write into, by exchange
+
+    def meet(self, timeout: float) -> None:
+        """Gloo carries this channel. All ranks call it, for their channels in one order."""
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def carry(self, kind: str, group: Any, watch: Watch) -> None:
         """What is on such devices goes over that group from now on, and is waited for there."""
@@ -168,19 +174,22 @@ class Channel:
         return self.begin_all_to_all(send, to, came, what=what).wait()
 
     def begin_all_to_all(
-        self, send: Tensor, to: Sequence[int], came: Sequence[int], out: Tensor | None = None, what: str = "values"
-    ) -> Exchange:
-        """The same, without waiting. `send` must stay as it is until then. What comes goes into `out`, if given."""
+        self, send: Tensor, to: Sequence[int], came: Sequence[int], out: Tensor | None = None, what: str = "values",
+        own: bool = True,
+    ) -> Exchange:  # fmt: skip
+        """The same, without waiting. `send` must stay as it is until then. What comes goes into `out`, if given.
+        Without `own`, nobody will read there what this rank sends itself."""
         width = send.element_size()
         shown = self._show(what, (sum(to) - to[self.rank]) * width, (sum(came) - came[self.rank]) * width)
         home, send = send.device, self._at_the_wire(send)
         arrived = self._room(out, sum(came), send)
         if self._shared(arrived):
-            return self._post(home, shown, arrived, send, list(to), list(came), same=False)
+            return self._post(home, shown, arrived, send, list(to), list(came), same=False, own=own)
         return self._begin(home, shown, arrived, dist.all_to_all_single, arrived, send, list(came), list(to))
 
     def begin_all_gather(self, send: Tensor, out: Tensor | None = None, what: str = "values") -> Exchange:
-        """Every rank's `send`, all of one size, one after another; into `out`, if given."""
+        """Every rank's `send`, all of one size, one after another; into `out`, if given, where this rank's may already
+        be in its place."""
         others = (self.world - 1) * send.numel() * send.element_size()
         shown = self._show(what, others, others)
         home, send = send.device, self._at_the_wire(send)
@@ -227,7 +236,7 @@ class Channel:
 
     def _post(
         self, home: torch.device, shown: Shown | None, arrived: Tensor, send: Tensor, to: list[int], came: list[int],
-        same: bool,
+        same: bool, own: bool = True,
     ) -> Exchange:  # fmt: skip
         self.count += 1
         width, send = send.element_size(), send.contiguous()
@@ -235,7 +244,7 @@ class Channel:
             if self.health.broken.is_set():
                 raise RuntimeError("another exchange of this rank has failed")
             number = self._box.begin(
-                send.data_ptr(), [width * n for n in to], same, arrived.data_ptr(), [width * n for n in came]
+                send.data_ptr(), [width * n for n in to], same, arrived.data_ptr(), [width * n for n in came], own
             )
         except RuntimeError as error:
             raise self.explain(error) from error

@@ -4,11 +4,12 @@ A job is N processes that torch.distributed knows (torchrun, `hotrow train --ran
 WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or has called init_process_group). All run the same program on the same job;
 each owns a share of the rows (ownership.py), reads a share of the batches (data.py) and has the whole tower.
 
-Five channels, made in this order by everybody: `route` for the keys of batches ahead, `rows` for what the training
-thread does (rows, gradients, evaluation), `dense` for the tower's gradients, `patient` for what may take long (loading,
-comparing) and `saves` for a save behind training: in these two the timeout is hours, because a rank that dies breaks
-the connection anyway and one that hangs is noticed in the others. All are Gloo's; where rows are on GPUs, and each
-rank has its own, `rows` and `dense` carry what is there by NCCL (`carry`, backend.py). `route` never does: its thread
+Five channels: `route` for the keys of batches ahead, `rows` for what the training thread does (rows, gradients,
+evaluation), `dense` for the tower's gradients, `patient` for what may take long (loading, comparing) and `saves` for a
+save behind training: in these two the timeout is hours, because a rank that dies breaks the connection anyway and one
+that hangs is noticed in the others. Gloo carries them, the first three only between machines (shared.py): a group has a
+thread that wakes a hundred times a second, six of them took 1% of a rank's core. Where rows are on GPUs, and each rank
+has its own, `rows` and `dense` carry what is there by NCCL (`carry`, backend.py). `route` never does: its thread
 and the training thread ask in no common order, and NCCL's kernels of two groups, asked for in different orders on two
 ranks, wait for each other for ever.
 
@@ -68,22 +69,19 @@ class Ranks:
         self.failing = False  # all raise an error at the same point, so that they can still end their routes together
         self._health = Health(store, rank, world, timeout, self._exchanges)
         self._watch: Watch | None = None  # where devices wait for exchanges
-        self._channels: dict[str, Channel] = {}
-        for name, seconds in (
-            ("route", timeout),
-            ("rows", timeout),
-            ("dense", timeout),
-            ("patient", max(timeout, PATIENT_SECONDS)),
-            ("saves", max(timeout, PATIENT_SECONDS)),
-        ):
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-            self._channels[name] = Channel(name, group, self._health, seconds > timeout)
-        self.route, self.rows, self.dense, self.patient, self.saves = self._channels.values()
+        self.patient, self.saves = (Channel(name, self._health, patient=True) for name in ("patient", "saves"))
+        self.route, self.rows, self.dense = (Channel(name, self._health) for name in ("route", "rows", "dense"))
+        quick = [self.route, self.rows, self.dense]
+        self._channels = {channel.name: channel for channel in (*quick, self.patient, self.saves)}
         self.routes = Routes()
+        for channel in (self.patient, self.saves):
+            channel.meet(max(timeout, PATIENT_SECONDS))
         try:
             self.agree("the options of ranks", {"backend": backend, "wire": wire})
             check_asked(backend, self.patient.gather_json(has_nccl()) if backend == "nccl" else [])
-            share([self.route, self.rows, self.dense], self.patient, timeout)
+            if not share(quick, self.patient, timeout):
+                for channel in quick:
+                    channel.meet(timeout)
         except HotRowError:
             self._health.close()
             raise

@@ -1,8 +1,9 @@
 """Ranks of one machine exchange what is in CPU memory through memory that they share (core/exchange/mailbox.h).
 
 Where all ranks are on one machine and can open each other's segments, the channels of training post their messages
-there; Gloo, over which they meet, has the rest. Elsewhere, and with HOTROW_SHARED_MEMORY=0 in the environment of any of
-them, Gloo carries everything. All decide from what all have said, so nobody waits in one place for who is in another.
+there and need no connection of their own; Gloo, over which they meet, has the rest. Elsewhere, and with
+HOTROW_SHARED_MEMORY=0 in the environment of any of them, Gloo carries everything. All decide from what all have said,
+so nobody waits in one place for who is in another.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 SWITCH = "HOTROW_SHARED_MEMORY"
 
 
-def share(channels: Sequence[Channel], patient: Channel, timeout: float) -> None:
-    """Have the channels use shared memory, if all ranks can. All ranks call it."""
+def share(channels: Sequence[Channel], patient: Channel, timeout: float) -> bool:
+    """Have the channels use shared memory, if all ranks can; says whether they do. All ranks call it."""
     rank, world = patient.rank, patient.world
     boxes = []
     try:
@@ -31,16 +32,18 @@ def share(channels: Sequence[Channel], patient: Channel, timeout: float) -> None
         boxes = []  # a system without such memory
     offers = patient.gather_json([_machine(), [list(box.address) for box in boxes]])
     if any(machine != offers[0][0] or not addresses for machine, addresses in offers):
-        return
+        return False
     try:
         for number, box in enumerate(boxes):
             box.connect([tuple(addresses[number]) for _, addresses in offers])
         connected = True
     except RuntimeError:
         connected = False  # processes that may not look at each other: other users, other containers
-    if all(patient.gather_json(connected)):
-        for channel, box in zip(channels, boxes, strict=True):
-            channel.share(box)
+    if not all(patient.gather_json(connected)):
+        return False
+    for channel, box in zip(channels, boxes, strict=True):
+        channel.share(box)
+    return True
 
 
 def _machine() -> str:
