@@ -59,6 +59,16 @@ def test_a_call_of_fit_that_differs_is_an_error_on_every_rank(
         assert f"rank 2 differs from rank 0 in the call of fit, {named}" in str(error)
 
 
+def evaluate_otherwise(ranks: hr.Ranks, folder: Path) -> None:
+    make(ranks, folder).evaluate(WithSequences(160, 16), steps=2 if ranks.first else None, progress=False)
+
+
+def test_a_call_of_evaluate_that_differs_is_an_error_on_every_rank(crews: dict[int, Crew], tmp_path: Path) -> None:
+    for error in crews[3].errors(evaluate_otherwise, tmp_path):
+        assert isinstance(error, hr.OptionError)
+        assert "rank 1 differs from rank 0 in the call of evaluate, steps: None against 2" in str(error)
+
+
 def save_some(ranks: hr.Ranks, folder: Path) -> None:
     trainer = make(ranks, folder)
     source = WithSequences(20 * 16 * ranks.world, 16)

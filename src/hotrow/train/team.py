@@ -76,12 +76,12 @@ class Team:
             self.ranks.stopping |= any(wants for (wants,) in words)
         return self.ranks.stopping
 
-    def compare_fit(self, source: Source, options: dict[str, Any]) -> None:
-        """Refuse a call of `fit` that is not the same on every rank: they would end at different steps, or learn from
-        other keys."""
+    def compare(self, call: str, source: Source, options: dict[str, Any]) -> None:
+        """Refuse a call of `fit` or `evaluate` that is not the same on every rank: they would end at different steps,
+        or look at other keys."""
         spec = getattr(source, "features", None)
         features = json.loads(spec.to_json()) if isinstance(spec, FeatureSpec) else None
-        self.ranks.agree("the call of fit", {**options, "the source's feature spec": features})
+        self.ranks.agree(f"the call of {call}", {**options, "the source's feature spec": features})
 
     def source(self, source: Source) -> Source:
         """This rank's share of a source."""

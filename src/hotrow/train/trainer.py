@@ -181,7 +181,7 @@ class Trainer:
         if self.team is not None:
             given = {"steps": steps, "epochs": epochs, "cursor": cursor, "resume": resume}
             given |= {"evaluate": evaluate is not None, "evaluate_every": evaluate_every}
-            self.team.compare_fit(source, given)
+            self.team.compare("fit", source, given)
         if epochs < 1:
             raise OptionError(f"epochs={epochs}: give a whole number of passes, 1 or more")
         report = Report(resumed_from=self._begin(source, cursor, resume))
@@ -243,7 +243,9 @@ class Trainer:
         With ranks, each evaluates its share of the batches and all get the metrics of the whole; `steps` are then those
         of all ranks together.
         """
-        source = source if self.team is None else self.team.source(source)
+        if self.team is not None:
+            self.team.compare("evaluate", source, {"steps": steps})
+            source = self.team.source(source)
         embeddings, progress = self.model.embeddings, progress and self._speaks
         was_training = self.model.training
         self.model.eval()
