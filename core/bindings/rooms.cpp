@@ -33,6 +33,8 @@ void bind_rooms(nb::module_& m) {
       .def("end_read", [](Gate& self, int lane, Address stream) { self.end_read(lane, at<void>(stream)); })
       .def(
           "begin_write", [](Gate& self, Address stream) { self.begin_write(at<void>(stream)); }, unlocked)
+      .def(
+          "follow_writes", [](Gate& self, Address stream) { self.follow_writes(at<void>(stream)); }, unlocked)
       .def("end_write", [](Gate& self, Address stream) { self.end_write(at<void>(stream)); });
 
   nb::class_<Missing>(m, "Missing")

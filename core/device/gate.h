@@ -1,4 +1,5 @@
-// Lanes ask the device for reads of a cache together; the filler asks for its writes alone, after all reads before it.
+// Lanes ask the device for reads of a cache together; the filler asks for its writes alone, after all reads before it,
+// and so does who brings rows up to date, on another stream.
 //
 // The lock is held while somebody asks, not while the device does it: there, events order the two. Without a device
 // (the interpreter, which stands in for one) it is the lock alone.
@@ -34,11 +35,19 @@ class Gate {
     if (written_) read_.at(lane)->record(stream);
   }
 
+  // What is asked of the stream from now on comes after all writes before, for who is the next to write.
+  void follow_writes(Handle stream) {
+    std::lock_guard lock(mutex_);
+    if (written_) written_->hold(stream);
+  }
+
   // Between the two, what is asked of the stream changes the cache.
   void begin_write(Handle stream) {
     std::unique_lock lock(mutex_);
-    if (written_)
+    if (written_) {
+      written_->hold(stream);
       for (const auto& event : read_) event->hold(stream);
+    }
     lock.release();
   }
   void end_write(Handle stream) {

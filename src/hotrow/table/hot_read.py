@@ -41,7 +41,7 @@ from hotrow.kernels.touch import first_score
 from hotrow.table.hot import Group, HotRows
 from hotrow.table.lookup import Layout
 from hotrow.table.ring import charge
-from hotrow.table.streams import on, to_device, to_host
+from hotrow.table.streams import new_stream, on, to_device, to_host
 from hotrow.tiers.host import LATE
 
 HALF_LIFE = 4096.0  # rounds of the filler
@@ -326,7 +326,7 @@ class Filler:
         self._keys = 0
         self._lock = threading.Lock()
         self._wake, self._stop = threading.Event(), False
-        self.stream = torch.cuda.Stream(reader.device) if reader.device.type == "cuda" else None
+        self.stream = new_stream(reader.device)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="hotrow fill", daemon=True)
         if self.stream is not None:  # the interpreter, which stands in for a GPU, has one thread: call `round`
@@ -365,6 +365,8 @@ class Filler:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
+        if self.stream is not None:
+            self.stream.synchronize()  # the cache is free after this, and its memory for others
 
     def _run(self) -> None:
         with on(self.stream):
@@ -383,6 +385,7 @@ class Filler:
         tables, keys = _unique(lists)
         device, tier = group.tier.device, group.tier
         bounds = np.searchsorted(tables, np.arange(len(group.stores) + 1)).astype(np.int32)
+        self.reader.gate.core.follow_writes(raw_stream(device))  # of those who bring rows up to date
         slots = find(tier.index, _up(keys, device), _up(bounds, device))
         absent = to_host(slots).numpy() < 0
         keys, tables, rows = self._rows(group, keys[absent], tables[absent])
