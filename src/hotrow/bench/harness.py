@@ -31,6 +31,7 @@ BENCHES = {
     "serve": "hotrow serve under load, beside LitServe, Ray Serve and the bare tower (extras serve, bench)",
     "serve_gpu": "a served model with a tenth of its rows in HBM against plain PyTorch on the cores (needs a GPU)",
     "hbm": "hot rows in HBM against FBGEMM TBE and HierarchicalKV (needs a GPU)",
+    "kernels": "each kernel of the HBM tier beside what its bytes take at full bandwidth (needs a GPU)",
     "ranks": "two ranks against one, a core each; bytes that travel",
     "read": "decoding and features on Ray workers against in-process (needs the extra ray)",
     "online": "live against frozen on a drifting log; freshness on each bus; rows from a Redis cluster",

@@ -17,6 +17,7 @@ from torch import Tensor
 from hotrow import optim
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.bench import hbm_find
+from hotrow.bench.device_clock import wire_rate
 from hotrow.bench.harness import Result, lower
 from hotrow.config import Memory
 from hotrow.errors import OptionError
@@ -182,6 +183,7 @@ def cached(name: str, share: float) -> Iterator[Result]:
     whole, _ = steps.time()
     after = embeddings.hot.report()
     yield _result(name, f"{share:.0%}", whole)
-    # What the wire alone would take, at the 55 GB/s of a pinned copy, both ways at once.
+    # What the wire alone would take, at the rate of a pinned copy now, both ways at once.
     moved = (after["evictions"] - before["evictions"]) / 20 * embeddings.tables[0].store.width * 4
-    yield lower(f"hbm/{name}/{share:.0%}/wire", "ms", moved / 55e9 * 1e3, "step", statistics.median(whole))
+    wire = moved / wire_rate(embeddings.device)
+    yield lower(f"hbm/{name}/{share:.0%}/wire", "ms", wire * 1e3, "step", statistics.median(whole))

@@ -2,8 +2,7 @@
 
 An index of 128 Mi slots, a million keys a call, drawn uniformly from those present and fresh for every call, so that no
 cache helps; at loads 0.5, 0.75 and 1.0. HierarchicalKV (hkv) was measured on the same card with the same work; its
-figures are in HKV. CUDA events lie around each call, behind a millisecond of idling on the device, so that the time to
-launch, which a training loop hides the same way, is not in them.
+figures are in HKV.
 
 The bytes that must move a key, over 4.3 TB/s: slots, 8 + 64 + 4 = 76 (57 billion keys/s); rows of dim 8, 140 (31) and
 of dim 32, 332 (13); insert-and-evict at dim 32, 640 to 900 with its sort (6.7 to 4.8). Random 64-byte reads over
@@ -16,14 +15,14 @@ associative one of the same size and policy; counted are the unique keys of each
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hotrow.bench.harness import Result, Timing, higher, timing
+from hotrow.bench.device_clock import timed, where
+from hotrow.bench.harness import Result, Timing, higher
 from hotrow.kernels import find as find_module
 from hotrow.kernels import insert as insert_module
 from hotrow.kernels.dedup import compact, dedup
@@ -41,7 +40,6 @@ HKV = {
 }
 WARMUP, REPEATS = 5, 20
 HALF_LIFE, ZIPF, HIT_BAR = 100.0, 1.05, 0.97
-IDLE_CYCLES = 2_000_000
 
 
 def results(
@@ -68,11 +66,6 @@ def results(
         yield f"hit rate of {policy}"
         ours, full = hit_rates(policy, cached, draws, batches)
         yield higher(f"hbm/hit_rate/{policy}", "of its hit rate", ours / full, "fully_associative", HIT_BAR)
-
-
-def where() -> torch.device:
-    """The card, or the CPU under Triton's interpreter."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class Bench:
@@ -115,13 +108,16 @@ class Bench:
     def slots(self) -> Timing:
         """find alone."""
         inputs = [self.present(self.keys) for _ in range(self.warmup + self.repeats)]
-        return self.timed(lambda keys: find(self.index, keys, self.begins), inputs)
+        return timed(self.device, lambda keys: find(self.index, keys, self.begins), inputs, self.warmup)
 
     def values(self, dim: int) -> Timing:
         """find with the rows."""
         inputs = [self.present(self.keys) for _ in range(self.warmup + self.repeats)]
         out = torch.empty(self.keys, dim, device=self.device)
-        return self.timed(lambda keys: find_rows(self.index, self.rows[dim], dim, keys, out, self.begins), inputs)
+        rows = self.rows[dim]
+        return timed(
+            self.device, lambda keys: find_rows(self.index, rows, dim, keys, out, self.begins), inputs, self.warmup
+        )
 
     def inserts(self) -> Timing:
         """insert_and_evict of absent keys; what it put into empty ways is taken out again, so that the load stays."""
@@ -134,54 +130,8 @@ class Bench:
             settled = self.batch - 1
             return insert_and_evict(self.index, self.rows[32], keys, values, batch=self.batch, settled=settled).slots
 
-        return self.timed(insert, inputs, None if full else lambda slots: erase(self.index, slots))
-
-    def timed(
-        self,
-        call: Callable[[torch.Tensor], torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        undo: Callable[[torch.Tensor], None] | None = None,
-    ) -> Timing:
-        """Seconds of call(input), one after another, without the warm-up."""
-        cuda, clocks = self.device.type == "cuda", []
-        for given in inputs:
-            clock: Any = CudaClock() if cuda else HostClock()
-            result = call(given)
-            clock.stop()
-            clocks.append(clock)
-            if undo:
-                undo(result)
-        if cuda:
-            torch.cuda.synchronize()
-        return timing([clock.seconds() for clock in clocks[self.warmup :]])
-
-
-class CudaClock:
-    """Time on the device, from now to stop()."""
-
-    def __init__(self) -> None:
-        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(IDLE_CYCLES)
-        self.start.record()
-
-    def stop(self) -> None:
-        self.end.record()
-
-    def seconds(self) -> float:
-        return float(self.start.elapsed_time(self.end)) / 1e3
-
-
-class HostClock:
-    """Time on the host, from now to stop()."""
-
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
-
-    def stop(self) -> None:
-        self.end = time.perf_counter()
-
-    def seconds(self) -> float:
-        return self.end - self.start
+        undo = None if full else lambda slots: erase(self.index, slots)
+        return timed(self.device, insert, inputs, self.warmup, undo)
 
 
 def hit_rates(policy: str, capacity: int, draws: int, batches: int) -> tuple[float, float]:

@@ -1,0 +1,37 @@
+"""`hotrow bench kernels` over the interpreter, as small as it gets: every kernel of a step is in it and runs."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hotrow.bench import kernels
+from hotrow.bench.harness import Result
+
+LAUNCHED_BY_OTHERS = {"launch", "layout", "mixing", "counts", "rounding", "rules", "sets", "reference", "__init__"}
+LAUNCHED_BY_OTHERS |= {"graphs"}
+TELLS = {"terms"}  # a number to or from the host
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1", reason="interpreted")
+def test_every_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTROW_BENCH_SCALE", "0")
+    for name, value in {"BAG": 2, "MISSING": 2, "DIM": 4, "WARMUP": 0, "REPEATS": 2, "TABLES": 2}.items():
+        monkeypatch.setattr(kernels, name, value)
+    monkeypatch.setattr("hotrow.bench.hbm.TABLES", 2)
+    found = [result for result in kernels.results() if isinstance(result, Result)]
+    assert all(result.value > 0 and result.peer_value > 0 for result in found)
+    names = {result.name.split("/")[1] for result in found}
+    assert {"find", "compact", "dedup", "choose", "gather", "group", "update", "collect", "deliver", "pull"} <= names
+    assert {result.name for result in found} >= {f"kernels/update/{rule}/fp32" for rule in kernels.RULES}
+
+
+def test_no_module_of_kernels_is_left_out() -> None:
+    """A new one must be timed, too, or be named here."""
+    modules = {path.stem for path in (Path(kernels.__file__).parents[1] / "kernels").glob("*.py")}
+    timed = set(re.findall(r"^from hotrow\.kernels\.(\w+) import", Path(kernels.__file__).read_text(), re.MULTILINE))
+    assert modules - timed == (LAUNCHED_BY_OTHERS | TELLS) - timed
