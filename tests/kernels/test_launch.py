@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,51 @@ def test_loose_numbers_are_never_compiled_anew() -> None:
         again[(1,)](DATA, 20, number, **USUAL)
     assert len(kernel.calls) == 1
     assert [args[2] for _, args in kernel.made[0].launches] == [1, 16, 17, 0, 2**31 - 1]
+
+
+class Launcher:
+    """Triton's, as it is in 3.6."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __call__(self, gridX: int, gridY: int, gridZ: int, stream: int, function: int, *args: Any) -> None:  # noqa: N803
+        self.calls.append((gridX, gridY, gridZ, stream, function, *args))
+
+
+class NamedLauncher(Launcher):
+    """As it is from 3.7 on."""
+
+    def __call__(  # type: ignore[override]
+        self, gridX: int, gridY: int, gridZ: int, stream: int, function: int, kernel_metadata: Any,  # noqa: N803
+        launch_metadata: Any, launch_enter_hook: Any, launch_exit_hook: Any, *args: Any,
+    ) -> None:  # fmt: skip
+        hooks = (launch_metadata, launch_enter_hook, launch_exit_hook)
+        self.calls.append((gridX, gridY, gridZ, stream, function, kernel_metadata, *hooks, *args))
+
+
+class OtherLauncher(Launcher):
+    """As it may be one day."""
+
+    def __call__(self, grid: tuple[int, ...], stream: int, function: int, *args: Any) -> None:  # type: ignore[override]
+        raise AssertionError("called by somebody who does not know its arguments")
+
+
+@pytest.mark.parametrize("launcher", [Launcher(), NamedLauncher()])
+def test_the_launcher_is_called_as_triton_calls_it(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    compiled = SimpleNamespace(run=launcher, function=9, packed_metadata=(4, 1, 0))
+    launch._runner(compiled, (8, True))(3, 1, [20, 5])
+    assert launcher.calls == [(3, 1, 1, 71, 9, (4, 1, 0), None, None, None, 20, 5, 8, True)]
+
+
+def test_a_launcher_that_nobody_knows_is_left_to_triton() -> None:
+    class Other(Compiled):
+        run, packed_metadata = OtherLauncher(), (4, 1, 0)
+
+    compiled = Other()
+    launch._runner(compiled, (8, True))(3, 1, [20, 5])
+    assert compiled.launches == [((3, 1, 1), (20, 5, 8, True))]
 
 
 def test_under_the_interpreter_a_kernel_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import triton
 
 from hotrow.errors import BatchError
 from hotrow.kernels import reference
@@ -56,7 +57,7 @@ class Case:
             for optimizer in self.optimizers[: 1 if shared else None]
         ]
         streams = torch.arange(len(self.optimizers), device=device) * -(2**61) - 12345
-        if device.type == "cpu" and tuning is DEFAULT:
+        if triton.knobs.runtime.interpret and tuning is DEFAULT:
             tuning = INTERPRETED
         update(
             source, self.layout, self.optimizers[0].code, group(self.slots.to(device)), items, gradients,

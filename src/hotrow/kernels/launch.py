@@ -8,6 +8,7 @@ what kind of memory every tensor is. Under the interpreter it is the kernel itse
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from functools import partial
@@ -74,10 +75,16 @@ class Fast:
             run(programs, device, values)
 
 
+# What Triton's launcher takes before a kernel's arguments, 3.6 to 3.9: the last four have names from 3.7 on.
+_GRID = ("gridX", "gridY", "gridZ", "stream", "function")
+_KNOWN = (_GRID, (*_GRID, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"))
+
+
 def _runner(compiled: Any, constants: tuple[Any, ...]) -> Callable[[int, int, list[Any]], None]:
     """How to run a compiled kernel on so many programs; constants are passed over by the launcher."""
     launcher = getattr(compiled, "run", None)
-    if launcher is None or not hasattr(compiled, "packed_metadata"):  # another Triton than we know
+    if not callable(launcher) or not hasattr(compiled, "packed_metadata") or _named(launcher) not in _KNOWN:
+        # Another Triton than we know: as it does it, some microseconds slower.
         return lambda programs, device, values: compiled[(programs, 1, 1)](*values, *constants)
     function, metadata, current = compiled.function, compiled.packed_metadata, torch._C._cuda_getCurrentRawStream
 
@@ -85,6 +92,12 @@ def _runner(compiled: Any, constants: tuple[Any, ...]) -> Callable[[int, int, li
         launcher(programs, 1, 1, current(device), function, metadata, None, None, None, *values, *constants)
 
     return run
+
+
+def _named(launcher: Callable[..., None]) -> tuple[str, ...]:
+    """The names of what a launcher takes by position."""
+    parameters = inspect.signature(launcher).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD)
 
 
 def fast(kernel: Any) -> Any:

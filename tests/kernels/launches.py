@@ -1,0 +1,214 @@
+"""A launch of every kernel in each of its branches: what compile_only.py compiles by default.
+
+Rows are those of W-gpu (dim 128, one row a warp) and narrow or wide ones beside them, whose programs hold several rows
+or several warps. A new branch or kernel belongs here: tests/kernels/test_compile.py fails for statements that the
+compiler has not seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hotrow.kernels import finite, move
+from hotrow.kernels import quantize as quantization
+from hotrow.kernels import read as serving
+from hotrow.kernels.admit import SLOTS, admit, answer, brief
+from hotrow.kernels.dedup import compact, compact_keys, dedup
+from hotrow.kernels.find import Warmth, find, find_rows
+from hotrow.kernels.gather import gather
+from hotrow.kernels.insert import choose_in_order, erase, insert_and_evict, place
+from hotrow.kernels.layout import Items, RowLayout, Source, spread
+from hotrow.kernels.runs import group
+from hotrow.kernels.sets import SetIndex
+from hotrow.kernels.terms import Terms
+from hotrow.kernels.touch import touch
+from hotrow.kernels.update import Coefficients, Meta, update
+from hotrow.optim import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RowWiseAdagrad
+
+CPU = torch.device("cpu")
+N = 300  # positions of a batch, more than an update's piece
+FLAG = torch.zeros(1, dtype=torch.int32)
+
+
+def every() -> None:
+    """All of them."""
+    searches()
+    missing_keys()
+    whole_index()
+    moves()
+    serving_lookups()
+    gathers()
+    checks()
+    updates()
+
+
+def _ints(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def _zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+KEYS, SLOTS_OF, NUMBER = torch.arange(N), _zeros(N), _ints(N)
+TWO_TABLES = _ints(0, 100, N)
+
+
+def searches() -> None:
+    """Keys to slots, for one table and for several, at a batch's turn or recorded."""
+    for index, begins in ((SetIndex([64], CPU), _ints(0, N)), (SetIndex([32, 32], CPU), TWO_TABLES)):
+        find(index, KEYS, begins)
+        find(index, KEYS, begins, 3, NUMBER)
+        find(index, KEYS, begins, 3, NUMBER, Warmth("lru", 512.0))
+        find(index, KEYS, begins, Terms(CPU).read(), NUMBER, Warmth("lfu", 512.0))
+        rows = torch.zeros(index.capacity, 24)
+        find_rows(index, rows, 20, KEYS, torch.zeros(N, 20), begins)
+
+
+def missing_keys() -> None:
+    """What is missing becomes unique keys, gets slots, and comes."""
+    index, terms = SetIndex([32, 32], CPU), Terms(CPU).read()
+    hosts, beside = _zeros(index.capacity), _zeros(index.capacity, 2)
+    steps, counts = beside.unbind(1)
+    compact(SLOTS_OF, 7)
+    positions, keys, tables = compact_keys(SLOTS_OF, 200, KEYS, TWO_TABLES)
+    dedup(keys)
+    dedup(keys, tables, 2)
+    dedup(keys, tables)
+    for batch, count in ((3, None), (terms, NUMBER)):
+        unique = dedup(keys, tables, rising=True, count=count)
+        chosen = choose_in_order(index, unique.keys, unique.tables, unique.number, batch)
+        report = brief(unique, chosen, hosts, steps, counts, batch)
+        place(index, report.keys, report.field(SLOTS), None if count is None else unique.number, batch)
+        answer(positions, unique.inverse, report.ranks, report.field(SLOTS), SLOTS_OF, count)
+        admit(index, (hosts, steps, counts), report.keys, report.field(SLOTS), _zeros(3, 200), 3, 0.5)
+
+
+def whole_index() -> None:
+    """insert_and_evict and what else stands alone."""
+    for index, tables in ((SetIndex([64], CPU), None), (SetIndex([32, 32], CPU), SLOTS_OF)):
+        choose_in_order(index, KEYS, tables, None, 2)
+        for dim in (20, 128):
+            rows = torch.zeros(index.capacity, dim)
+            insert_and_evict(index, rows, KEYS, torch.zeros(N, dim), tables, batch=3, settled=2)
+        erase(index, SLOTS_OF)
+        touch(index, SLOTS_OF, None, 3, "lru", 512.0)
+        touch(index, SLOTS_OF, NUMBER, 3, "lfu", 512.0)
+
+
+def moves() -> None:
+    """Rows of 129 floats, as row-wise Adagrad's at dim 128 are, and of 2,060."""
+    for width in (129, 2060):
+        rows = torch.zeros(512, width + 3)
+        source = Source(rows, torch.zeros(8, width + 3))
+        for slots in (SLOTS_OF, SLOTS_OF[1:]):
+            move.collect(source, slots, width, torch.zeros(N, width))
+            move.deliver(source, slots, width, torch.zeros(N, width))
+        move.Puller(rows, torch.zeros(2, dtype=torch.int64), width, width, N)()
+        steps, counts = _zeros(512, 2).unbind(1)
+        move.Lander(rows, (_zeros(512), steps, counts), width)()
+    move.tell(NUMBER, _zeros(1))
+
+
+def serving_lookups() -> None:
+    """A server's rows of every type, gathered and read; int8 ones are made of others first."""
+    index = SetIndex([32, 32], CPU)
+    for dtype, policy in (("fp32", "lru"), ("fp16", "lfu"), ("bf16", "lfu"), ("int8", "lru")):
+        layout = RowLayout(20, (2,) if dtype == "int8" else (), dtype)
+        rows, lists = torch.zeros(index.capacity, layout.stride), serving.Lists(3, 100, CPU)
+        if dtype != "int8":
+            quantization.quantize(rows, layout)
+        serving.read(
+            index, rows, layout, KEYS.view(3, 100), (_ints(0, 1, 1), _ints(0, 20, 40)), _ints(90), _ints(5, 0), lists,
+            torch.zeros(100, 60), policy,
+        )  # fmt: skip
+    serving.put(torch.zeros(100, 60), serving.Staging(50, 20, CPU), RowLayout(20))
+
+
+BEGINS, TABLES = _ints(0, 100, 200, N), _ints(0, 1, 1)
+OFFSETS = torch.arange(0, 2 * N + 1, 2, dtype=torch.int32) // 2
+PLAIN = Items(BEGINS, TABLES)
+SCALED = replace(PLAIN, scales=torch.zeros(N))
+BAGS = Items(BEGINS, TABLES, OFFSETS, None, spread(OFFSETS, N, N))
+WEIGHTED_BAGS = replace(BAGS, scales=torch.zeros(N))
+
+
+def _matrices(dim: int, dtype: torch.dtype = torch.float32, aligned: bool = True) -> list[Tensor]:
+    """One a feature; not aligned: columns of a wider one."""
+    if aligned:
+        return [torch.zeros(100, dim, dtype=dtype) for _ in range(3)]
+    return list(torch.zeros(100, 3 * dim + 1, dtype=dtype)[:, 1:].split(dim, dim=1))
+
+
+def gathers() -> None:
+    """Rows of every type to outputs of every type, with and without bags and rows of a batch's own."""
+    fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    for dim, dtype, items, out, own, aligned in (
+        (128, "fp32", PLAIN, fp32, "none", True),
+        (128, "fp32", PLAIN, bf16, "same", True),
+        (128, "bf16", BAGS, fp32, "same", True),
+        (128, "fp16", WEIGHTED_BAGS, fp16, "fp32", True),
+        (20, "fp32", WEIGHTED_BAGS, fp32, "fp32", True),
+        (17, "bf16", SCALED, bf16, "fp32", False),
+        (20, "int8", PLAIN, fp16, "fp32", True),
+        (17, "int8", BAGS, fp32, "none", False),
+        (2000, "fp16", BAGS, fp32, "none", True),
+    ):
+        layout = RowLayout(dim, (2,), dtype)
+        beside = RowLayout(dim) if own == "fp32" else None
+        extra = None if own == "none" else torch.zeros(8, (beside or layout).stride)
+        source = Source(torch.zeros(64, layout.stride), extra, beside)
+        gather(source, layout, SLOTS_OF, items, _matrices(dim, out, aligned), past_cache=out is bf16)
+
+
+def checks() -> None:
+    """Gradients of every type, without gaps and with."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        finite.check(_matrices(128, dtype), FLAG)
+        finite.check(_matrices(17, dtype, aligned=False), FLAG)
+
+
+def updates() -> None:
+    """Every rule on every type of rows, with gradients of every type. The first are those of W-gpu."""
+    fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    row_wise, adam, clipped = RowWiseAdagrad(lr=0.1), Adam(lr=0.1), Adam(lr=0.2, clip_norm=1.0)
+    _update(128, [row_wise], "fp32", fp32)
+    _update(128, [SGD(lr=0.1)], "fp32", fp32)
+    _update(128, [adam], "fp32", fp32)
+    _update(128, [Adagrad(lr=0.1)], "bf16", bf16, BAGS, own=True)
+    _update(128, [adam, clipped], "bf16", fp32, seen=True)
+    _update(128, [FTRL(lr=0.1, clip_value=0.5)], "fp16", fp16, SCALED, own=True)
+    _update(300, [row_wise], "bf16", fp32)
+    _update(20, [row_wise, RowWiseAdagrad(lr=0.2)], "bf16", bf16, WEIGHTED_BAGS, missing=True)
+    _update(17, [AdamW(lr=0.1)], "fp16", fp32, BAGS, aligned=False, own=True, seen=True)
+    _update(8, [SGD(lr=0.1)], "fp32", fp16, missing=True, meta=False)
+
+
+def _update(
+    dim: int,
+    optimizers: list[Optimizer],
+    dtype: str,
+    gradient: torch.dtype,
+    items: Items = PLAIN,
+    aligned: bool = True,
+    missing: bool = False,
+    own: bool = False,
+    meta: bool = True,
+    seen: bool = False,
+) -> None:
+    """`own`: some rows are the batch's; `seen`: rows were seen more often than they have positions."""
+    layout = RowLayout(dim, tuple(part.width for part in optimizers[0].state(dim)), dtype)
+    gradients: list[Tensor | None] = list(_matrices(dim, gradient, aligned))
+    if missing:
+        gradients[1] = None
+    source = Source(torch.zeros(64, layout.stride), torch.zeros(8, layout.stride) if own else None)
+    coefficients = [Coefficients(o.coefficients(7), o.clip_value or 0.0, o.clip_norm or 0.0) for o in optimizers]
+    beside, more, streams = _zeros(64, 2), _zeros(8, 2), torch.zeros(2, dtype=torch.int64)
+    columns = Meta(*beside.unbind(1), *(more.unbind(1) if own else (None, None))) if meta else None
+    update(
+        source, layout, optimizers[0].code, group(SLOTS_OF), items, gradients, KEYS, coefficients, streams, streams, 7,
+        1.0, columns, FLAG, seen=SLOTS_OF if seen else None,
+    )  # fmt: skip

@@ -1,0 +1,32 @@
+"""Tests that interpret kernels pass with the compiled ones too, whose PTX runs on the CPU (ptx.py).
+
+`make test` does so for the arithmetic whose bits are promised: rounding by chance and counts. `make soak` does for all
+tests of kernels and of tables in HBM: three minutes of one core, half of them compilation.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ARITHMETIC = ("kernels/test_rounding.py", "kernels/test_counts.py")
+ALL = ("kernels", "nn/test_hbm.py", "nn/test_row_dtype.py", "table/test_asking.py", "table/test_hot_read.py")
+
+
+@pytest.mark.parametrize(
+    "tests", [pytest.param(ARITHMETIC, id="arithmetic"), pytest.param(ALL, id="all", marks=pytest.mark.soak)]
+)
+def test_what_is_interpreted_passes_compiled(tests: tuple[str, ...], tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path)
+    env["PYTHONPATH"] = os.pathsep.join([str(HERE), env.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-p", "on_ptx", "-p", "no:cacheprovider", "-m", "not soak and not gpu"]
+    command += [f"--ignore={HERE / name}" for name in ("test_compile.py", "test_ptx.py")]
+    command += [str(HERE.parent / name) for name in tests]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
