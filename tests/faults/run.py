@@ -48,18 +48,25 @@ class Options:
     checkpoints: bool = True
     dram: str = DRAM
     lookahead: int = 2
+    hbm: str | None = None
+    device: str | None = None  # of rows in HBM
+    size: int = 1024  # of a batch
+    steps: int = STEPS
+    dim: int = 64
 
 
-def clicks(steps: int = STEPS) -> SyntheticClicks:
-    return SyntheticClicks(examples=steps * 1024, batch_size=1024, keys=300_000, shape=SHAPE)
+def clicks(steps: int = STEPS, size: int = 1024) -> SyntheticClicks:
+    return SyntheticClicks(examples=steps * size, batch_size=size, keys=300_000, shape=SHAPE)
 
 
 def over_ssd(folder: Path, options: Options, **more: Any) -> hr.Trainer:
     """A trainer whose rows (800 bytes each) outgrow DRAM by a factor of two when they live over SSD."""
-    memory = hr.Memory(dram=options.dram, ssd=folder / "ssd") if options.ssd else None
+    memory = hr.Memory(hbm=options.hbm, dram=options.dram, ssd=folder / "ssd") if options.ssd else None
+    if options.hbm is not None and memory is None:
+        memory = hr.Memory(hbm=options.hbm)
     more = {"lookahead": options.lookahead, **more}
     saves = {"checkpoints": folder / "checkpoints", "checkpoint_every": EVERY, "keep": 2} if options.checkpoints else {}
-    return make_trainer(dim=64, memory=memory, **{**saves, **more})
+    return make_trainer(dim=options.dim, memory=memory, device=options.device, **{**saves, **more})
 
 
 def digest(trainer: hr.Trainer) -> dict[str, str]:
@@ -96,6 +103,7 @@ def _announce(owner: Any, name: str, say: Callable[[], None]) -> None:
 def train(folder: Path, options: Options, pipe: Connection | None = None) -> None:
     """The whole run, resumed where there is something to resume; its result goes to result.json."""
     warnings.simplefilter("error")  # a kill never damages a checkpoint: nothing may be passed over
+    warnings.filterwarnings("ignore", message=".*cannot hold the rows of the batches in flight")
     torch.set_num_threads(1)
     _core.set_compaction_rate(1 << 40)
     small_segments()
@@ -105,13 +113,15 @@ def train(folder: Path, options: Options, pipe: Connection | None = None) -> Non
         _announce(Snapshot, "finish", lambda: pipe.send("save"))
         _announce(hr.EmbeddingCollection, "step", lambda: pipe.send("step"))
     trainer = over_ssd(folder, options)
-    report = trainer.fit(clicks(), resume=options.checkpoints, progress=False)
+    report = trainer.fit(clicks(options.steps, options.size), resume=options.checkpoints, progress=False)
+    hot = trainer.model.embeddings.hot
     tiers = [rows.store.tier() for rows in trainer.model.embeddings.tables]
     result = {
         "digest": digest(trainer),
         "losses": report.losses,
         "resumed_from": report.resumed_from,
         "evicted": sum(tier["evicted"] for tier in tiers),
+        "left_hbm": 0 if hot is None else hot.figures()["evictions"],
         "compacted": sum(tier["compacted_bytes"] for tier in tiers),
         "compaction_errors": sum(tier["compaction_errors"] for tier in tiers),
         "over_budget": options.ssd and trainer.model.embeddings.budget.used > trainer.model.embeddings.budget.limit,

@@ -65,11 +65,13 @@ def make_trainer(
     optimizer: hr.optim.Optimizer | None = None,
     dense: str = "adam",
     memory: hr.Memory | None = None,
+    device: str | None = None,
     **options: Any,
 ) -> hr.Trainer:
     features = dict(zip(names, ("user", "item"), strict=False))
     tables = [hr.Table(name, dim=dim, features=[feature]) for name, feature in features.items()]
-    embeddings = hr.EmbeddingCollection(tables, optimizer=optimizer or hr.optim.Adam(lr=0.01), memory=memory, seed=seed)
+    optimizer = optimizer or hr.optim.Adam(lr=0.01)
+    embeddings = hr.EmbeddingCollection(tables, optimizer=optimizer, memory=memory, seed=seed, device=device)
     torch.manual_seed(torch_seed)
     tower = DropoutTower(width, dim)
     kinds = {
@@ -95,7 +97,7 @@ def bits(trainer: hr.Trainer) -> dict[str, Any]:
     return {
         "rows": all_rows(trainer),
         "steps": trainer.steps,
-        "tower": {name: value.numpy().tobytes() for name, value in trainer.model.tower.state_dict().items()},
+        "tower": {name: value.cpu().numpy().tobytes() for name, value in trainer.model.tower.state_dict().items()},
         "optimizer": _bytes(trainer.dense_optimizer.state_dict() if trainer.dense_optimizer else None),
         "scaler": trainer.scaler.state_dict(),
         "metrics": trainer.metrics.state(),
@@ -107,7 +109,7 @@ def bits(trainer: hr.Trainer) -> dict[str, Any]:
 
 def _bytes(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return (str(value.dtype), list(value.shape), value.numpy().tobytes())
+        return (str(value.dtype), list(value.shape), value.cpu().numpy().tobytes())
     if isinstance(value, dict):
         return {key: _bytes(item) for key, item in value.items()}
     if isinstance(value, list):
