@@ -18,6 +18,14 @@ void Leaving::put(const std::vector<TablePart>& parts, const uint32_t* slots, co
   }
 }
 
+Leaving::~Leaving() {
+  try {
+    check(driver().context_set(context_), "to be used on this thread");
+    if (!pieces_.empty()) pieces_.back().arrived->wait();  // past already, if they were put away
+  } catch (const std::runtime_error&) {                    // the device failed, which others hear
+  }
+}
+
 Way::Way(Handle up, Handle copies, Handle down, size_t width, size_t room, size_t piece,
          const std::vector<std::pair<Handle, PullCell*>>& pulls, const std::vector<std::pair<Handle, LandCell*>>& lands)
     : up_(up), copies_(copies), down_(down), width_(width), room_(room), piece_(piece) {
@@ -34,6 +42,23 @@ size_t Way::raise(const Rising& rising, size_t parts) {
   const size_t part = std::min(room_, rising.first / std::max<size_t>(1, parts) + 1);
   size_t absent = 0, at = 0;
   std::vector<Segment> segments;
+  // After an error, too: who is told that `up` has passed gives the memory that copies read to others.
+  struct Copies {
+    Way& way;
+    bool held = false;
+    void hold() {
+      held = true;
+      way.copied_.record(way.copies_);
+      way.copied_.hold(way.up_);
+    }
+    ~Copies() {
+      if (held) return;
+      try {
+        hold();
+      } catch (const std::runtime_error&) {  // the first error says more
+      }
+    }
+  } copies{*this};
   while (at < rising.count && !(absent && rising.all)) {
     segments.clear();
     const size_t first_cell = next_;
@@ -53,8 +78,7 @@ size_t Way::raise(const Rising& rising, size_t parts) {
         copy(rising, begin, end);
     });
   }
-  copied_.record(copies_);
-  copied_.hold(up_);
+  copies.hold();
   if (rising.land && !(absent && rising.all)) {
     Launch<LandCell>& land = lands_[next_land_++ % lands_.size()];
     land.read.wait();

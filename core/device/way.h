@@ -48,10 +48,12 @@ struct Rising {
   bool land;                            // and when they have come, finish it; else the caller does
 };
 
-// Rows on their way down. Everything it was given stays until `put` has returned.
+// Rows on their way down. Everything it was given stays until `put` has returned, or until it is gone: one that nobody
+// puts away waits for its copies, which still write.
 class Leaving {
  public:
   Leaving(Handle context, const float* staged, size_t width) : context_(context), staged_(staged), width_(width) {}
+  ~Leaving();
   Leaving(const Leaving&) = delete;
   Leaving& operator=(const Leaving&) = delete;
 

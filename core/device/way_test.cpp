@@ -170,6 +170,21 @@ TEST(unseen_keys_end_it_or_are_passed_over) {
     }
 }
 
+TEST(copies_before_one_that_is_refused_are_done_when_up_has_passed) {
+  testing::WithThreads with(1);
+  Bench bench(400, false);
+  Batch batch(bench, 400, 0, 0);
+  bench.slow.take_copies(2);
+  CHECK_THROWS(std::runtime_error, batch.raise(*bench.way));
+  Event passed;  // behind it, what copies read is given to others
+  passed.record(stream(1));
+  passed.wait();
+  const auto end = static_cast<ptrdiff_t>(2 * kPiece * kWidth);
+  CHECK(std::equal(batch.staged.begin(), batch.staged.begin() + end, batch.incoming.begin()));
+  CHECK(!std::equal(batch.staged.begin(), batch.staged.begin() + end, std::vector<float>(2 * kPiece * kWidth).begin()));
+  bench.slow.finish();
+}
+
 TEST(rows_whose_slots_are_known_are_gathered) {
   Bench bench(400);
   Batch batch(bench, 400, 0, 0);
@@ -217,6 +232,14 @@ TEST(rows_go_down_when_they_have_arrived) {
     sent->put(batch.parts, batch.places.data(), batch.places.data() + n, batch.places.data() + 2 * n, 5);
     for (size_t t = 0; t < 2; ++t) CHECK(testing::same_bits(testing::rows_of(*bench.tables[t]), expected[t]));
   }
+}
+
+TEST(rows_that_nobody_puts_away_are_waited_for) {
+  Bench bench(400);
+  const auto leaving = bench.random.reals(400 * kWidth);
+  std::vector<float> staged(leaving.size(), -3.0f);
+  bench.way->lower(stream(4), reinterpret_cast<DeviceAddress>(leaving.data()), 400, staged.data()).reset();
+  CHECK(staged == leaving);
 }
 
 }  // namespace

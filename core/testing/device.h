@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -34,6 +35,7 @@ class SlowDevice {
         [](Handle event) { return delete static_cast<Mark*>(event), 0; },
         [](Handle stream, Handle event, unsigned) { return here()->hold(stream, *static_cast<Mark*>(event)), 0; },
         [](device::DeviceAddress to, const void* from, size_t bytes, Handle stream) {
+          if (here()->copies_taken_-- == 0) return 1;
           return here()->ask(stream, [=] { return std::memcpy(reinterpret_cast<void*>(to), from, bytes), true; }), 0;
         },
         [](void* to, device::DeviceAddress from, size_t bytes, Handle stream) {
@@ -57,6 +59,9 @@ class SlowDevice {
     std::lock_guard lock(mutex_);
     streams_[stream].push_back(std::move(work));
   }
+
+  // So many more copies up, and then one is refused.
+  void take_copies(int count) { copies_taken_ = count; }
 
   // Does everything that it was asked for.
   void finish() {
@@ -111,6 +116,7 @@ class SlowDevice {
   }
 
   const bool last_first_;
+  std::atomic<int> copies_taken_ = -1;
   std::mutex mutex_;
   std::map<Handle, std::deque<Work>> streams_;
 };

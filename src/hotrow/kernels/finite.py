@@ -68,7 +68,7 @@ def check(matrices: Sequence[Tensor], flag: Tensor) -> None:
         columns = STRETCH
     elif any(matrix.shape[1] != columns for matrix in given):
         raise GradientError(f"gradients have {sorted({matrix.shape[1] for matrix in given})} columns; give one number")
-    if any(matrix.dtype != dtype for matrix in given):
+    if any(matrix.dtype is not dtype for matrix in given):
         raise GradientError(f"gradients are of types {sorted({str(matrix.dtype) for matrix in given})}; give one type")
     width = power_of_2(columns)
     r = max(1, BLOCK // width)
@@ -77,9 +77,10 @@ def check(matrices: Sequence[Tensor], flag: Tensor) -> None:
     for matrix in given:
         rows, tail = divmod(matrix.numel(), columns) if flat else (matrix.shape[0], 0)
         stride = columns * size if flat else matrix.stride(0) * size
+        address = matrix.data_ptr()
         programs += max(1, cdiv(rows, r))
-        numbers += (matrix.data_ptr(), stride, rows, tail, programs)
-        aligned &= matrix.data_ptr() % 16 == 0 and stride % 16 == 0
+        numbers += (address, stride, rows, tail, programs)
+        aligned &= (address | stride) & 15 == 0
         tails |= tail > 0
     _check_kernel[(programs,)](
         small_table(tuple(numbers), device), flag, MATRICES=len(given), PADDED=power_of_2(len(given)),

@@ -174,23 +174,25 @@ def with_columns_together(matrix: Tensor) -> Tensor:
 def matrices(tensors: Sequence[Tensor | None], columns: int, device: torch.device) -> Matrices:
     """Describe matrices [any, columns] of one type, with columns side by side and rows anywhere."""
     dtype = next((tensor.dtype for tensor in tensors if tensor is not None), torch.float32)
-    size = dtype.itemsize
+    size, missing, ends = dtype.itemsize, 0, 0
     numbers: list[int] = []
     for i, tensor in enumerate(tensors):
         if tensor is None:
             numbers += (0, 0)
+            missing += 1
             continue
-        if tensor.dim() != 2 or tensor.shape[1] != columns or (columns > 1 and tensor.stride(1) != 1):
+        shape, strides = tensor.shape, tensor.stride()
+        if len(shape) != 2 or shape[1] != columns or (columns > 1 and strides[1] != 1):
             raise BatchError(
-                f"matrix {i} has shape {list(tensor.shape)} and strides {tensor.stride()}; "
+                f"matrix {i} has shape {list(shape)} and strides {strides}; "
                 f"it must be [any, {columns}] with its columns side by side"
             )
-        if tensor.dtype != dtype or tensor.device != device:
+        if tensor.dtype is not dtype or tensor.device != device:
             raise BatchError(f"matrix {i} is {tensor.dtype} on {tensor.device}; all must be {dtype} on {device}")
-        numbers += (tensor.data_ptr(), tensor.stride(0) * size) if tensor.numel() else (0, 0)
-    aligned = all(number % 16 == 0 for number in numbers)
-    missing = sum(tensor is None for tensor in tensors)
-    return Matrices(small_table(tuple(numbers), device).view(-1, 2), aligned, dtype, missing)
+        address, stride = (tensor.data_ptr(), strides[0] * size) if shape[0] else (0, 0)
+        numbers += (address, stride)
+        ends |= address | stride
+    return Matrices(small_table(tuple(numbers), device).view(-1, 2), ends & 15 == 0, dtype, missing)
 
 
 _tables: dict[tuple[int, torch.dtype, tuple[int, ...]], Tensor] = {}

@@ -14,6 +14,8 @@ over.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 import triton
 import triton.language as tl
@@ -223,6 +225,8 @@ def reachable(address: int, size: int, device: torch.device) -> None:
     if device.type == "cuda":
         error = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
         if error:
+            with suppress(RuntimeError):  # CUDA keeps it until somebody asks, and torch asks behind each launch
+                torch.ones(1, device=device)
             raise StorageError(
                 f"the GPU cannot reach {format_size(size)} of DRAM rows (cudaHostRegister gave error {error}); lower "
                 "dram= or the number of rows, so that they fit into memory that can be pinned"

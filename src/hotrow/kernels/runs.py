@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.errors import BatchError
+from hotrow.kernels.graphs import captured
 from hotrow.kernels.launch import cdiv, fast
 from hotrow.kernels.layout import steps
 
@@ -113,7 +114,6 @@ class Grouper:
         self.sizes = 0  # calls in a row with one size
         self.slots = torch.empty(0, dtype=torch.int32)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.stream: torch.cuda.Stream | None = None  # torch has few: one that others do not get meanwhile
         self.runs: Runs | None = None
 
     def __call__(self, slots: Tensor) -> Runs:
@@ -135,12 +135,6 @@ class Grouper:
 
     def _record(self, slots: Tensor) -> None:
         self.slots = slots.clone()
-        self.stream = self.stream or torch.cuda.Stream(slots.device)
-        graph, stream = torch.cuda.CUDAGraph(), self.stream
-        stream.wait_stream(torch.cuda.current_stream(slots.device))
-        with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on with theirs
+        with captured(slots.device) as graph:
             self.runs = group(self.slots)
-            graph.capture_end()
-        torch.cuda.current_stream(slots.device).wait_stream(stream)
         self.graph = graph

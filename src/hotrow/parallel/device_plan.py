@@ -86,7 +86,7 @@ class DeviceRankPlan(RankPlan):
             self._routed.wait()
             self._routed = None
             for part in self.by_kind.values():
-                used_on(torch.cuda.current_stream(), part.keys, part.slots, *vars(part.items).values())
+                used_on(torch.cuda.current_stream(part.device), part.keys, part.slots, *vars(part.items).values())
 
     def prefetch(self) -> Moved:
         """Rows that others will ask for come up from SSD, or are looked for in HBM."""

@@ -10,12 +10,12 @@ the host waits once. A batch that misses more than there is room for is found al
 
 Batches must have one size, as for kernels/runs.Grouper; after RECORDED of them that missed something the steps are
 captured, once for batches ahead of their turn and once for those at it. The thread that trains does that
-(streams.Recorded), so batches ahead go on launch by launch until it comes by.
+(kernels/graphs.py), so batches ahead go on launch by launch until it comes by.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from hotrow.kernels.find import Warmth, find
 from hotrow.kernels.insert import choose_in_order, place
 from hotrow.kernels.launch import cdiv
 from hotrow.kernels.terms import Terms
-from hotrow.table.streams import Recorded, new_stream, told
+from hotrow.table.streams import Recorded, told
 from hotrow.tiers.hbm import HbmTier
 
 RECORDED = 3  # batches of one size before their steps are captured
@@ -59,7 +59,6 @@ class Asker:
         self.room = 0
         self._calls = self._small = 0
         self._rooms: dict[bool, Room] = {}
-        self._stream = new_stream(tier.device)
         self.unrecorded = False  # whether there are steps that are worth it
 
     def saw(self, ids: int, missing: int) -> None:
@@ -91,12 +90,12 @@ class Asker:
         return found
 
     def record(self) -> None:
-        """Have the device remember the steps of batches that were asked for. Requires: as streams.Recorded, and that
-        nobody asks meanwhile."""
+        """Have the device remember the steps of batches that were asked for. Requires: as kernels/graphs.py says, and
+        that nobody asks meanwhile."""
         self.unrecorded = False
         for room in self._rooms.values():
             if room.recorded is None:
-                room.record(self._stream)
+                room.record()
 
 
 class Room:
@@ -139,6 +138,6 @@ class Room:
             answer(positions, unique.inverse, report.ranks, chosen_slots, slots, self.count)
         return slots, positions, unique, report
 
-    def record(self, stream: Any) -> None:
+    def record(self) -> None:
         """Requires: it was asked before, so that all kernels are compiled."""
-        self.recorded = Recorded(stream, self._steps)
+        self.recorded = Recorded(self.tier.device, self._steps)

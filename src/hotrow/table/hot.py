@@ -419,9 +419,11 @@ class Group:
             tell()  # last: who sees the new generation finds the slots
 
     def clean_up(self) -> None:
-        """Empty those slots."""
+        """Empty those slots, after what was still asked for there."""
         while self._spoiled:
-            slots = to_device(self._spoiled.pop().clone(), self.tier.device)
+            spoiled = self._spoiled.pop()
+            wait_for(self.up)  # each time: another thread may have added it just now
+            slots = to_device(spoiled.clone(), self.tier.device)
             erase(self.tier.index, slots)
             self.tier.hosts[slots[slots >= 0].long()] = -1
 
@@ -500,6 +502,8 @@ class Later:
         self._before, self._sent = 0, False
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._pinned = torch.empty(1, dtype=torch.int32, pin_memory=True) if self._event else self.number
+        if self._event is not None:  # torch does not know that a launch writes there: after an error nobody has waited
+            weakref.finalize(self, self._event.synchronize)
 
     def send(self) -> None:
         """It is what it will be when the stream comes to here."""

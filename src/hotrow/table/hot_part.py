@@ -262,7 +262,7 @@ class Part:
         """What was laid out and found on another stream is used on this one from now on."""
         if self.slots.device.type == "cuda":
             used = (self.keys, self.begins, self.slots, self.seen, *vars(self.items).values())
-            used_on(torch.cuda.current_stream(), *used)
+            used_on(torch.cuda.current_stream(self.slots.device), *used)
 
     def _absent(self, count: int) -> tuple[Tensor, Unique]:
         """Positions of the ids without a slot, and their unique keys."""
@@ -470,8 +470,9 @@ class Part:
 
 def _coefficients(updates: Sequence[Update]) -> list[Coefficients]:
     """What each table's rule reads; one for all where they are the same."""
-    found = [Coefficients(u.coefficients, u.clip_value, u.clip_norm) for u in updates]
-    return found[:1] if all(c == found[0] for c in found) else found
+    first = updates[0]
+    same = all(update is first or update == first for update in updates)
+    return [Coefficients(u.coefficients, u.clip_value, u.clip_norm) for u in (updates[:1] if same else updates)]
 
 
 def _bounds_of(mask: np.ndarray, bounds: Sequence[int]) -> list[int]:  # type: ignore[type-arg]

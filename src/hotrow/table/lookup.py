@@ -136,7 +136,11 @@ class Layout:
 
     def updates(self, step: int) -> list[Update]:
         """What each table's optimizer does at update number `step`."""
-        return [Update.of(rows.optimizer, step) for rows in self.tables]
+        known: dict[int, Update] = {}  # tables mostly share one
+        for rows in self.tables:
+            if id(rows.optimizer) not in known:
+                known[id(rows.optimizer)] = Update.of(rows.optimizer, step)
+        return [known[id(rows.optimizer)] for rows in self.tables]
 
 
 Gradients = list[Tensor | None]
@@ -303,11 +307,11 @@ def _plain(gradient: Tensor | None, device: torch.device) -> Tensor | None:
     """Float32 rows with unit stride, copied only where they are not."""
     if gradient is None:
         return None
-    if gradient.requires_grad or gradient.dtype != torch.float32 or gradient.device.type != device.type:
+    if gradient.requires_grad or gradient.dtype is not torch.float32 or gradient.device.type != device.type:
         gradient = gradient.detach().to(device, torch.float32)
-    unit = gradient.shape[1] <= 1 or gradient.stride(1) == 1
-    rows = gradient.shape[0] <= 1 or gradient.stride(0) >= gradient.shape[1]
-    return gradient if unit and rows else gradient.contiguous()
+    (rows, columns), (row_stride, stride) = gradient.shape, gradient.stride()
+    plain = (columns <= 1 or stride == 1) and (rows <= 1 or row_stride >= columns)
+    return gradient if plain else gradient.contiguous()
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

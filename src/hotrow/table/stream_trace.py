@@ -61,7 +61,7 @@ class Streams:
         """Of a stream; the second one with that kind of work has a track of its own."""
         key = (track, stream.cuda_stream)
         if key not in self._tracks:
-            number = sum(kind == track for kind, _ in self._tracks) + 1
+            number = sum(kind == track for kind, _ in list(self._tracks)) + 1  # other threads add theirs
             self._tracks[key] = track if number == 1 else f"{track} {number}"
         return self._waiting.setdefault(self._tracks[key], deque())
 

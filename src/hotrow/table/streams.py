@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotrow.kernels import graphs
 from hotrow.kernels.move import tell
 
 
 def new_stream(device: torch.device, urgent: bool = False) -> Any:
     """A stream of that device, None where it has none. What is urgent gets room before what is not."""
-    return torch.cuda.Stream(device, priority=-int(urgent)) if device.type == "cuda" else None
+    return graphs.new_stream(device, urgent) if device.type == "cuda" else None
 
 
 def on(stream: Any) -> AbstractContextManager[Any]:
@@ -25,13 +26,13 @@ def on(stream: Any) -> AbstractContextManager[Any]:
 def follow(stream: Any) -> None:
     """What goes to that stream from now on comes after what was asked of this one."""
     if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
 
 
 def wait_for(stream: Any) -> None:
     """What is asked of this stream from now on comes after what was asked of that one."""
     if stream is not None:
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 def used_on(stream: Any, *tensors: Tensor | None) -> None:
@@ -44,29 +45,14 @@ def used_on(stream: Any, *tensors: Tensor | None) -> None:
 
 class Recorded:
     """Steps that the device remembers: `replay` asks it for all of them, on the stream of then, and returns what they
-    make. Without a device nothing is recorded.
+    make. Without a device nothing is recorded. kernels/graphs.py says who may record."""
 
-    Only the thread that trains records, or who makes a collection: while anything is captured torch refuses random
-    numbers in the whole process (2.11 to 2.13), so that a tower's dropout beside it would fail. And only on a stream
-    for nothing else: torch has 32 of them that it hands out in turn, so a new one for each time is at last one that
-    another thread asks things of, and those would be recorded too.
-    """
-
-    def __init__(self, stream: Any, steps: Callable[[], Any], keep_graph: bool = False) -> None:
+    def __init__(self, device: torch.device, steps: Callable[[], Any], keep_graph: bool = False) -> None:
         self.graph: Any = None
-        if stream is None:
-            return
-        here = torch.cuda.current_stream(stream.device)
-        graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
-        stream.wait_stream(here)
-        with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on with theirs
-            try:
+        if device.type == "cuda":
+            with graphs.captured(device, keep_graph) as graph:
                 self.made = steps()
-            finally:
-                graph.capture_end()
-        here.wait_stream(stream)
-        self.graph = graph
+            self.graph = graph
 
     def replay(self, steps: Callable[[], Any]) -> Any:
         """Requires: `steps` are those that were recorded."""
@@ -82,7 +68,7 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     pinned.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream().synchronize()
+    torch.cuda.current_stream(tensor.device).synchronize()
     return pinned
 
 
@@ -93,7 +79,7 @@ def told(numbers: Tensor) -> Tensor:
     pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     if numbers.numel():
         tell(numbers, pinned)
-    torch.cuda.current_stream().synchronize()
+    torch.cuda.current_stream(numbers.device).synchronize()
     return pinned
 
 

@@ -66,11 +66,12 @@ class Way:
         self.up, self.copies, self.down = (new_stream(tier.device) for _ in range(3))
         self._reached = [0] * len(self.stores)  # bytes of each table's rows that the GPU can address
         self._ranges: list[int] = []
-        weakref.finalize(self, _let_go, self._ranges, tier.device)  # before the stores, which this keeps, are freed
+        # Before the stores, which this keeps, are freed, and what else launches read.
+        weakref.finalize(self, _let_go, self._ranges, tier.device, self.up)
         self._bases = torch.tensor([store.row_memory()[0] for store in stores], device=tier.device)
         self._launches: list[move.Puller | move.Lander] = []
         self._recorded: list[Recorded] = []
-        # Now, because later a tower may be at work (streams.Recorded). Rows that are only read come another way.
+        # Now, because later a tower may be at work (kernels/graphs.py). Rows that are only read come another way.
         self._core: Any = self._native() if self.up is not None and not tier.frozen else None
         self.raised = self.lowered = 0  # rows on their way so far, for a trace: threads beside each other may lose some
         self._nothing = torch.empty(0, self.width, dtype=torch.float32, device=tier.device)
@@ -199,12 +200,9 @@ class Way:
             *(self._puller() for _ in range(CELLS)),
             *(move.Lander(self.tier.rows, self._beside, self.width) for _ in range(LANDERS)),
         ]
-        stream = new_stream(self.tier.device)
-        follow(stream)
         for launch in self._launches:
-            with on(stream):
-                launch()  # of nothing: capturing one takes that it has been compiled
-            self._recorded.append(Recorded(stream, launch, keep_graph=True))
+            launch()  # of nothing: capturing one takes that it has been compiled
+            self._recorded.append(Recorded(self.tier.device, launch, keep_graph=True))
         follow(self.up)
         cells = [
             (recorded.graph.raw_cuda_graph(), launch.cell.data_ptr())
@@ -254,15 +252,17 @@ class Way:
             sent = self._core.lower_rows(here.cuda_stream, leaving.data_ptr(), len(leaving), staged.data_ptr())
         used_on(self.down, leaving)
 
-        return partial(_put, sent, staged)
+        return partial(_put, staged, sent)  # in this order: the last is let go first, and waits for its copies
 
 
-def _put(sent: Any, staged: Tensor, places: Places, clean: int) -> None:
+def _put(staged: Tensor, sent: Any, places: Places, clean: int) -> None:
     """Rows into DRAM. `staged` is what the core reads them from: torch does not know."""
     with core_errors():
         sent.put(places.parts, places.slots.data_ptr(), places.steps.data_ptr(), places.counts.data_ptr(), clean)
 
 
-def _let_go(ranges: list[int], device: torch.device) -> None:
+def _let_go(ranges: list[int], device: torch.device, up: Any) -> None:
+    if up is not None:
+        up.synchronize()  # rows that nobody waits for may still be on their way
     for address in ranges:
         move.unreachable(address, device)

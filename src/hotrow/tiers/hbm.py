@@ -100,10 +100,9 @@ class HbmTier:
         self.done += batch in self._due
         self._due.discard(batch)
         if self.window and self.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-            self._landed[batch] = torch.cuda.current_stream(self.device).cuda_stream, event
-            for old in [number for number in self._landed if number < batch - 4 * self.window]:
+            stream = torch.cuda.current_stream(self.device)
+            self._landed[batch] = stream.cuda_stream, stream.record_event()
+            for old in [number for number in list(self._landed) if number < batch - 4 * self.window]:
                 del self._landed[old]
         self._held.discard(batch)  # last: who sees it finds the event
 

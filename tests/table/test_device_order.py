@@ -1,0 +1,363 @@
+"""What runs only on a GPU, on a pretended one (tests/pretend_cuda): it runs, and nothing touches memory unordered.
+
+Each test is a process of its own, forked: what has seen a GPU once is another process.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hotrow import optim
+from hotrow.batch import Jagged, KeyedBatch
+from hotrow.config import Memory
+from hotrow.data import Cursor
+from hotrow.kernels import move, runs
+from hotrow.nn import EmbeddingCollection, Recommender
+from hotrow.table import Table, asking, hot, hot_part, hot_plan, way
+from hotrow.train.trainer import Trainer
+
+if os.environ.get("TRITON_INTERPRET") != "1" or torch.cuda.is_available():
+    pytest.skip("there is a GPU, or kernels are not interpreted", allow_module_level=True)
+
+SIZE, KEYS = 12, 96
+Dials = dict[str, Any]
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = nn.Linear(4 + 2, 1)
+
+    def forward(self, vectors: dict[str, Tensor], dense: Tensor | None = None) -> Tensor:
+        return self.top(torch.cat([vectors["user"], vectors["item"]], dim=1)).squeeze(1)
+
+
+class Clicks:
+    """Each user once, so that all exist, and then some of them again and again; items are few."""
+
+    examples = None
+
+    def __init__(self, more: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        users = [
+            *torch.arange(KEYS).split(SIZE),
+            *(torch.randperm(KEYS, generator=generator)[:SIZE] for _ in range(more)),
+        ]
+        self.all = [
+            KeyedBatch(
+                {"user": Jagged(keys * 7919), "item": Jagged(keys % 20)},
+                labels=(torch.rand(SIZE, generator=generator) < 0.5).float(),
+            )
+            for keys in users
+        ]
+
+    def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
+        start = 0 if cursor is None else int(cursor["batch"])
+        for i, batch in list(enumerate(self.all))[start:]:
+            yield batch, {"batch": i + 1}
+
+
+def trainer_of(memory: Memory, device: str, lookahead: int) -> Trainer:
+    torch.manual_seed(0)
+    tables = [Table("user", dim=4), Table("item", dim=2, optimizer=optim.SGD(lr=0.1))]
+    embeddings = EmbeddingCollection(tables, optim.RowWiseAdagrad(lr=0.1), memory, seed=1, device=device)
+    return Trainer(Recommender(embeddings, Tower()), lookahead=lookahead)
+
+
+def dial() -> None:
+    """Small launches, captured soon, and batches that always come ahead."""
+    move.PULLERS, move.NOTERS, move.ORDERERS = 4, 2, 2
+    way.ROOM, asking.LEAST, asking.RECORDED, runs.RECORDED, hot_plan.PATIENCE = 64, 16, 2, 3, 0
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+def forget_ready() -> None:
+    bring = hot_plan.HotPlan._raise
+
+    def forgetful(plan: hot_plan.HotPlan) -> None:
+        bring(plan)
+        plan._ready = []
+
+    hot_plan.HotPlan._raise = forgetful  # type: ignore[method-assign]
+
+
+def forget_used_on() -> None:
+    for module in (hot, hot_part, way):
+        module.used_on = nothing  # type: ignore[attr-defined]
+
+
+def forget_what_is_read() -> None:
+    class Forgetful(deque[Any]):
+        def append(self, _: Any) -> None:
+            pass
+
+    begin = way.Way.__init__
+
+    def begin_and_forget(self: way.Way, *args: Any) -> None:
+        begin(self, *args)
+        self._reads = Forgetful()
+
+    way.Way.__init__ = begin_and_forget  # type: ignore[method-assign]
+
+
+def forget_what_was_asked_for_in_spoiled_slots() -> None:
+    hot.wait_for = nothing
+
+
+def forget_where_it_was_looked() -> None:
+    hot_plan.follow = nothing  # type: ignore[assignment]
+
+
+def train(folder: Path, lookahead: int, hbm: str, more: int, ssd: bool = False, forget: str = "") -> Dials:
+    """A run with an evaluation and a trace; what it did, and what was not ordered."""
+    from pretend_cuda import pretend
+
+    warnings.simplefilter("ignore")  # the lookahead may shrink
+    dial()
+    if forget:
+        globals()[forget]()
+    below = {"dram": "4MiB", "ssd": str(folder / "rows")} if ssd else {}
+    staged = [0]
+    fetch = hot_plan.HotPlan.fetch
+
+    def counted(plan: hot_plan.HotPlan, step: int = 0) -> None:
+        plan._raise()
+        staged[0] += plan._staged == plan.hot.generation
+        fetch(plan, step)
+
+    hot_plan.HotPlan.fetch = counted  # type: ignore[method-assign]
+    with pretend(folder) as device:
+        trainer = trainer_of(Memory(hbm=hbm, **below), "cuda", lookahead)  # type: ignore[arg-type]
+        trainer.trace = folder / "run.json"
+        report = trainer.fit(Clicks(more), evaluate=Clicks(0), evaluate_every=9, progress=False)
+        assert trainer.model.embeddings.hot is not None
+        figures = trainer.model.embeddings.hot.report()
+        rows = [
+            [chunk.keys.tolist(), chunk.values.tolist()] for t in trainer.model.embeddings.tables for chunk in t.scan()
+        ]
+        del trainer
+        gc.collect()
+    tracks = {event["cat"] for event in json.loads((folder / "run.json").read_text()) if event["ph"] == "X"}
+    return {
+        "races": list(device.order.races.values()), "errors": list(map(repr, device.errors)), "losses": report.losses,
+        "rows": rows, "figures": figures, "staged": staged[0], "tracks": sorted(tracks), "done": device.done,
+        "capturers": sorted(device.capturers),
+    }  # fmt: skip
+
+
+def train_plainly(folder: Path, more: int) -> Dials:
+    """The same without a GPU."""
+    dial()
+    trainer = trainer_of(Memory(hbm="1MiB"), "cpu", 0)
+    report = trainer.fit(Clicks(more), progress=False)
+    rows = [[chunk.keys.tolist(), chunk.values.tolist()] for t in trainer.model.embeddings.tables for chunk in t.scan()]
+    return {"losses": report.losses, "rows": rows}
+
+
+def alone(work: Callable[..., Dials], folder: Path, *args: Any, **options: Any) -> Dials:
+    """Its result, from a process of its own."""
+    ours, theirs = forked.context().Pipe(duplex=False)
+    process = forked.context().Process(target=_work, args=(theirs, work.__name__, folder, args, options))
+    process.start()
+    theirs.close()
+    result: Dials = json.loads(ours.recv()) if ours.poll(240) else {"failed": "it hangs"}
+    process.kill()
+    process.join()
+    assert "failed" not in result, result["failed"]
+    return result
+
+
+def _work(pipe: Any, name: str, folder: Path, args: Any, options: Any) -> None:
+    import quick_interpreter
+
+    quick_interpreter.install()
+    try:
+        pipe.send(json.dumps(globals()[name](folder, *args, **options)))
+    except BaseException:
+        pipe.send(json.dumps({"failed": traceback.format_exc()}))
+    os._exit(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def c_compiler() -> None:
+    driver = pytest.importorskip("pretend_cuda.driver")
+    if driver.compiler() is None:
+        pytest.skip("there is no C compiler for the pretended driver")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Dials:
+    return alone(train_plainly, tmp_path_factory.mktemp("plain"), 8)
+
+
+def same_rows(ours: list[Any], theirs: list[Any]) -> bool:
+    return [sorted(zip(*table, strict=True)) for table in ours] == [
+        sorted(zip(*table, strict=True)) for table in theirs
+    ]
+
+
+@pytest.mark.parametrize(("lookahead", "ssd"), [(0, False), (2, False), (2, True)])
+def test_training_touches_no_memory_unordered(tmp_path: Path, plain: Dials, lookahead: int, ssd: bool) -> None:
+    run = alone(train, tmp_path, lookahead, "5KiB", 8, ssd)
+    assert run["races"] == [] and run["errors"] == []
+    assert run["losses"] == plain["losses"] and same_rows(run["rows"], plain["rows"])
+    assert run["figures"]["evictions"] > 20 and run["capturers"] == [threading.main_thread().name]
+    assert {"gpu: rows up", "gpu: rows down", "gpu: compute"} <= set(run["tracks"])
+    assert run["done"]["_terms_kernel"] > 3 and run["done"]["a copy up"] > 5
+    assert (run["staged"] > 3) == (lookahead > 0 and not ssd)
+    assert ("_pull_kernel" in run["done"]) and run["done"]["a copy down"] > 5
+
+
+@pytest.mark.parametrize(
+    ("forget", "found"),
+    [
+        ("forget_ready", "reads what _land_kernel"),
+        ("forget_used_on", "device memory let go"),
+        ("forget_what_is_read", "pinned memory let go"),
+        ("forget_what_was_asked_for_in_spoiled_slots", "aten.index_put_"),
+        ("forget_where_it_was_looked", "_land_kernel"),
+    ],
+)
+def test_what_is_forgotten_is_found(tmp_path: Path, forget: str, found: str) -> None:
+    run = alone(train, tmp_path, 2, "5KiB", 4, forget=forget)
+    assert any(found in race for race in run["races"]), run["races"]
+
+
+def leave_rows_on_their_way(folder: Path) -> Dials:
+    from pretend_cuda import pretend
+
+    dial()
+    with pretend(folder) as device:
+        trainer = trainer_of(Memory(hbm="5KiB"), "cuda", 2)
+        trainer.fit(Clicks(0), progress=False)
+        embeddings = trainer.model.embeddings
+        lookup = embeddings.route(Clicks(1).all[-1])
+        lookup.prefetch()
+        lookup.stage()
+        brought = sum(part.brought for part in lookup.plan.parts)
+        lookup.plan.release()
+        del trainer, embeddings, lookup
+        gc.collect()
+        device.order.settle()
+        return {"races": list(device.order.races.values()), "brought": brought}
+
+
+def test_rows_on_their_way_are_waited_for_when_a_collection_is_let_go(tmp_path: Path) -> None:
+    run = alone(leave_rows_on_their_way, tmp_path)
+    assert run["brought"] > 0 and run["races"] == []
+
+
+def train_without_reach(folder: Path) -> Dials:
+    from pretend_cuda import pretend
+
+    dial()
+    with pretend(folder) as device, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        device.unreachable = True
+        trainer = trainer_of(Memory(hbm="5KiB"), "cuda", 0)
+        losses = trainer.fit(Clicks(8), steps=5, progress=False).losses
+        del trainer
+        gc.collect()
+        found = [str(warning.message) for warning in said if "cudaHostRegister" in str(warning.message)]
+        return {"losses": losses, "said": found, "races": list(device.order.races.values())}
+
+
+def test_an_error_of_cuda_that_was_dealt_with_is_not_raised_by_the_next_launch(tmp_path: Path, plain: Dials) -> None:
+    run = alone(train_without_reach, tmp_path)
+    assert run["losses"] == plain["losses"][: len(run["losses"])] and run["said"] and run["races"] == []
+
+
+def take_streams(folder: Path) -> Dials:
+    from pretend_cuda import pretend
+
+    from hotrow.kernels import graphs
+    from hotrow.table.streams import new_stream
+
+    with pretend(folder) as device:
+        where = torch.device("cuda", 0)
+        taken = [new_stream(where, urgent) for urgent in (False, True) for _ in range(70)]
+        kept = graphs.capture_stream(where)
+        grouper, slots, group = runs.Grouper(), torch.zeros(5, dtype=torch.int32, device=where), runs.group
+        runs.RECORDED, refused = 1, 0
+
+        def broken(_: Tensor) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+        grouper(slots)
+        runs.group = broken  # type: ignore[assignment]
+        try:
+            grouper(slots)
+        except torch.OutOfMemoryError:
+            refused += 1
+        runs.group = group
+        for _ in range(2):
+            grouper(slots)
+        return {
+            "shared": sum(stream == kept for stream in taken),
+            "kept": graphs.capture_stream(where) is kept,
+            "refused": refused,
+            "capturing": kept.graph is not None or device.capturing is not None,
+            "collects": gc.isenabled(),
+        }
+
+
+def test_the_stream_that_captures_is_nobody_elses_and_ends_its_captures(tmp_path: Path) -> None:
+    run = alone(take_streams, tmp_path)
+    assert run == {"shared": 0, "kept": True, "refused": 1, "capturing": False, "collects": True}
+
+
+def refresh_what_was_filled(folder: Path) -> Dials:
+    from pretend_cuda import pretend
+
+    from hotrow.table.hot_read import HotReader
+    from hotrow.table.streams import new_stream, on
+
+    dial()
+    keys = torch.arange(10)
+    with pretend(folder) as device:
+        embeddings = EmbeddingCollection(
+            [Table("u", dim=4, values="fp32")], optim.SGD(), Memory(hbm="4KiB"), device="cuda", seed=3
+        ).eval()
+        rows = embeddings.tables[0]
+        rows.assign(keys, torch.ones(10, 4))
+        assert embeddings.hot is not None
+        reader = HotReader(embeddings.layout, embeddings.hot)
+        streams = [new_stream(embeddings.device) for _ in range(2)]
+        with on(streams[1]):
+            lane = reader.lane(16)
+        found = []
+        torch.cuda.synchronize()  # as it is when traffic comes
+        for value in (1.0, 2.0, 3.0):
+            with on(streams[0]), reader.refreshing({id(rows.store): keys}) as refresh:
+                rows.store.assign(keys, torch.full((10, 4), value))
+                refresh()
+            with on(streams[1]):
+                pooled, _ = lane.find(KeyedBatch({"u": Jagged(keys)}))
+                found.append(float(pooled.min()))
+            reader.filler.round()  # on this stream, beside its own thread
+        reader.close()
+        del reader, lane, embeddings, rows
+        gc.collect()
+        device.order.settle()
+        return {"races": list(device.order.races.values()), "found": found}
+
+
+def test_rows_that_change_below_come_after_what_the_filler_brought(tmp_path: Path) -> None:
+    assert alone(refresh_what_was_filled, tmp_path) == {"races": [], "found": [1.0, 2.0, 3.0]}
