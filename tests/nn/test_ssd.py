@@ -117,7 +117,8 @@ def test_every_budget_gives_the_losses_and_rows_of_dram_alone(dram: str, accumul
         assert torch.equal(ours, theirs)
     assert embeddings.budget.used <= embeddings.budget.limit
     if dram == SMALL:
-        assert all(count > 1000 for count in evicted(embeddings))
+        gone = evicted(embeddings)  # whose rows, depends on how far the stages ahead were
+        assert min(gone) > 0 and sum(gone) > 5000
     elif dram == GENEROUS:
         assert evicted(embeddings) == [0, 0, 0]
 
