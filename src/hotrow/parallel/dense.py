@@ -136,7 +136,7 @@ class Bucket:
         here = self.flat[self.rank * self.piece :][: self.piece]
         pieces = list(came.split(self.piece))
         spare, pieces[self.rank] = pieces[self.rank], here
-        total = pieces[0]
+        total: Tensor = pieces[0]
         for number, piece in enumerate(pieces[1:], 2):
             total = torch.add(total, piece, out=here if number == self.world else spare)
         return total
