@@ -53,14 +53,26 @@ def cluster() -> Iterator[Cluster]:
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     os.environ["RAY_AUTH_MODE"] = "disabled"  # whatever tokens this machine has
     os.environ["RAY_idle_worker_killing_time_threshold_ms"] = "600000"  # noqa: SIM112 (a new one imports torch again)
-    store = {"object_store_memory": 100 << 20}
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **store})
-    for cpus in (1, 2):
-        made.add_node(num_cpus=cpus, **store)
+    made = start_cluster()
     data.on_ray(data.synthetic(examples=1), made.address)
     yield made
     ray.shutdown()
     made.shutdown()
+
+
+def start_cluster(tries: int = 3) -> Cluster:
+    """Ray gives a node thirty seconds, which is too few where its files are read from disk for the first time."""
+    store = {"object_store_memory": 100 << 20}
+    made = Cluster()
+    try:
+        for cpus in (0, 1, 2):
+            made.add_node(num_cpus=cpus, **store)
+        return made
+    except Exception:
+        made.shutdown()
+        if tries == 1:
+            raise
+    return start_cluster(tries - 1)
 
 
 @pytest.fixture(scope="module")
