@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import forked
 import psutil
@@ -382,6 +383,31 @@ def test_a_killed_worker_of_a_serial_source_is_replaced(cluster: Cluster, same: 
     found += list(stream)
     assert same(found, list(source.batches()))
     assert len({pid for _, pid in there.decoded_by}) == 2
+
+
+def test_a_reader_that_ray_cannot_reach_is_asked_again(
+    cluster: Cluster, same: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between an actor's death and Ray's notice of it, all of Ray's own tries may fail."""
+    source, get = Counting(300), ray.get
+    calls = itertools.count()
+
+    def sometimes(ref: Any, **options: Any) -> Any:
+        if next(calls) % 3:
+            raise ray.exceptions.ActorUnavailableError("made up", None)
+        return get(ref, **options)
+
+    monkeypatch.setattr("hotrow.data.cluster.window._UNREACHED_SECONDS", 0.01)
+    monkeypatch.setattr(ray, "get", sometimes)
+    assert same(list(data.on_ray(source, ahead=2).batches()), list(source.batches()))
+    assert next(calls) > 10
+
+    def never(ref: Any, **options: Any) -> Any:
+        raise ray.exceptions.ActorUnavailableError("made up", None)
+
+    monkeypatch.setattr(ray, "get", never)
+    with pytest.raises(ClusterError, match=r"ActorUnavailableError: .*made up.* replaced 5 times"):
+        list(data.on_ray(source, ahead=2).batches())
 
 
 def test_a_removed_node_loses_nothing_and_an_added_one_helps(

@@ -5,7 +5,8 @@ what CPUs there are, and a node that joins gets some. A serial source is read by
 that stands at a cursor can go on from there for free; it holds its CPU while the pass lasts and ends with it. Actors
 for all were dropped: those of a training pass would hold the CPUs that an evaluation in the middle of it waits for.
 
-Either way a call depends on nothing but the unit, and Ray makes it again when its worker dies, up to RETRIES times.
+Either way a call depends on nothing but the unit, and Ray makes it again when its worker dies, up to RETRIES times; a
+reader that Ray cannot reach is asked again by who waits (window.py).
 """
 
 from __future__ import annotations

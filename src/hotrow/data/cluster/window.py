@@ -31,6 +31,7 @@ from hotrow.errors import ClusterError, HotRowError
 
 _POLL_SECONDS = 0.05
 _COUNT_SECONDS = 1.0
+_UNREACHED_SECONDS = 1.0
 
 
 @dataclass
@@ -142,12 +143,31 @@ class Window:
             raise job.error
         assert job.head is not None and job.refs is not None
         try:
-            arrays = self._ray.get(job.refs[1], timeout=self._limits.timeout)
+            arrays = self._get(job, 1, self._limits.timeout)
         except self._ray.exceptions.RayError as error:
             raise _translate(error, job.unit) from error
         part = unpack(job.head.text, arrays)
         part.error = unpack_error(job.head)
         return part
+
+    def _get(self, job: Job, which: int, timeout: float) -> Any:
+        """A job's head (0) or body (1).
+
+        Before Ray has noticed that an actor died, each of its tries fails at once, and one death may take all of them:
+        so an actor that is only not reachable is given time, and asked for the unit again.
+        """
+        tries = RETRIES
+        while True:
+            assert job.refs is not None
+            try:
+                return self._ray.get(job.refs[which], timeout=timeout)
+            except self._ray.exceptions.ActorUnavailableError:
+                if not tries:
+                    raise
+            tries -= 1
+            with self._change:
+                self._change.wait_for(lambda: self._stopped, _UNREACHED_SECONDS)
+                job.refs = self._submit(job.unit)
 
     def _explain_idleness(self) -> str:
         total, free = (
@@ -225,9 +245,8 @@ class Window:
 
     def _settle(self, job: Job, timeout: float) -> None:
         """Wait for the head of a job, and note what it says."""
-        assert job.refs is not None
         try:
-            head: Head = self._ray.get(job.refs[0], timeout=timeout)
+            head: Head = self._get(job, 0, timeout)
         except self._ray.exceptions.RayError as error:
             with self._change:
                 job.error = _translate(error, job.unit)
