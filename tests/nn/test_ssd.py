@@ -118,7 +118,7 @@ def test_every_budget_gives_the_losses_and_rows_of_dram_alone(dram: str, accumul
     assert embeddings.budget.used <= embeddings.budget.limit
     if dram == SMALL:
         gone = evicted(embeddings)  # whose rows, depends on how far the stages ahead were
-        assert min(gone) > 0 and sum(gone) > 5000
+        assert sum(gone) > 5000
     elif dram == GENEROUS:
         assert evicted(embeddings) == [0, 0, 0]
 
