@@ -221,7 +221,7 @@ class Watched(Trainer):
     def _between_steps(self, *args: Any) -> None:
         super()._between_steps(*args)
         self.run.sample(self.before + self.place.examples)
-        self.run.losses.append((self.run.now, self._loss))
+        self.run.losses.append((self.run.now, self._counting.loss))
         points = self.windows.points if self.windows is not None else []
         known = {window.examples for _, window in self.run.windows}
         for window in points:

@@ -25,9 +25,10 @@ from hotrow import optim
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.config import Memory
 from hotrow.data import Cursor
+from hotrow.errors import GradientError
 from hotrow.kernels import move, runs
 from hotrow.nn import EmbeddingCollection, Recommender
-from hotrow.table import Table, asking, hot, hot_part, hot_plan, way
+from hotrow.table import Table, asking, hot, hot_part, hot_plan, streams, way
 from hotrow.train.trainer import Trainer
 
 if os.environ.get("TRITON_INTERPRET") != "1" or torch.cuda.is_available():
@@ -125,6 +126,10 @@ def forget_where_it_was_looked() -> None:
     hot_plan.follow = nothing  # type: ignore[assignment]
 
 
+def forget_that_logits_come_down() -> None:
+    streams.Down.wait = lambda down: down._copies  # type: ignore[method-assign]
+
+
 def train(folder: Path, lookahead: int, hbm: str, more: int, ssd: bool = False, forget: str = "") -> Dials:
     """A run with an evaluation and a trace; what it did, and what was not ordered."""
     from pretend_cuda import pretend
@@ -157,7 +162,8 @@ def train(folder: Path, lookahead: int, hbm: str, more: int, ssd: bool = False, 
     tracks = {event["cat"] for event in json.loads((folder / "run.json").read_text()) if event["ph"] == "X"}
     return {
         "races": list(device.order.races.values()), "errors": list(map(repr, device.errors)), "losses": report.losses,
-        "rows": rows, "figures": figures, "staged": staged[0], "tracks": sorted(tracks), "done": device.done,
+        "metrics": report.metrics, "rows": rows, "figures": figures, "staged": staged[0], "tracks": sorted(tracks),
+        "done": device.done,
         "capturers": sorted(device.capturers),
     }  # fmt: skip
 
@@ -168,7 +174,7 @@ def train_plainly(folder: Path, more: int) -> Dials:
     trainer = trainer_of(Memory(hbm="1MiB"), "cpu", 0)
     report = trainer.fit(Clicks(more), progress=False)
     rows = [[chunk.keys.tolist(), chunk.values.tolist()] for t in trainer.model.embeddings.tables for chunk in t.scan()]
-    return {"losses": report.losses, "rows": rows}
+    return {"losses": report.losses, "metrics": report.metrics, "rows": rows}
 
 
 def alone(work: Callable[..., Dials], folder: Path, *args: Any, **options: Any) -> Dials:
@@ -218,6 +224,7 @@ def test_training_touches_no_memory_unordered(tmp_path: Path, plain: Dials, look
     run = alone(train, tmp_path, lookahead, "5KiB", 8, ssd)
     assert run["races"] == [] and run["errors"] == []
     assert run["losses"] == plain["losses"] and same_rows(run["rows"], plain["rows"])
+    assert run["metrics"] == plain["metrics"]
     assert run["figures"]["evictions"] > 20 and run["capturers"] == [threading.main_thread().name]
     assert {"gpu: rows up", "gpu: rows down", "gpu: compute"} <= set(run["tracks"])
     assert run["done"]["_terms_kernel"] > 3 and run["done"]["a copy up"] > 5
@@ -233,11 +240,56 @@ def test_training_touches_no_memory_unordered(tmp_path: Path, plain: Dials, look
         ("forget_what_is_read", "pinned memory let go"),
         ("forget_what_was_asked_for_in_spoiled_slots", "aten.index_put_"),
         ("forget_where_it_was_looked", "_land_kernel"),
+        ("forget_that_logits_come_down", "pinned"),
     ],
 )
 def test_what_is_forgotten_is_found(tmp_path: Path, forget: str, found: str) -> None:
     run = alone(train, tmp_path, 2, "5KiB", 4, forget=forget)
     assert any(found in race for race in run["races"]), run["races"]
+
+
+def lose(folder: Path) -> Dials:
+    """A loss that is infinite while all gradients are finite."""
+    from pretend_cuda import pretend
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        value = nn.functional.binary_cross_entropy_with_logits(logits, labels.clamp(max=1.0))
+        return torch.where(labels.sum() > 2 * SIZE, torch.full_like(value, torch.inf) + value, value)
+
+    def state() -> list[Any]:
+        rows = [[c.keys.tolist(), c.values.tolist()] for t in trainer.model.embeddings.tables for c in t.scan()]
+        return [
+            rows,
+            trainer.model.tower.top.weight.detach().cpu().tolist(),
+            trainer.steps,
+            trainer.metrics.compute()["examples"],
+        ]
+
+    dial()
+    with pretend(folder) as device:
+        trainer = trainer_of(Memory(hbm="5KiB"), "cuda", 2)
+        trainer.loss = loss
+        good, bad = Clicks(0), Clicks(0)
+        bad.all = [KeyedBatch(bad.all[0].ids, labels=torch.full((SIZE,), 3.0))]
+        trainer.fit(good, progress=False)
+        before, said = state(), ""
+        try:
+            trainer.fit(bad, progress=False)
+        except GradientError as error:
+            said = str(error)
+        after = state()
+        trainer.fit(good, progress=False)
+        result = {"said": said, "before": before, "after": after, "steps": trainer.steps}
+    return {**result, "races": list(device.order.races.values())}
+
+
+def test_a_loss_that_is_infinite_changes_nothing(tmp_path: Path) -> None:
+    run = alone(lose, tmp_path)
+    batches = KEYS // SIZE
+    assert run["said"].startswith(f"the loss is inf at step {batches + 1}; nothing was changed")
+    assert run["after"][:3] == run["before"][:3]
+    assert (run["before"][3], run["after"][3]) == (KEYS, 0)  # a fit counts from its begin
+    assert run["steps"] == 2 * batches and run["races"] == []
 
 
 def leave_rows_on_their_way(folder: Path) -> Dials:

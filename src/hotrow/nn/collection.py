@@ -192,10 +192,11 @@ class EmbeddingCollection(nn.Module):
         """Let go of a lookup that will not be trained on."""
         self._release(lookup)
 
-    def step(self, grad_scale: float = 1.0) -> None:
+    def step(self, grad_scale: float = 1.0, also: Sequence[Tensor] = ()) -> None:
         """Update the rows with the gradients that backward left since the last step, times `grad_scale`.
 
-        A gradient that is NaN or infinite raises GradientError, and no row has changed.
+        A gradient that is NaN or infinite raises GradientError, and no row has changed; so does a number in `also`,
+        float32 matrices on the rows' device.
         """
         if not math.isfinite(grad_scale):
             raise OptionError(f"grad_scale={grad_scale!r}: give a finite number")
@@ -203,7 +204,7 @@ class EmbeddingCollection(nn.Module):
             return
         lookups, self._waiting[:] = list(self._waiting), []
         work = lookups[0] if len(lookups) == 1 else Merged(lookups)
-        work.update(self.steps + 1, grad_scale)
+        work.update(self.steps + 1, grad_scale, also)
         self.steps += 1
         times = [time.max() for lookup in lookups if (time := lookup.batch.time) is not None and time.numel()]
         for lookup in lookups:

@@ -230,11 +230,13 @@ class Lookup:
             arrived = [_add(a, b) for a, b in zip(self.gradients, arrived, strict=True)]
         self.gradients = arrived
 
-    def update(self, step: int, grad_scale: float = 1.0) -> None:
-        """Sum each row's gradients, apply its table's rule in place, and count the sightings."""
+    def update(self, step: int, grad_scale: float = 1.0, also: Sequence[Tensor] = ()) -> None:
+        """Sum each row's gradients, apply its table's rule in place, and count the sightings. `also` are float matrices
+        that must be finite too, where rows are."""
         if self.gradients is None:
             raise BatchError("update before backward: this lookup has no gradients yet")
-        self.plan.update(self.gradients, joined(self.gradients), self.layout.updates(step), step, grad_scale)
+        checked = [*joined(self.gradients), *also]
+        self.plan.update(self.gradients, checked, self.layout.updates(step), step, grad_scale)
 
     def _sequences(self) -> list[Tensor]:
         """A matrix [ids, dim] for each sequence; neighbours of one dim are parts of one allocation."""
@@ -260,7 +262,7 @@ class Merged:
         self.lookups = list(lookups)
         self.layout = lookups[0].layout
 
-    def update(self, step: int, grad_scale: float = 1.0) -> None:
+    def update(self, step: int, grad_scale: float = 1.0, also: Sequence[Tensor] = ()) -> None:
         """As `Lookup.update`, with the gradients of all of them."""
         plan = self.layout.new_plan()
         parts = [self.layout.jobs(lookup.batch) for lookup in self.lookups]
@@ -273,7 +275,7 @@ class Merged:
             for lookup in self.lookups:
                 gradients += (lookup.gradients or [None] * len(self.layout.places))[at : at + count]
             at += count
-        plan.update(gradients, joined(gradients), self.layout.updates(step), step, grad_scale)
+        plan.update(gradients, [*joined(gradients), *also], self.layout.updates(step), step, grad_scale)
 
 
 def joined(matrices: Sequence[Tensor | None]) -> list[Tensor]:

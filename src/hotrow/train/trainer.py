@@ -35,6 +35,7 @@ from hotrow.publish.publisher import Publish, Publisher
 from hotrow.table import Lookup
 from hotrow.train import interrupt, loading, pipeline
 from hotrow.train.checkpoint import list_checkpoints, step_name
+from hotrow.train.counting import Computed, Counting
 from hotrow.train.interrupt import Interrupted, Interrupts
 from hotrow.train.metrics import Metrics
 from hotrow.train.place import Place
@@ -128,10 +129,9 @@ class Trainer:
         self.checkpoints = None if checkpoints is None else Path(checkpoints)
         self.checkpoint_every = checkpoint_every
         self.scaler = torch.amp.GradScaler(model.embeddings.device.type, enabled=precision == "fp16")
-        self.metrics = Metrics()
-        self.windows = None if window is None else Windows(window)
-        if self.windows is not None and model.embeddings.ranks is not None:
+        if window is not None and model.embeddings.ranks is not None:
             raise OptionError(f"window={window!r} with ranks: each sees a part of the examples; leave window= out")
+        self._counting = Counting(None if window is None else Windows(window), self._log)
         self.cursor: Cursor | None = None
         self.place = Place()
         self.features: FeatureSpec | None = None
@@ -141,7 +141,6 @@ class Trainer:
         self.trace = None if trace is None else Path(trace)
         self._interrupts = Interrupts()
         self._waiting: list[Counted] = []  # batches whose gradients wait for a step
-        self._loss = 0.0  # the last one
         self._seen = 0  # the last step after which there was a look at what is due
         ranks = model.embeddings.ranks
         self.team = None if ranks is None else Team(ranks, self)
@@ -159,6 +158,23 @@ class Trainer:
     def steps(self) -> int:
         """Updates made so far."""
         return self.model.embeddings.steps
+
+    @property
+    def metrics(self) -> Metrics:
+        """Of all steps since the epoch began."""
+        self._counting.finish()
+        return self._counting.metrics
+
+    @metrics.setter
+    def metrics(self, counted: Metrics) -> None:
+        self._counting.forget()
+        self._counting.metrics = counted
+
+    @property
+    def windows(self) -> Windows | None:
+        """Points of progressive validation, with `window=`."""
+        self._counting.finish()
+        return self._counting.windows
 
     def fit(
         self,
@@ -195,7 +211,8 @@ class Trainer:
         stages = Stages()
         view = ProgressView("train", total, progress, done=self.place.examples)
         self._interrupts = Interrupts(ends)
-        seen = 0 if self.windows is None else len(self.windows.points)
+        windows = self.windows
+        seen = 0 if windows is None else len(windows.points)
         running = trace.recording(self.trace) if self.team is None else self.team.running(self.trace)
         together = nullcontext() if self.team is None else self.team.fitting(lambda: self._interrupts.asked)
         hbm = Hbm(self.model.embeddings)
@@ -224,8 +241,8 @@ class Trainer:
                 report.stages = self.team.stages(report.stages)
             if self.publisher is not None:
                 self.publisher.finish()
-            if self.windows is not None:
-                report.windows = self.windows.points[seen:]
+            if windows is not None:
+                report.windows = windows.points[seen:]
             if self._asks_to_stop():
                 self._interrupted(report)
             if progress:
@@ -386,9 +403,10 @@ class Trainer:
         yield from pipeline.run(source, self.model.embeddings, self._forward_backward, self.cursor, ahead)
 
     def _show(self, view: ProgressView, report: Report, stages: Stages) -> None:
-        metrics, running = report.metrics or self.metrics.compute(), self.saver.running
-        if self.windows is not None and self.windows.points:
-            metrics = metrics | {"window auc": self.windows.points[-1].auc}
+        counted, running = self._counting, self.saver.running  # as far as it is: nobody is waited for
+        metrics = report.metrics or counted.metrics.compute()
+        if counted.windows is not None and counted.windows.points:
+            metrics = metrics | {"window auc": counted.windows.points[-1].auc}
         if figures := Hbm(self.model.embeddings).totals:
             metrics = metrics | {"hbm hits": hit_rate(figures)}
         ids, whose = (report.ids, "") if report.metrics else self._of_one(report.ids)  # at the end: of all ranks
@@ -465,6 +483,7 @@ class Trainer:
 
     def _commit(self, report: Report) -> None:
         """Make the step for which gradients wait; what its batches were is then part of the run."""
+        self._counting.finish()  # of the step before: here the device has work
         self._step()
         for result, batch, after in self._waiting:
             self._count(report, result, batch, after)
@@ -475,22 +494,11 @@ class Trainer:
         self.cursor = after
         if self.publisher is not None:
             self.publisher.seen(batch.time)
-        if logits.numel():
-            scores, labels = logits.cpu(), _labels(batch).cpu()
-            self.metrics.update(scores, labels)
-            if self.windows is not None:
-                self._window(self.windows, scores, labels, batch.time)
+        labels, scale = _labels(batch) if logits.numel() else None, examples / max(1, batch.size)
+        self._counting.add(report, Computed(logits, labels, value, scale, batch.time, self.steps))
         self.place.examples += examples
-        report.losses.append(float(value))
-        self._loss = float(value) * examples / max(1, batch.size)  # of this rank's batch
         report.examples += examples
         report.ids += batch.id_count()
-
-    def _window(self, windows: Windows, logits: Tensor, labels: Tensor, time: Tensor | None) -> None:
-        before = windows.points[-1] if windows.points else None
-        windows.update(logits, labels, time, self.steps)
-        if windows.points and (newest := windows.points[-1]) is not before:
-            self._log("window", {"auc": newest.auc, "logloss": newest.logloss})
 
     def _reduce(self, report: Report) -> None:
         """What the whole job did, out of what this rank did."""
@@ -502,7 +510,9 @@ class Trainer:
         report.ids = int(self.team.sums([report.ids])[0])
 
     def _between_steps(self, report: Report, evaluate: Source | None, evaluate_every: int | None) -> None:
-        self._log("train", {"loss": self._loss})
+        if self.writer is not None:
+            self._counting.finish()
+            self._log("train", {"loss": self._counting.loss})
         if self.steps == self._seen:  # fp16 skipped it
             return
         self._seen = self.steps
@@ -528,20 +538,30 @@ class Trainer:
         with self._autocast():
             logits = self.model(lookup)
         value = self.loss(logits, labels) * lookup.share / self.accumulate
-        if not bool(torch.isfinite(value)) and not self.scaler.is_enabled():
+        if not (self._checks_with_rows or self.scaler.is_enabled() or bool(torch.isfinite(value))):
             if self.team is not None:  # all ranks must hear of it: they do in the step
                 self.team.ranks.spoiled = True
                 self.model.embeddings.take_part(lookup, gathered=True)
                 return logits.detach()[:0], value.detach(), lookup.examples
             self.forget()
-            raise GradientError(
-                f"the loss is {value.item()} at step {self.steps + 1}; nothing was changed by this batch. "
-                "Lower the learning rate, clip gradients (clip_norm=, clip_dense_norm=), or look for bad dense features"
-            )
+            raise self._bad_loss(value)
         if self.team is not None and len(self._waiting) + 1 == self.accumulate:
             self.team.dense.arm()
         self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
         return logits.detach(), value.detach() * self.accumulate, lookup.examples
+
+    @property
+    def _checks_with_rows(self) -> bool:
+        """Whether it shows with the rows' gradients that a loss is not finite, before anything changes. On a GPU: to
+        ask it in the middle of a batch leaves it without work."""
+        on_gpu = self.model.embeddings.hot is not None and self.model.embeddings.device.type == "cuda"
+        return on_gpu and self.team is None and not self.scaler.is_enabled()
+
+    def _bad_loss(self, value: Tensor) -> GradientError:
+        return GradientError(
+            f"the loss is {value.item()} at step {self.steps + 1}; nothing was changed by this batch. "
+            "Lower the learning rate, clip gradients (clip_norm=, clip_dense_norm=), or look for bad dense features"
+        )
 
     def _step(self) -> None:
         """Rows first: they are checked for NaN before anything changes. Then the dense part."""
@@ -551,11 +571,13 @@ class Trainer:
             self._scaled_step()
             return
         self._clip_dense()
+        losses = [value for (_, value, _), _, _ in self._waiting] if self._checks_with_rows else []
         try:
-            self.model.embeddings.step()
-        except GradientError:
+            self.model.embeddings.step(also=[value.float().view(1, 1) for value in losses])
+        except GradientError as error:
             self.forget()
-            raise
+            bad = [value for value in losses if not bool(torch.isfinite(value))]
+            raise (self._bad_loss(bad[0]) if bad else error) from None
         if self.dense_optimizer is not None:
             self.dense_optimizer.step()
             self.dense_optimizer.zero_grad()
@@ -589,10 +611,10 @@ class Trainer:
         dtype = PRECISIONS[self.precision]
         return nullcontext() if dtype is None else torch.autocast(self.model.embeddings.device.type, dtype=dtype)
 
-    def _log(self, group: str, figures: dict[str, float]) -> None:
+    def _log(self, group: str, figures: dict[str, float], step: int | None = None) -> None:
         if self.writer is not None:
             for name, value in figures.items():
-                self.writer.add_scalar(f"{group}/{name}", value, self.steps)
+                self.writer.add_scalar(f"{group}/{name}", value, self.steps if step is None else step)
 
 
 def _labels(batch: KeyedBatch) -> Tensor:
