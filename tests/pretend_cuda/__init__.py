@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import interpreter
 
 from hotrow import _core
+from hotrow.kernels import current
 from hotrow.kernels.terms import Terms
 from pretend_cuda import driver, tensors, threads
 from pretend_cuda.device import CudaEvent, Device, Graph, on_stream
@@ -80,7 +81,9 @@ def _torch_cuda(device: Device) -> list[tuple[Any, str, Any]]:
         "get_device_properties": lambda where=None: types.SimpleNamespace(multi_processor_count=2, uuid="pretended"),
         "cudart": lambda: _Runtime(device),
     }
-    return [(torch.cuda, name, value) for name, value in found.items()]
+    current._streams.clear()
+    handle = (torch._C, "_cuda_getCurrentRawStream", lambda number: device.current().cuda_stream)
+    return [handle, *((torch.cuda, name, value) for name, value in found.items())]
 
 
 @contextmanager

@@ -244,8 +244,14 @@ def test_training_touches_no_memory_unordered(tmp_path: Path, plain: Dials, look
     ],
 )
 def test_what_is_forgotten_is_found(tmp_path: Path, forget: str, found: str) -> None:
-    run = alone(train, tmp_path, 2, "5KiB", 4, forget=forget)
-    assert any(found in race for race in run["races"]), run["races"]
+    races: list[str] = []
+    for number in range(4):  # what is forgotten matters where a thread is ahead of another
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        races += alone(train, folder, 2, "5KiB", 4, forget=forget)["races"]
+        if any(found in race for race in races):
+            return
+    raise AssertionError(races)
 
 
 def lose(folder: Path) -> Dials:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from hotrow.kernels.current import current_stream
+
 _lock = threading.RLock()
 _streams: dict[int, Any] = {}  # for capturing, by device
 
@@ -42,7 +44,7 @@ def new_stream(device: torch.device, urgent: bool = False) -> Any:
 def captured(device: torch.device, keep_graph: bool = False) -> Iterator[Any]:
     """A graph of what is asked of the device inside the block; nothing of it is done. What the stream of now is asked
     for comes before and after it."""
-    stream, here = capture_stream(device), torch.cuda.current_stream(device)
+    stream, here = capture_stream(device), current_stream(device)
     graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
     with _lock, _no_collection():
         stream.wait_stream(here)

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.errors import BatchError, OptionError
+from hotrow.kernels.current import raw_stream
 from hotrow.kernels.launch import power_of_2
 
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
@@ -195,20 +196,18 @@ def matrices(tensors: Sequence[Tensor | None], columns: int, device: torch.devic
     return Matrices(small_table(tuple(numbers), device).view(-1, 2), ends & 15 == 0, dtype, missing)
 
 
-_tables: dict[tuple[int, torch.dtype, tuple[int, ...]], Tensor] = {}
+_tables: dict[tuple[str, int, torch.dtype, tuple[int, ...]], Tensor] = {}
 
 
 def small_table(numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Some numbers on the device; the same tensor again when the same ones are asked for on the same stream."""
-    on_cuda = device.type == "cuda"
-    stream = torch.cuda.current_stream(device).cuda_stream if on_cuda else -1
-    key = (stream, dtype, (device.index or 0, *numbers))
+    key = (device.type, raw_stream(device), dtype, (device.index or 0, *numbers))
     table = _tables.get(key)
     if table is None:
         if len(_tables) >= REMEMBERED:
             _tables.clear()
         table = torch.tensor(numbers, dtype=dtype)
-        if on_cuda:
+        if device.type == "cuda":
             table = table.pin_memory().to(device, non_blocking=True)
         _tables[key] = table
     return table

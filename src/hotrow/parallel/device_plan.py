@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hotrow.batch import Jagged
 from hotrow.errors import GradientError, OptionError
+from hotrow.kernels.current import current_stream
 from hotrow.kernels.dedup import dedup, hashes_of
 from hotrow.kernels.gather import gather
 from hotrow.kernels.layout import RowLayout, Source
@@ -86,7 +87,7 @@ class DeviceRankPlan(RankPlan):
             self._routed.wait()
             self._routed = None
             for part in self.by_kind.values():
-                used_on(torch.cuda.current_stream(part.device), part.keys, part.slots, *vars(part.items).values())
+                used_on(current_stream(part.device), part.keys, part.slots, *vars(part.items).values())
 
     def prefetch(self) -> Moved:
         """Rows that others will ask for come up from SSD, or are looked for in HBM."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hotrow.batch import Jagged
+from hotrow.kernels.current import raw_stream
 from hotrow.kernels.layout import Items, small_table, spread
 from hotrow.table.streams import to_device
 
@@ -17,22 +18,27 @@ Feature = tuple[Jagged, str]  # with its pooling
 
 def lay_out(features: Sequence[Sequence[Feature]], device: torch.device) -> tuple[Tensor, Tensor, Items]:
     """Keys of all features one after another, where each table's begin, and how positions become outputs."""
-    flat = [feature for of_table in features for feature in of_table]
-    keys = join([jagged.values for jagged, _ in flat], device)
-    if any(jagged.offsets is not None or jagged.weights is not None for jagged, _ in flat):
+    values, sizes, plain = [], [], True
+    for of_table in features:
+        for jagged, _ in of_table:
+            values.append(jagged.values)
+            sizes.append(jagged.values.numel())
+            plain = plain and jagged.offsets is None and jagged.weights is None
+        sizes.append(-1)  # a table's end
+    keys = join(values, device)
+    if not plain:
         return keys, _begins(features, device), _items(features, keys.numel(), device)
-    sizes = tuple(tuple(jagged.values.numel() for jagged, _ in of_table) for of_table in features)
     # One id a bag: nothing but the sizes matters. Each stream has its own: nobody could tell when another's is there.
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else -1
-    known = _PLAIN.get((sizes, device, stream))
+    what = tuple(sizes), device, raw_stream(device)
+    known = _PLAIN.get(what)
     if known is None:
         if len(_PLAIN) > 64:
             _PLAIN.clear()
-        known = _PLAIN[sizes, device, stream] = _begins(features, device), _items(features, keys.numel(), device)
+        known = _PLAIN[what] = _begins(features, device), _items(features, keys.numel(), device)
     return keys, *known
 
 
-_PLAIN: dict[tuple[tuple[tuple[int, ...], ...], torch.device, int], tuple[Tensor, Items]] = {}
+_PLAIN: dict[tuple[tuple[int, ...], torch.device, int], tuple[Tensor, Items]] = {}
 
 
 def _begins(features: Sequence[Sequence[Feature]], device: torch.device) -> Tensor:

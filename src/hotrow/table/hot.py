@@ -31,6 +31,7 @@ from hotrow import _core
 from hotrow.config import Memory, enough, format_size
 from hotrow.errors import MemoryBudgetError, StorageError
 from hotrow.kernels import move
+from hotrow.kernels.current import current_stream
 from hotrow.kernels.insert import erase
 from hotrow.kernels.layout import RowLayout, Source
 from hotrow.kernels.mixing import signed
@@ -509,7 +510,7 @@ class Later:
         """It is what it will be when the stream comes to here."""
         if self._event is not None:
             move.tell(self.number, self._pinned)
-            self._event.record()
+            self._event.record(current_stream(self.number.device))
         self._sent = True
 
     def wait(self) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hotrow.kernels import move
 from hotrow.kernels.admit import FIELDS, SLOTS, TABLES, Brief, admit, answer, brief
+from hotrow.kernels.current import current_stream, raw_stream
 from hotrow.kernels.dedup import Unique, compact_keys, dedup
 from hotrow.kernels.find import Warmth, find
 from hotrow.kernels.gather import gather
@@ -66,6 +67,7 @@ class Part:
         self.group = group
         self.numbers = numbers  # of its features, among all
         self.keys, self.begins, self.items = lay_out(features, group.tier.device)
+        self._home = raw_stream(group.tier.device)
         self.ids = [jagged for of_table in features for jagged, _ in of_table]
         self.late = torch.zeros(0, dtype=torch.int64)  # positions that a policy answered
         self.batch = 0
@@ -260,9 +262,10 @@ class Part:
 
     def take_over(self) -> None:
         """What was laid out and found on another stream is used on this one from now on."""
-        if self.slots.device.type == "cuda":
+        device = self.group.tier.device
+        if device.type == "cuda" and raw_stream(device) != self._home:
             used = (self.keys, self.begins, self.slots, self.seen, *vars(self.items).values())
-            used_on(torch.cuda.current_stream(self.slots.device), *used)
+            used_on(current_stream(device), *used)
 
     def _absent(self, count: int) -> tuple[Tensor, Unique]:
         """Positions of the ids without a slot, and their unique keys."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hotrow.errors import GradientError
 from hotrow.kernels import finite
+from hotrow.kernels.current import current_stream
 from hotrow.table.batch_layout import Feature, join
 from hotrow.table.hot import HotRows
 from hotrow.table.hot_part import Part
@@ -59,7 +60,7 @@ class HotPlan:
         values = [jagged.values for _, features in self._jobs for jagged, _ in features]
         self.ids = sum(keys.numel() for keys in values)
         on_device = self.hot.staging and any(keys.device.type == "cuda" for keys in values)
-        self._given = torch.cuda.current_stream(self.hot.device).record_event() if on_device else None
+        self._given = current_stream(self.hot.device).record_event() if on_device else None
 
     def prefetch(self) -> Moved:
         """Rows that are on SSD come up to DRAM and stay there until `fetch`; where none ever is, look what is missing.
@@ -142,8 +143,10 @@ class HotPlan:
         After a batch that missed nothing, the next is taken to miss nothing either: the device goes on to the gather
         while the host still waits to hear so.
         """
-        for store, _ in self._jobs:
-            store.check_trainable()
+        for group in self.hot.groups:
+            if group.tier.frozen:
+                for store in group.stores:
+                    store.check_trainable()
         self.hot.record()
         self._raise()
         if self._staged == self.hot.generation:
@@ -234,7 +237,7 @@ class HotPlan:
                 part.gather([outputs[number] for number in part.numbers])
             self.late_ids = sum(part.late.numel() for part in self.parts)
             if self.hot.device.type == "cuda":
-                self.hot.turn = torch.cuda.current_stream(self.hot.device).record_event()
+                self.hot.turn = current_stream(self.hot.device).record_event()
 
     def late_by_example(self, examples: int) -> Tensor:
         """How many of its ids a policy answered, for each example, int32."""

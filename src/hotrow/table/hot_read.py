@@ -34,6 +34,7 @@ from torch import Tensor
 from hotrow import _core
 from hotrow.batch import KeyedBatch
 from hotrow.kernels import move
+from hotrow.kernels.current import raw_stream
 from hotrow.kernels.find import find
 from hotrow.kernels.insert import choose_in_order, erase, place
 from hotrow.kernels.read import Lists, Staging, put, read
@@ -76,11 +77,6 @@ class Gate:
             yield
         finally:
             self.core.end_write(stream)
-
-
-def raw_stream(device: torch.device) -> int:
-    """The stream of now as the driver knows it; 0 under the interpreter."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 class HotReader:

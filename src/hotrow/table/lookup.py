@@ -96,6 +96,7 @@ class Layout:
         new_plan: Callable[[], Plan] = HostPlan,
     ) -> None:
         self.tables = list(tables)
+        self._features = [(rows.store, list(rows.table.poolings.items())) for rows in tables]
         self.device = device or torch.device("cpu")
         self.new_plan = new_plan
         self.places: list[Place] = []
@@ -105,6 +106,8 @@ class Layout:
                 width = rows.table.dim if pooling != "none" else 0
                 self.places.append(Place(feature, rows, pooling, self.width, self.width + width))
                 self.width += width
+        self._widths = [place.end - place.begin for place in self.places if place.pooled]
+        self.sequences = [(place.feature, place.table.table.dim) for place in self.places if not place.pooled]
 
     def jagged(self, batch: KeyedBatch, feature: str) -> Jagged:
         """A feature's ids, or an error that names it."""
@@ -115,14 +118,8 @@ class Layout:
     def jobs(self, batch: KeyedBatch) -> list[tuple[HostStore, list[tuple[Jagged, str]]]]:
         """Each table with the ids and the pooling of its features."""
         return [
-            (rows.store, [(self.jagged(batch, f), pooling) for f, pooling in rows.table.poolings.items()])
-            for rows in self.tables
+            (store, [(self.jagged(batch, f), pooling) for f, pooling in wanted]) for store, wanted in self._features
         ]
-
-    @property
-    def sequences(self) -> bool:
-        """Whether a feature is not pooled."""
-        return any(not place.pooled for place in self.places)
 
     def blocks(self, pooled: Tensor) -> list[Block]:
         """The same by address, for a plan over DRAM where all features are pooled."""
@@ -131,8 +128,13 @@ class Layout:
 
     def split(self, pooled: Tensor) -> list[Tensor | None]:
         """Each feature's columns of the pooled matrix; None for a sequence."""
-        parts = iter(pooled.split([place.end - place.begin for place in self.places if place.pooled], dim=1))
-        return [next(parts) if place.pooled else None for place in self.places]
+        if not self._widths:
+            return [None] * len(self.places)
+        parts = pooled.split(self._widths, dim=1)
+        if not self.sequences:
+            return list(parts)
+        each = iter(parts)
+        return [next(each) if place.pooled else None for place in self.places]
 
     def updates(self, step: int) -> list[Update]:
         """What each table's optimizer does at update number `step`."""
@@ -240,11 +242,7 @@ class Lookup:
 
     def _sequences(self) -> list[Tensor]:
         """A matrix [ids, dim] for each sequence; neighbours of one dim are parts of one allocation."""
-        wanted = [
-            (self.batch.ids[place.feature].values.numel(), place.table.table.dim)
-            for place in self.layout.places
-            if not place.pooled
-        ]
+        wanted = [(self.batch.ids[feature].values.numel(), dim) for feature, dim in self.layout.sequences]
         outputs: list[Tensor] = []
         for dim, group in itertools.groupby(wanted, key=lambda size: size[1]):
             sizes = [rows for rows, _ in group]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hotrow.kernels import graphs
+from hotrow.kernels.current import current_stream
 from hotrow.kernels.move import tell
 
 
@@ -26,13 +27,13 @@ def on(stream: Any) -> AbstractContextManager[Any]:
 def follow(stream: Any) -> None:
     """What goes to that stream from now on comes after what was asked of this one."""
     if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        stream.wait_stream(current_stream(stream.device))
 
 
 def wait_for(stream: Any) -> None:
     """What is asked of this stream from now on comes after what was asked of that one."""
     if stream is not None:
-        torch.cuda.current_stream(stream.device).wait_stream(stream)
+        current_stream(stream.device).wait_stream(stream)
 
 
 def used_on(stream: Any, *tensors: Tensor | None) -> None:
@@ -73,7 +74,7 @@ class Down:
     def __init__(self, *tensors: Tensor) -> None:
         self._copies = [_sent_down(tensor) for tensor in tensors]
         there = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
-        self._event = None if there is None else torch.cuda.current_stream(there).record_event()
+        self._event = None if there is None else current_stream(there).record_event()
 
     @property
     def on_its_way(self) -> bool:
@@ -101,7 +102,7 @@ def told(numbers: Tensor) -> Tensor:
     pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     if numbers.numel():
         tell(numbers, pinned)
-    torch.cuda.current_stream(numbers.device).synchronize()
+    current_stream(numbers.device).synchronize()
     return pinned
 
 

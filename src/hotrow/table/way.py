@@ -24,6 +24,7 @@ from torch import Tensor
 from hotrow import _core
 from hotrow.errors import StorageError
 from hotrow.kernels import move
+from hotrow.kernels.current import current_stream
 from hotrow.kernels.launch import cdiv
 from hotrow.kernels.layout import Source
 from hotrow.table import stream_trace
@@ -125,7 +126,7 @@ class Way:
         staged = self._staging(incoming.numel())
         if self.up is None:
             return self._raise_plainly(places, keys, first, into, whole, land, incoming, staged)
-        if torch.cuda.current_stream(self.tier.device) != self.up:
+        if current_stream(self.tier.device) != self.up:
             follow(self.up)
         used_on(self.up, *(into[1:] if into is not None else ()))
         try:
@@ -245,7 +246,7 @@ class Way:
         if self.down is None:
             rows = staged[: leaving.numel()].view_as(leaving).copy_(leaving)
             return lambda places, clean: places.lower(rows, 0, slots.numel(), clean)
-        here = torch.cuda.current_stream(self.tier.device)
+        here = current_stream(self.tier.device)
         if stream_trace.on():  # the core has it wait, too: what is measured begins when the rows are collected
             follow(self.down)
         with stream_trace.span("gpu: rows down", self.down, "rows", rows=len(leaving)):

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from hotrow.config import format_size
 from hotrow.errors import MemoryBudgetError
+from hotrow.kernels.current import current_stream
 from hotrow.kernels.layout import RowLayout, Source
 from hotrow.kernels.sets import SetIndex
 
@@ -100,7 +101,7 @@ class HbmTier:
         self.done += batch in self._due
         self._due.discard(batch)
         if self.window and self.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.device)
+            stream = current_stream(self.device)
             self._landed[batch] = stream.cuda_stream, stream.record_event()
             for old in [number for number in list(self._landed) if number < batch - 4 * self.window]:
                 del self._landed[old]
