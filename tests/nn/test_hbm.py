@@ -40,6 +40,7 @@ from hotrow.table.way import Way
 from hotrow.tiers.host_lift import Places
 from hotrow.train import traffic
 from hotrow.train.report import Report
+from hotrow.train.stepping import make_step
 from hotrow.train.trainer import Trainer
 
 LARGE = torch.cuda.is_available()  # interpreting a step takes seconds
@@ -406,7 +407,7 @@ def fit_ahead(trainer: Trainer, source: Clicks, ahead: int) -> list[float]:
         for lookup in list(staged)[:-1]:
             lookup.stage()
         logits_and_loss = trainer._forward_backward(embeddings.fetch(staged.popleft()))
-        trainer._step()
+        make_step(trainer, [])
         losses.append(float(logits_and_loss[1]))
     return losses
 

@@ -21,6 +21,7 @@ from work import DEVICE, Case, Rows, rows_after
 
 import hotrow as hr
 from hotrow.table import Lookup
+from hotrow.train.stepping import make_step
 
 BATCHES, SIZE, KEYS = 3, 24, 300  # two ranks make two steps of them, in the last of which one rank has none
 TIGHT = "3KiB"  # 16 rows of each table
@@ -94,7 +95,7 @@ def fitted_ahead(ranks: hr.Ranks, hbm: str, ahead: int) -> tuple[dict[str, Any],
                 staged[-1].prefetch()
             moved += sum(lookup.stage().rows for lookup in list(staged)[:-1])
             _, loss, _ = trainer._forward_backward(embeddings.fetch(staged.popleft()))
-            trainer._step()
+            make_step(trainer, [])
             trainer.cursor = {}
             losses.append(float(loss))
     embeddings.settle()

@@ -20,6 +20,7 @@ from hotrow.table.policies import Admission
 from hotrow.tiers.host import HostStore
 from hotrow.train import durable
 from hotrow.train.checkpoint import list_checkpoints, open_checkpoint
+from hotrow.train.stepping import make_step
 
 
 def flip_a_bit(path: Path) -> None:
@@ -90,7 +91,7 @@ def test_a_save_behind_training_is_the_save_that_waited(tmp_path: Path) -> None:
     for batch, cursor in list(clicks().batches(behind.cursor))[:4]:
         lookup = behind.model.embeddings.route(batch).fetch()
         result = behind._forward_backward(lookup)
-        behind._step()
+        make_step(behind, [])
         behind._count(hr.Report(), result, batch, cursor)
     goes_on.set()
     behind.wait()

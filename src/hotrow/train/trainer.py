@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from hotrow import trace
 from hotrow.batch import KeyedBatch
 from hotrow.data import Cursor, Source
-from hotrow.errors import BatchError, CheckpointError, GradientError, HotRowError, OptionError
+from hotrow.errors import BatchError, CheckpointError, HotRowError, OptionError
 from hotrow.features import FeatureSpec
 from hotrow.nn import Recommender
 from hotrow.publish.publisher import Publish, Publisher
@@ -45,6 +45,7 @@ from hotrow.train.row_logs import open_logs
 from hotrow.train.saver import Saver
 from hotrow.train.saving import capture
 from hotrow.train.stages import Stages
+from hotrow.train.stepping import bad_loss, checks_with_rows, drop_gradients, make_step
 from hotrow.train.team import Team
 from hotrow.train.tensorboard import open_writer
 from hotrow.train.traffic import Hbm, Traffic, hit_rate
@@ -350,12 +351,7 @@ class Trainer:
     def forget(self) -> None:
         """Drop gradients that wait for a step."""
         self._waiting.clear()
-        self._drop_gradients()
-
-    def _drop_gradients(self) -> None:
-        self.model.embeddings.discard()
-        if self.dense_optimizer is not None:
-            self.dense_optimizer.zero_grad()
+        drop_gradients(self)
 
     def _begin(self, source: Source, cursor: Cursor | None, resume: bool) -> int | None:
         """Make ready for a run; returns the step of the checkpoint from which an earlier one goes on."""
@@ -484,7 +480,7 @@ class Trainer:
     def _commit(self, report: Report) -> None:
         """Make the step for which gradients wait; what its batches were is then part of the run."""
         self._counting.finish()  # of the step before: here the device has work
-        self._step()
+        make_step(self, [loss for (_, loss, _), _, _ in self._waiting])
         for result, batch, after in self._waiting:
             self._count(report, result, batch, after)
         self._waiting.clear()
@@ -538,74 +534,17 @@ class Trainer:
         with self._autocast():
             logits = self.model(lookup)
         value = self.loss(logits, labels) * lookup.share / self.accumulate
-        if not (self._checks_with_rows or self.scaler.is_enabled() or bool(torch.isfinite(value))):
+        if not (checks_with_rows(self) or self.scaler.is_enabled() or bool(torch.isfinite(value))):
             if self.team is not None:  # all ranks must hear of it: they do in the step
                 self.team.ranks.spoiled = True
                 self.model.embeddings.take_part(lookup, gathered=True)
                 return logits.detach()[:0], value.detach(), lookup.examples
             self.forget()
-            raise self._bad_loss(value)
+            raise bad_loss(self, value)
         if self.team is not None and len(self._waiting) + 1 == self.accumulate:
             self.team.dense.arm()
         self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
         return logits.detach(), value.detach() * self.accumulate, lookup.examples
-
-    @property
-    def _checks_with_rows(self) -> bool:
-        """Whether it shows with the rows' gradients that a loss is not finite, before anything changes. On a GPU: to
-        ask it in the middle of a batch leaves it without work."""
-        on_gpu = self.model.embeddings.hot is not None and self.model.embeddings.device.type == "cuda"
-        return on_gpu and self.team is None and not self.scaler.is_enabled()
-
-    def _bad_loss(self, value: Tensor) -> GradientError:
-        return GradientError(
-            f"the loss is {value.item()} at step {self.steps + 1}; nothing was changed by this batch. "
-            "Lower the learning rate, clip gradients (clip_norm=, clip_dense_norm=), or look for bad dense features"
-        )
-
-    def _step(self) -> None:
-        """Rows first: they are checked for NaN before anything changes. Then the dense part."""
-        if self.team is not None:
-            self.team.reduce_dense()
-        if self.scaler.is_enabled():
-            self._scaled_step()
-            return
-        self._clip_dense()
-        losses = [value for (_, value, _), _, _ in self._waiting] if self._checks_with_rows else []
-        try:
-            self.model.embeddings.step(also=[value.float().view(1, 1) for value in losses])
-        except GradientError as error:
-            self.forget()
-            bad = [value for value in losses if not bool(torch.isfinite(value))]
-            raise (self._bad_loss(bad[0]) if bad else error) from None
-        if self.dense_optimizer is not None:
-            self.dense_optimizer.step()
-            self.dense_optimizer.zero_grad()
-
-    def _scaled_step(self) -> None:
-        """fp16: where any gradient overflowed, skip the whole step, rows and dense alike, and lower the scale."""
-        scale = self.scaler.get_scale()
-        if self.dense_optimizer is not None:
-            self.scaler.unscale_(self.dense_optimizer)
-        try:
-            if not all(bool(torch.isfinite(p.grad).all()) for p in self.parameters if p.grad is not None):
-                raise GradientError("a dense gradient overflowed")
-            self._clip_dense()
-            self.model.embeddings.step(grad_scale=1.0 / scale)
-        except GradientError:
-            if self.team is not None:
-                self.team.ranks.failing = False
-            self._drop_gradients()
-            self.scaler.update(scale * self.scaler.get_backoff_factor())
-            return
-        if self.dense_optimizer is not None:
-            self.scaler.step(self.dense_optimizer)
-            self.dense_optimizer.zero_grad()
-        self.scaler.update()
-
-    def _clip_dense(self) -> None:
-        if self.clip_dense_norm is not None:
-            nn.utils.clip_grad_norm_(self.parameters, self.clip_dense_norm)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = PRECISIONS[self.precision]
