@@ -12,17 +12,16 @@ Called by the training thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from hotrow.table.streams import Down
 from hotrow.train.metrics import Metrics
 from hotrow.train.report import Report
+from hotrow.train.tensorboard import log
 from hotrow.train.windows import Windows
-
-Log = Callable[[str, dict[str, float], int], None]  # a group of figures at a step
 
 
 @dataclass
@@ -40,11 +39,11 @@ class Computed:
 class Counting:
     """What has been seen so far."""
 
-    def __init__(self, windows: Windows | None, log: Log) -> None:
+    def __init__(self, windows: Windows | None, writer: Any = None) -> None:
         self.metrics = Metrics()
         self.windows = windows
         self.loss = 0.0  # of the last batch
-        self._log = log
+        self._writer = writer  # of TensorBoard
         self._coming: deque[tuple[Report, Computed, Down]] = deque()
 
     def add(self, report: Report, batch: Computed) -> None:
@@ -75,4 +74,4 @@ class Counting:
         before = windows.points[-1] if windows.points else None
         windows.update(logits, labels, batch.time, batch.step)
         if windows.points and (newest := windows.points[-1]) is not before:
-            self._log("window", {"auc": newest.auc, "logloss": newest.logloss}, batch.step)
+            log(self._writer, "window", {"auc": newest.auc, "logloss": newest.logloss}, batch.step)

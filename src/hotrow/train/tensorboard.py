@@ -16,3 +16,10 @@ def open_writer(log_dir: str | None) -> Any:
     except ImportError:
         raise OptionError(f"log_dir={log_dir!r} needs TensorBoard: pip install hotrow[tensorboard]") from None
     return SummaryWriter(log_dir)  # type: ignore[no-untyped-call]
+
+
+def log(writer: Any, group: str, figures: dict[str, float], step: int) -> None:
+    """Some figures of a step, where there is a writer."""
+    if writer is not None:
+        for name, value in figures.items():
+            writer.add_scalar(f"{group}/{name}", value, step)

@@ -47,7 +47,7 @@ from hotrow.train.saving import capture
 from hotrow.train.stages import Stages
 from hotrow.train.stepping import bad_loss, checks_with_rows, drop_gradients, make_step
 from hotrow.train.team import Team
-from hotrow.train.tensorboard import open_writer
+from hotrow.train.tensorboard import log, open_writer
 from hotrow.train.traffic import Hbm, Traffic, hit_rate
 from hotrow.train.windows import Windows
 
@@ -132,7 +132,6 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(model.embeddings.device.type, enabled=precision == "fp16")
         if window is not None and model.embeddings.ranks is not None:
             raise OptionError(f"window={window!r} with ranks: each sees a part of the examples; leave window= out")
-        self._counting = Counting(None if window is None else Windows(window), self._log)
         self.cursor: Cursor | None = None
         self.place = Place()
         self.features: FeatureSpec | None = None
@@ -146,6 +145,7 @@ class Trainer:
         ranks = model.embeddings.ranks
         self.team = None if ranks is None else Team(ranks, self)
         self.writer = open_writer(log_dir) if self._speaks else None
+        self._counting = Counting(None if window is None else Windows(window), self.writer)
         self.publisher = None
         if publish is not None:
             self.publisher = Publisher(publish, model.embeddings, model.tower, self.checkpoints)
@@ -550,10 +550,8 @@ class Trainer:
         dtype = PRECISIONS[self.precision]
         return nullcontext() if dtype is None else torch.autocast(self.model.embeddings.device.type, dtype=dtype)
 
-    def _log(self, group: str, figures: dict[str, float], step: int | None = None) -> None:
-        if self.writer is not None:
-            for name, value in figures.items():
-                self.writer.add_scalar(f"{group}/{name}", value, self.steps if step is None else step)
+    def _log(self, group: str, figures: dict[str, float]) -> None:
+        log(self.writer, group, figures, self.steps)
 
 
 def _labels(batch: KeyedBatch) -> Tensor:
