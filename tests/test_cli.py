@@ -11,6 +11,8 @@ import forked
 import pytest
 from command_line import hotrow
 
+from hotrow.job import load_job
+
 JOB = """
 [data]
 source = "synthetic"
@@ -137,3 +139,13 @@ def test_help_has_examples() -> None:
         assert shown.returncode == 0
         assert f"hotrow {command}" in shown.stdout
         assert "Example" in shown.stdout
+
+
+def test_the_job_in_the_help_is_one(tmp_path: Path) -> None:
+    """As it is shown, on a terminal of 80 columns: `[data]` is markup to who prints it."""
+    shown = hotrow("train", "--help").stdout
+    lines = shown[shown.index("to start from:") : shown.index("Examples:")].splitlines()[1:]
+    job = tmp_path / "job.toml"
+    job.write_text("\n".join(line.strip() for line in lines).replace("runs/first", str(tmp_path / "run")))
+    loaded = load_job(job).trainer
+    assert loaded.model.embeddings.budget.limit == 4 << 30 and loaded.checkpoint_every == 50

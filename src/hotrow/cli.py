@@ -28,24 +28,24 @@ app = typer.Typer(
     help="Train recommendation models whose embedding tables outgrow memory.",
 )
 
-TRAIN_HELP = """Train a model from a job file, evaluate it, and save it.
+TRAIN_HELP = escape("""Train a model from a job file, evaluate it, and save it.
 
 A job file to start from:
 
     [data]
-    source = "synthetic"             # or parquet, criteo, criteo-tsv, avazu with path = "train/*.csv"
+    source = "synthetic"       # or parquet, criteo, avazu, with a path =
     examples = 500_000
     [embeddings]
     dim = 16
     optimizer = { kind = "RowWiseAdagrad", lr = 0.05 }
     [tower]
-    kind = "dlrm"                    # or wide_and_deep, deepfm, dcn_v2, din
+    kind = "dlrm"              # or wide_and_deep, deepfm, dcn_v2, din
     bottom = [64]
     top = [128, 64]
     [memory]
     dram = "4GiB"
     [checkpoints]
-    folder = "runs/first"            # what hotrow inspect reads; the last three stay
+    folder = "runs/first"      # what hotrow inspect reads
     every = 50
 
 Examples:
@@ -65,7 +65,7 @@ Examples:
     hotrow train job.toml --follow   # wait for more events (a growing folder of Parquet, Kafka, Redis Streams)
 
 Ctrl-C stops after a whole step, and saves there; with --follow, SIGTERM does too.
-"""
+""")
 
 
 @app.command()
@@ -97,7 +97,7 @@ def train(
         typer.Option(
             metavar="ADDRESS",
             help="read on a Ray cluster: HOST:PORT of its head, auto (the one this machine has joined) or local; "
-            "like ray in the job's [data]",
+            "like ray in the job's \\[data]",
         ),
     ] = None,
 ) -> None:
