@@ -28,7 +28,7 @@ from hotrow.data import Cursor
 from hotrow.errors import GradientError
 from hotrow.kernels import move, runs
 from hotrow.nn import EmbeddingCollection, Recommender
-from hotrow.table import Table, asking, hot, hot_part, hot_plan, streams, way
+from hotrow.table import Table, asking, down, hot, hot_part, hot_plan, way
 from hotrow.train.trainer import Trainer
 
 if os.environ.get("TRITON_INTERPRET") != "1" or torch.cuda.is_available():
@@ -127,7 +127,7 @@ def forget_where_it_was_looked() -> None:
 
 
 def forget_that_logits_come_down() -> None:
-    streams.Down.wait = lambda down: down._copies  # type: ignore[method-assign]
+    down.Down.wait = lambda coming: coming._copies  # type: ignore[method-assign]
 
 
 def train(folder: Path, lookahead: int, hbm: str, more: int, ssd: bool = False, forget: str = "") -> Dials:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hotrow.table.streams import Down
+from hotrow.table.down import Down
 from hotrow.train.metrics import Metrics
 from hotrow.train.report import Report
 from hotrow.train.tensorboard import log
