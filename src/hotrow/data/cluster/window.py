@@ -162,12 +162,11 @@ class Window:
             try:
                 return self._ray.get(job.refs[which], timeout=timeout)
             except self._ray.exceptions.ActorUnavailableError:
-                if not tries:
-                    raise
+                with self._change:
+                    if not tries or self._change.wait_for(lambda: self._stopped, _UNREACHED_SECONDS):
+                        raise
+                    job.refs = self._submit(job.unit)
             tries -= 1
-            with self._change:
-                self._change.wait_for(lambda: self._stopped, _UNREACHED_SECONDS)
-                job.refs = self._submit(job.unit)
 
     def _explain_idleness(self) -> str:
         total, free = (
