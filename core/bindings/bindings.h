@@ -1,10 +1,11 @@
-// The only room that includes nanobind. Each bind_ function adds one header's worth of the core to the module.
+// The only folder that includes nanobind. Each bind_ function binds one header of the core.
 #pragma once
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
+#include <stdexcept>
 
 namespace hotrow {
 class Plan;
@@ -15,8 +16,7 @@ namespace hotrow::bindings {
 
 namespace nb = nanobind;
 
-// Arrays arrive without a copy from torch or numpy; a wrong dtype, device or layout is refused by nanobind before we
-// run.
+// Arrays of torch or numpy, without a copy. nanobind rejects a wrong dtype, device or layout.
 template <class T>
 using Vector = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
@@ -28,15 +28,22 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+inline void require(bool condition, const char* what) {
+  if (!condition) throw std::invalid_argument(what);
+}
+
 void bind_hashing(nb::module_& m);
-void bind_store(nb::module_& m);
-void bind_durable(nb::module_& m);
-void bind_device(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>& plan);
-void bind_serving(nb::module_& m);
-void bind_ranks(nb::class_<Plan>& plan);
-void bind_remote(nb::module_& m);
-void bind_rooms(nb::module_& m);
-void bind_ways(nb::module_& m);
+nb::class_<Table> bind_table(nb::module_& m);
+void bind_table_storage(nb::class_<Table>& table);
+void bind_log_files(nb::module_& m);
+nb::class_<Plan> bind_plan(nb::module_& m);
+void bind_plan_by_owner(nb::class_<Plan>& plan);
+void bind_row_staging(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>& plan);
+void bind_row_transfer(nb::module_& m);
+void bind_graph_runner(nb::module_& m);
+void bind_frames(nb::module_& m);
+void bind_redis_replies(nb::module_& m);
 void bind_exchange(nb::module_& m);
+void bind_testing(nb::module_& m, nb::class_<Table>& table);
 
 }  // namespace hotrow::bindings

@@ -1,4 +1,4 @@
-// Stable hashing: the same bytes give the same key on every machine, in training and in serving, for ever.
+// Stable hashing: the same bytes give the same key on every machine, in training and in serving, permanently.
 //
 //   hash_bytes   XXH64 (the published 64-bit algorithm) of the bytes, with a seed.
 //   hash_int     mix64(x + seed * 0x9E3779B97F4A7C15), a bijection of the integers for every seed.

@@ -20,7 +20,7 @@
 
 #include "hash/hash.h"
 #include "memory/line_arena.h"
-#include "rows/header.h"
+#include "rows/row_header.h"
 
 namespace hotrow {
 
@@ -77,15 +77,15 @@ class ShardWriter {
 };
 
 // Marks a shard as being written for as long as it lives. One writer per shard at a time.
-class ShardGuard {
+class ShardWriteScope {
  public:
-  explicit ShardGuard(ShardIndex& index) : index_(index) {
+  explicit ShardWriteScope(ShardIndex& index) : index_(index) {
     __atomic_store_n(&index_.version, index_.version + 1, __ATOMIC_RELAXED);
     __atomic_thread_fence(__ATOMIC_RELEASE);
   }
-  ~ShardGuard() { __atomic_store_n(&index_.version, index_.version + 1, __ATOMIC_RELEASE); }
-  ShardGuard(const ShardGuard&) = delete;
-  ShardGuard& operator=(const ShardGuard&) = delete;
+  ~ShardWriteScope() { __atomic_store_n(&index_.version, index_.version + 1, __ATOMIC_RELEASE); }
+  ShardWriteScope(const ShardWriteScope&) = delete;
+  ShardWriteScope& operator=(const ShardWriteScope&) = delete;
 
  private:
   ShardIndex& index_;

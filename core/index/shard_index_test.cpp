@@ -6,7 +6,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "rows/kernels.h"
+#include "kernels/row_kernels.h"
 #include "testing/random.h"
 #include "testing/test.h"
 
@@ -55,12 +55,12 @@ class Shard {
   void insert(int64_t key, uint32_t slot) {
     slots_ = std::max<uint64_t>(slots_, slot + 1);
     groups()[slot / 4].key[slot % 4] = key;
-    ShardGuard guard(index());
+    ShardWriteScope guard(index());
     if (ShardWriter::full(index(), 1, slots_)) rebuild(std::max(least_bits_, slot_bits_for(slots_)));
     writer().insert(hash_key(key), slot);
   }
   void erase(int64_t key, uint32_t slot) {
-    ShardGuard guard(index());
+    ShardWriteScope guard(index());
     writer().erase(hash_key(key), slot);
   }
   // The index never goes back below `slot_bits` from here on.

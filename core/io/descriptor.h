@@ -1,4 +1,4 @@
-// A file descriptor that is closed with its owner.
+// A file descriptor with an owner that closes it.
 #pragma once
 
 #include <unistd.h>

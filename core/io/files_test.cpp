@@ -12,9 +12,9 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "io/partial.h"
-#include "testing/folder.h"
+#include "io/partial_transfer.h"
 #include "testing/random.h"
+#include "testing/temp_folder.h"
 #include "testing/test.h"
 
 namespace hotrow {
@@ -125,12 +125,12 @@ TEST(a_read_past_the_end_says_that_the_file_is_short) {
 }
 
 TEST(the_rest_of_a_transfer_starts_at_a_border_where_that_is_progress) {
-  CHECK_EQ(resume_at(0, 0, 5000), 4096u);
-  CHECK_EQ(resume_at(0, 4096, 5000), 5000u);
-  CHECK_EQ(resume_at(0, 0, 8192), 8192u);
-  CHECK_EQ(resume_at(0, 0, 10), 10u);
-  CHECK_EQ(resume_at(100, 0, 5000), 3996u);
-  CHECK_EQ(resume_at(4096, 0, 4097), 4096u);
+  CHECK_EQ(retry_offset(0, 0, 5000), 4096u);
+  CHECK_EQ(retry_offset(0, 4096, 5000), 5000u);
+  CHECK_EQ(retry_offset(0, 0, 8192), 8192u);
+  CHECK_EQ(retry_offset(0, 0, 10), 10u);
+  CHECK_EQ(retry_offset(100, 0, 5000), 3996u);
+  CHECK_EQ(retry_offset(4096, 0, 4097), 4096u);
 }
 
 TEST(a_write_that_stops_half_way_throws_and_leaves_its_start) {

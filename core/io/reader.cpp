@@ -9,7 +9,7 @@
 namespace hotrow {
 namespace {
 
-bool posix_is_asked_for() {
+bool posix_requested() {
   const char* value = std::getenv("HOTROW_IO");
   const std::string choice = value ? value : "";
   if (choice == "posix") return true;
@@ -22,7 +22,7 @@ bool posix_is_asked_for() {
 std::unique_ptr<Reader> open_reader(int depth) {
   if (depth < 1) throw std::invalid_argument("a reader of depth " + std::to_string(depth) + "; pass 1 or more");
   depth = std::min(depth, kMostDepth);
-  if (!posix_is_asked_for() && files().plain())
+  if (!posix_requested() && files().supports_descriptor_reads())
     if (auto reader = open_uring_reader(depth)) return reader;
   return open_posix_reader(depth);
 }

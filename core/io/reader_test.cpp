@@ -17,9 +17,9 @@
 #include <thread>
 #include <vector>
 
-#include "io/faults.h"
-#include "testing/folder.h"
+#include "testing/faulty_files.h"
 #include "testing/random.h"
+#include "testing/temp_folder.h"
 #include "testing/test.h"
 
 namespace hotrow {

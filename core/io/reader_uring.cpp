@@ -28,7 +28,7 @@
 #include <vector>
 
 #include "io/descriptor.h"
-#include "io/partial.h"
+#include "io/partial_transfer.h"
 
 namespace hotrow {
 namespace {
@@ -154,7 +154,7 @@ class UringReader : public Reader {
       ::sched_yield();
     } else if (errno != EINTR) {
       take_back_staged(errno);
-      ::sched_yield();  // reads that the kernel already has come to an end all the same
+      ::sched_yield();  // reads that the kernel already has will still complete
     }
   }
 
@@ -183,7 +183,7 @@ class UringReader : public Reader {
     const uint32_t reached = done + static_cast<uint32_t>(result);
     if (reached == request->bytes) return finish(slot, 0);
     if (result == 0 || ends_before(request->file->descriptor(), request->offset + reached)) return finish(slot, -1);
-    done = static_cast<uint32_t>(resume_at(request->offset, done, reached));
+    done = static_cast<uint32_t>(retry_offset(request->offset, done, reached));
     stage(slot);
   }
 

@@ -17,7 +17,7 @@
 #include <filesystem>
 
 #include "io/descriptor.h"
-#include "io/partial.h"
+#include "io/partial_transfer.h"
 
 namespace hotrow {
 namespace {
@@ -59,7 +59,7 @@ class SystemFile : public File {
       const size_t reached = done + static_cast<size_t>(got);
       if (reached == bytes) return;
       if (got == 0 || ends_before(descriptor(), offset + reached)) throw IoError(0, "read", path_);
-      done = resume_at(offset, done, reached);
+      done = retry_offset(offset, done, reached);
     }
   }
 
@@ -72,7 +72,7 @@ class SystemFile : public File {
       if (put == 0) throw IoError(EIO, "write", path_);
       const size_t reached = done + static_cast<size_t>(put);
       if (reached == bytes) return;
-      done = resume_at(offset, done, reached);
+      done = retry_offset(offset, done, reached);
     }
   }
 

@@ -1,4 +1,4 @@
-// The system's own files, whatever a test has put in their place. Everything but tests and faults calls files().
+// The operating system's files, even if a test has replaced files(). Only tests and testing/faulty_files.h call this.
 #pragma once
 
 #include "io/files.h"

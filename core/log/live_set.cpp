@@ -1,12 +1,12 @@
-// Which records count: one bit each, by segment.
+// The records of a snapshot: one live bit per record, by segment.
 #include <algorithm>
 
 #include "log/log.h"
 
 namespace hotrow {
 
-void LiveSet::set(Place place) {
-  const uint32_t record = static_cast<uint32_t>(place & ((Place{1} << kRecordBits) - 1));
+void LiveSet::set(RecordAddress place) {
+  const uint32_t record = static_cast<uint32_t>(place & ((RecordAddress{1} << kRecordBits) - 1));
   Part& part = segments[place >> kRecordBits];
   part.records = std::max(part.records, record + 1);
   part.bits.resize((part.records + 63) / 64);

@@ -1,6 +1,6 @@
-// The log's daily work: append, kill, seal, read, and what compaction asks. Snapshots are in log_snapshots.cpp.
+// Appending, reading, sealing and compaction of a log. Snapshots are in log_snapshots.cpp.
 //
-// append() writes first and places the record then: when it throws, nothing was appended and the log is as before.
+// append() makes room in the buffer before it assigns an address: if it throws, nothing was appended.
 #include "log/log.h"
 
 #include <algorithm>
@@ -31,7 +31,7 @@ uint32_t most_records_of(const Geometry& geometry, uint64_t segment_bytes) {
   return static_cast<uint32_t>(std::min<uint64_t>(kMostRecords, blocks * geometry.records_per_block));
 }
 
-[[noreturn]] void no_record(const std::string& table, Place place) {
+[[noreturn]] void no_record(const std::string& table, RecordAddress place) {
   throw std::out_of_range("table '" + table + "' has no record " + std::to_string(record_of(place)) + " in segment " +
                           std::to_string(place >> kRecordBits) + " (it never had, or the segment was dropped)");
 }
@@ -46,7 +46,7 @@ Log::State::State(const LogOptions& options, const Geometry& geometry_)
       table(options.table),
       writer(geometry_,
              std::min<uint64_t>(options.buffer_bytes, geometry_.blocks(most_records) * geometry_.block_bytes), mutex),
-      readers(PlacesReaders::shared(geometry_, options.depth)) {}
+      readers(RecordReaderPool::shared(geometry_, options.depth)) {}
 
 LogSegment& Log::State::segment(uint64_t number) {
   const auto found = segments.find(number);
@@ -96,16 +96,17 @@ Log::Log(LogOptions options) : options_(std::move(options)) {
 
 Log::~Log() = default;
 
-Place Log::append(const RecordHead& head, const void* values, bool alive) {
-  Place place;
+RecordAddress Log::append(const RecordHead& head, const void* values, bool alive) {
+  RecordAddress place;
   append(&head, &values, 1, &place, alive);
   return place;
 }
 
-size_t Log::append(const RecordHead* heads, const void* const* values, size_t count, Place* places, bool alive) {
+size_t Log::append(const RecordHead* heads, const void* const* values, size_t count, RecordAddress* places,
+                   bool alive) {
   State& state = *state_;
   if (state.open && state.open->records == state.most_records) seal();
-  if (state.open && !state.writer.room()) state.bytes_written += state.writer.make_room();
+  if (state.open && !state.writer.room()) state.bytes_written += state.writer.flush_full_half();
   std::lock_guard lock(state.mutex);
   if (!state.open) state.begin_segment();
   LogSegment& segment = *state.open;
@@ -122,7 +123,7 @@ size_t Log::append(const RecordHead* heads, const void* const* values, size_t co
   return count;
 }
 
-void Log::kill(Place place) {
+void Log::mark_dead(RecordAddress place) {
   std::lock_guard lock(state_->mutex);
   const auto found = state_->segments.find(place >> kRecordBits);
   const uint32_t record = record_of(place);
@@ -133,7 +134,7 @@ void Log::kill(Place place) {
   --segment.live;
 }
 
-bool Log::alive(Place place) const {
+bool Log::alive(RecordAddress place) const {
   std::lock_guard lock(state_->mutex);
   const auto found = state_->segments.find(place >> kRecordBits);
   return found != state_->segments.end() && found->second.alive(record_of(place));
@@ -162,32 +163,32 @@ void Log::seal() {
   state.writer.end();
 }
 
-void Log::read(const Place* places, size_t count, char* records) const {
+void Log::read(const RecordAddress* places, size_t count, char* records) const {
   State& state = *state_;
-  for (; count > kMostWanted; count -= kMostWanted, places += kMostWanted, records += kMostWanted * record_bytes_)
-    read(places, kMostWanted, records);
+  for (; count > kMaxRequests; count -= kMaxRequests, places += kMaxRequests, records += kMaxRequests * record_bytes_)
+    read(places, kMaxRequests, records);
 
-  const auto reader = state.readers->lend();
-  std::vector<Wanted>& wanted = reader->wanted;
+  const auto reader = state.readers->acquire();
+  std::vector<RecordRequest>& wanted = reader->wanted;
   wanted.resize(count);
   for (size_t i = 0; i < count; ++i) {
-    if (places[i] >= kMostPlaces) no_record(options_.table, places[i]);
-    wanted[i] = make_wanted(places[i], i);
+    if (places[i] >= kMaxAddresses) no_record(options_.table, places[i]);
+    wanted[i] = make_request(places[i], i);
   }
   std::sort(wanted.begin(), wanted.end());
 
-  std::vector<WantedRun> runs;
+  std::vector<SegmentRequests> runs;
   {
     std::lock_guard lock(state.mutex);
     for (size_t begin = 0; begin < count;) {
-      const uint64_t number = wanted_place(wanted[begin]) >> kRecordBits;
-      const auto behind = [&](Place place) {
+      const uint64_t number = request_address(wanted[begin]) >> kRecordBits;
+      const auto behind = [&](RecordAddress place) {
         const auto from = wanted.begin() + static_cast<std::ptrdiff_t>(begin);
-        return static_cast<size_t>(std::lower_bound(from, wanted.end(), make_wanted(place, 0)) - wanted.begin());
+        return static_cast<size_t>(std::lower_bound(from, wanted.end(), make_request(place, 0)) - wanted.begin());
       };
       const size_t end = behind((number + 1) << kRecordBits);
       const auto found = state.segments.find(number);
-      const Place last = wanted_place(wanted[end - 1]);
+      const RecordAddress last = request_address(wanted[end - 1]);
       if (found == state.segments.end() || record_of(last) >= found->second.records) no_record(options_.table, last);
       const LogSegment& segment = found->second;
       const bool writing = &segment == state.open;
@@ -195,8 +196,8 @@ void Log::read(const Place* places, size_t count, char* records) const {
       if (in_file > begin)
         runs.push_back({writing ? state.writer.file() : segment.file, segment.id.seed(), begin, in_file});
       for (size_t i = in_file; i < end; ++i)
-        std::memcpy(records + wanted_index(wanted[i]) * record_bytes_,
-                    state.writer.find(record_of(wanted_place(wanted[i]))), record_bytes_);
+        std::memcpy(records + request_index(wanted[i]) * record_bytes_,
+                    state.writer.find(record_of(request_address(wanted[i]))), record_bytes_);
       begin = end;
     }
   }
@@ -206,7 +207,7 @@ void Log::read(const Place* places, size_t count, char* records) const {
   state.rows_read += count;
 }
 
-int64_t Log::worst() const {
+int64_t Log::pick_for_compaction() const {
   std::lock_guard lock(state_->mutex);
   const LogSegment *emptiest = nullptr, *smallest = nullptr;
   size_t small = 0;
@@ -222,10 +223,10 @@ int64_t Log::worst() const {
   return small > kManySmall ? static_cast<int64_t>(smallest->id.number) : -1;
 }
 
-std::vector<Place> Log::live_places(uint64_t number) const {
+std::vector<RecordAddress> Log::live_places(uint64_t number) const {
   std::lock_guard lock(state_->mutex);
   const LogSegment& segment = state_->segment(number);
-  std::vector<Place> places;
+  std::vector<RecordAddress> places;
   places.reserve(segment.live);
   for (uint32_t record = 0; record < segment.records; ++record)
     if (segment.alive(record)) places.push_back(number << kRecordBits | record);
@@ -233,7 +234,7 @@ std::vector<Place> Log::live_places(uint64_t number) const {
   return places;
 }
 
-int Log::drop_dead() {
+int Log::remove_dead_segments() {
   State& state = *state_;
   std::vector<std::pair<uint64_t, std::string>> dead;
   {

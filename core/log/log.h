@@ -1,23 +1,23 @@
 // A table's rows on SSD: an append-only log of fixed-size records in segment files.
 //
-// append() gives a record its place, for ever: segment number and number inside the segment. Records gather in a buffer
-// and leave in large sequential direct writes, in the background; a record that is still in the buffer is read from
-// there. Nothing is ever overwritten: a newer record gets a new place, and kill() marks the old one dead. One bit a
-// record says what is alive; that is all a compaction needs, and a copy of the bits at a step boundary, together with
-// the segments they speak of, *is* a snapshot: no order, no tombstones, every key exactly once.
+// append() returns the record's address (segment number, record number), which never changes. Records collect in a
+// buffer and are written in the background in large sequential direct writes; until then they are read from the buffer.
+// Nothing is overwritten: a new version of a row gets a new address, and mark_dead() clears the old record's live bit.
+// One live bit per record is all that compaction needs. A copy of the live bits at a step boundary, with the segments
+// they refer to, is a snapshot: no ordering, no tombstones, each key exactly once.
 //
-// Segments are immutable once sealed. A folder that holds a snapshot has MANIFEST (its segments, how many records of
-// each count, their live bits, a checksum) and the segment files; that is the form of a checkpoint's rows. publish()
-// puts one there: sealed segments are hard-linked where the disk is the same and copied where not (or linked from
-// `previous`, an older snapshot on that disk). So a segment's bytes live as long as any snapshot needs them, and
-// removing an old snapshot is removing its folder. The log's own folder has no MANIFEST: what counts is known here.
+// A sealed segment is immutable. A snapshot folder has the segment files and a MANIFEST (segments, record counts, live
+// bits, checksum); a checkpoint stores rows in this form. export_snapshot() hard-links sealed segments on the same disk
+// and copies them to another disk (or links them from `previous`, an older snapshot on that disk). A segment's bytes
+// live as long as any snapshot links them, so removing a snapshot is removing its folder. The log's own folder has no
+// MANIFEST: its live bits are in memory.
 //
-// Blocks: docs/formats/segments.md. Each block has a checksum that also covers where it belongs; a block that does not
-// fit is an error that names file and block, never a half-read row.
+// Format: docs/formats/segments.md. A block's checksum also covers its table, segment and position. A block that does
+// not match is an error that names the file and the block; no row of it is returned.
 //
-// Threads: append, kill, seal, begin_snapshot and compaction's writes belong to the table's writer (one at a time).
-// read() may run from any thread beside them. A failed write loses nothing: the records stay in the buffer and
-// readable, and the next call that needs the room tries again, throws when that fails too, and has then done nothing.
+// Threads: append, mark_dead, seal, begin_snapshot and compaction belong to the table's single writer. read() may run
+// on any thread beside them. A failed write loses nothing: the records stay in the buffer and can be read. The next
+// append that needs the space retries; if that fails too it throws and appends nothing.
 #pragma once
 
 #include <cstdint>
@@ -29,63 +29,45 @@
 
 #include "io/files.h"
 #include "io/reader.h"
+#include "segment/record.h"
 
 namespace hotrow {
 
-// A file on disk is not what it must be. The message names the file (and block) and the cure.
-class CorruptFile : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
-struct RecordHead {
-  int64_t key;
-  uint32_t stamp;  // last step + 1
-  uint16_t count;  // as in the header
-  uint16_t flags;  // 0
-};
-static_assert(sizeof(RecordHead) == 16);
-
-using Place = uint64_t;  // segment << kRecordBits | record, below 2^40
-inline constexpr int kRecordBits = 20;
-inline constexpr Place kNoPlace = ~Place{0};
-inline constexpr Place kMostPlaces = Place{1} << 40;
-
 struct LogOptions {
   std::string folder;
-  std::string table;   // its name, for messages and the segments' headers
-  uint32_t row_bytes;  // of the values behind a record's head
+  std::string table;   // its name, for error texts and segment headers
+  uint32_t row_bytes;  // of the values after a record's head
   uint64_t segment_bytes = uint64_t{64} << 20;
   size_t buffer_bytes = size_t{1} << 20;
   int depth = 128;        // reads in flight
-  uint32_t row_type = 0;  // what the values are (rows/row_type.h); the log only keeps it
+  uint32_t row_type = 0;  // type of the values (rows/row_type.h); the log only stores it
 };
 
 struct LogReport {
-  uint64_t segments, records, live;      // records on disk and in the buffer; those alive
+  uint64_t segments, records, live;      // records on disk and in the buffer; live ones
   uint64_t disk_bytes, live_bytes;       // of files; of live records
   uint64_t bytes_written, rows_written;  // since the log was opened, compaction included
   uint64_t bytes_read, blocks_read, rows_read;
   uint64_t compacted_bytes;
-  size_t ram_bytes;  // buffers and bits: what counts against the dram budget
+  size_t ram_bytes;  // buffers and live bits: what is charged to the dram budget
 };
 
-// Which records count, by segment: what a snapshot is made of.
+// The live records by segment: what a snapshot consists of.
 struct LiveSet {
   struct Part {
-    uint32_t records = 0;  // in the file; those behind them are not part of it
+    uint32_t records = 0;  // in the file; later records are not part of the set
     uint64_t live = 0;
     std::vector<uint64_t> bits;  // one a record
   };
   std::map<uint64_t, Part> segments;
-  void set(Place place);  // grows the part as needed
+  void set(RecordAddress place);  // grows the part as needed
   uint64_t live() const;
 };
 
 class Log {
  public:
-  // An empty log in a folder (made if it is missing). Segment files that are there already are removed: what counts is
-  // brought back with adopt(). The caller holds the folder's lock.
+  // Opens an empty log in a folder (created if missing). Existing segment files are removed; import_snapshot() brings
+  // the needed ones back. The caller holds the folder's lock.
   explicit Log(LogOptions options);
   ~Log();  // writes nothing
   Log(const Log&) = delete;
@@ -96,45 +78,46 @@ class Log {
   uint32_t block_bytes() const { return block_bytes_; }
   uint32_t records_per_block() const { return records_per_block_; }
 
-  // --- writing -------------------------------------------------------------------------------------------------------
-  // The new record is alive (unless told that it is only for a snapshot).
-  Place append(const RecordHead& head, const void* values, bool alive = true);
-  // As many of these records as there is room for, at least one; returns how many. Throws when it has appended none.
-  // Requires: count > 0.
-  size_t append(const RecordHead* heads, const void* const* values, size_t count, Place* places, bool alive = true);
-  void kill(Place place);
-  bool alive(Place place) const;
-  // Writes what is buffered and ends the open segment; its data is on the disk afterwards.
+  // --- writing ---
+  // The new record is live, unless it is only for a snapshot.
+  RecordAddress append(const RecordHead& head, const void* values, bool alive = true);
+  // Appends as many of these records as fit, at least one; returns how many. Throws if it has appended none. Requires:
+  // count > 0.
+  size_t append(const RecordHead* heads, const void* const* values, size_t count, RecordAddress* places,
+                bool alive = true);
+  void mark_dead(RecordAddress place);
+  bool alive(RecordAddress place) const;
+  // Writes the buffer and closes the open segment; its data is durable afterwards.
   void seal();
 
-  // --- reading -------------------------------------------------------------------------------------------------------
-  // records[i * record_bytes()] gets the record at places[i]. Sorted, coalesced by block, deep in the queue. Throws
-  // CorruptFile or IoError. Any thread.
-  void read(const Place* places, size_t count, char* records) const;
+  // --- reading ---
+  // Reads the record at places[i] into records + i * record_bytes(). Sorts, merges reads of one block, and keeps many
+  // reads in flight. Throws CorruptFile or IoError. Any thread.
+  void read(const RecordAddress* places, size_t count, char* records) const;
 
-  // --- snapshots -----------------------------------------------------------------------------------------------------
-  // The live records at this moment. The caller adds (LiveSet::set) those it appends for the snapshot later. Until
-  // end_snapshot no segment is removed.
+  // --- snapshots ---
+  // The live records now. The caller adds (LiveSet::set) records that it appends for the snapshot later. No segment is
+  // removed until end_snapshot.
   LiveSet begin_snapshot();
   void end_snapshot();
-  // Makes `folder` (which must not exist) hold the snapshot: segments linked or copied, MANIFEST last, all synced.
+  // Writes the snapshot to `folder` (which must not exist): segments linked or copied, MANIFEST last, all synced.
   // Requires: seal() since the set's last record was appended. Returns the bytes that had to be copied.
-  uint64_t publish(const LiveSet& set, const std::string& folder, const std::string& previous = "");
-  // Brings a snapshot's segments into this empty log, linked where possible, else copied; all their records that count
-  // are alive. Checks headers and sizes, not yet the data.
-  void adopt(const std::string& folder);
+  uint64_t export_snapshot(const LiveSet& set, const std::string& folder, const std::string& previous = "");
+  // Imports a snapshot's segments into this empty log, linked if possible, otherwise copied; the snapshot's records are
+  // live. Checks headers and sizes, not the data.
+  void import_snapshot(const std::string& folder);
 
-  // --- compaction ----------------------------------------------------------------------------------------------------
-  // The segment most worth rewriting (sealed, less than half alive, or small when there are many small ones), or -1.
-  int64_t worst() const;
-  // Places of the segment's live records, for the caller to read, append again (checking that they are still theirs)
-  // and kill.
-  std::vector<Place> live_places(uint64_t segment) const;
+  // --- compaction ---
+  // The segment to compact next (sealed, less than half live, or small when there are many small ones), or -1.
+  int64_t pick_for_compaction() const;
+  // Addresses of the segment's live records. The caller reads them, appends them again if they are still current, and
+  // marks the old ones dead.
+  std::vector<RecordAddress> live_places(uint64_t segment) const;
   // Removes sealed segments without a live record, unless a snapshot is being taken. Returns how many.
-  int drop_dead();
+  int remove_dead_segments();
 
   LogReport report() const;
-  size_t trim();  // frees the memory of readers that nobody uses now; returns the bytes
+  size_t trim();  // frees the memory of idle readers; returns the bytes
 
  private:
   LogOptions options_;
@@ -143,7 +126,7 @@ class Log {
   std::unique_ptr<State> state_;
 };
 
-// Reads a snapshot folder (a checkpoint's rows) record by record, for loading and for inspect.
+// Reads a snapshot folder (the rows of a checkpoint) record by record, for loading and inspecting.
 class SnapshotReader {
  public:
   explicit SnapshotReader(const std::string& folder);  // throws CorruptFile, IoError
@@ -155,7 +138,8 @@ class SnapshotReader {
   uint64_t rows() const;
   // The next live records, at most `most`, in the order of their places: heads, values [n, row_bytes], places. Returns
   // how many; 0 at the end. Every block is verified.
-  size_t next(size_t most, std::vector<RecordHead>& heads, std::vector<char>& values, std::vector<Place>& places);
+  size_t next(size_t most, std::vector<RecordHead>& heads, std::vector<char>& values,
+              std::vector<RecordAddress>& places);
 
  private:
   struct State;

@@ -1,7 +1,7 @@
-// Files that another program, a bad disk or a crash has changed: an error that names the file, or the right rows.
+// Files changed by another program, a bad disk or a crash give an error that names the file, or the right rows.
 #include "log/manifest.h"
-#include "testing/folder.h"
 #include "testing/logs.h"
+#include "testing/temp_folder.h"
 #include "testing/test.h"
 
 namespace hotrow {
@@ -18,16 +18,16 @@ using testing::TempFolder;
 struct Sample {
   Sample() {
     Log log(small_log(folder / "log", 400));
-    std::vector<Place> places;
+    std::vector<RecordAddress> places;
     for (int64_t key = 0; key < 300; ++key) places.push_back(append(log, key, 1));
     for (size_t i = 0; i < places.size(); ++i) {
       const bool dead = i % 3 == 0 || (i / 20) % 2 == 0;
-      dead ? log.kill(places[i]) : void(expected[static_cast<int64_t>(i)] = 1);
+      dead ? log.mark_dead(places[i]) : void(expected[static_cast<int64_t>(i)] = 1);
     }
     const LiveSet set = log.begin_snapshot();
     for (int64_t key = 300; key < 330; ++key) append(log, key, 1);
     log.seal();
-    log.publish(set, path);
+    log.export_snapshot(set, path);
     for (const std::string& name : files().list(path)) content[path + "/" + name] = files().read_all(path + "/" + name);
   }
   void put(const std::string& file, const std::vector<char>& bytes) const {
@@ -56,10 +56,10 @@ std::string adopt_and_read(const Sample& sample) {
   try {
     TempFolder folder;
     Log log(small_log(folder / "log", 400));
-    log.adopt(sample.path);
-    std::vector<Place> places;
+    log.import_snapshot(sample.path);
+    std::vector<RecordAddress> places;
     for (const auto& [number, part] : read_manifest(sample.path).set.segments)
-      for (Place place : log.live_places(number)) places.push_back(place);
+      for (RecordAddress place : log.live_places(number)) places.push_back(place);
     std::vector<char> records(places.size() * log.record_bytes());
     log.read(places.data(), places.size(), records.data());
     CHECK_EQ(places.size(), sample.expected.size());
@@ -156,7 +156,7 @@ TEST(exchanged_blocks_and_segments_are_noticed) {
 TEST(a_file_cut_while_the_log_has_it_open_is_noticed) {
   TempFolder folder;
   Log log(small_log(folder / "log"));
-  std::vector<Place> places;
+  std::vector<RecordAddress> places;
   for (int64_t key = 0; key < 60; ++key) places.push_back(append(log, key, 1));
   log.seal();
   std::filesystem::resize_file(folder / "log/segment-0000000000.hrs", 20000);

@@ -1,19 +1,19 @@
-// Every call to the disk fails once, or from then on; then the disk is well again. Nothing that was appended may be
-// lost from a log that lives, and a snapshot is there whole or not at all.
+// Each call to the disk fails once, or from then on; then the disk works again. A log in memory loses no record, and a
+// snapshot exists completely or not at all.
 #include <cerrno>
 #include <functional>
 
-#include "io/faults.h"
-#include "testing/folder.h"
+#include "testing/faulty_files.h"
 #include "testing/logs.h"
+#include "testing/temp_folder.h"
 #include "testing/test.h"
 
 namespace hotrow {
 namespace {
 
 using testing::append;
-using testing::Mirror;
 using testing::Random;
+using testing::ReferenceLog;
 using testing::rows_of;
 using testing::small_log;
 using testing::Stamps;
@@ -26,15 +26,15 @@ bool is_sync(const std::string& words) { return words.starts_with("cannot sync")
 struct Work {
   explicit Work(const TempFolder& folder_) : folder(folder_), mirror(small_log(folder / "log")) {
     for (int64_t key = 0; key < 70; ++key) mirror.put(key);
-    publish("old");
+    export_snapshot("old");
     old = mirror.stamps();
   }
 
-  void publish(const std::string& name) {
+  void export_snapshot(const std::string& name) {
     const LiveSet set = mirror.log().begin_snapshot();
     const std::string words = words_of<IoError>([&] {
       mirror.log().seal();
-      mirror.log().publish(set, folder / name);
+      mirror.log().export_snapshot(set, folder / name);
     });
     mirror.log().end_snapshot();
     if (!words.empty()) throw std::runtime_error(words);
@@ -51,13 +51,13 @@ struct Work {
          [&] {
            for (; next < 210; ++next) mirror.put(next % 90);
          }},
-        {"publish", [&] { publish("new"); }},
-        {"drop", [&] { mirror.log().drop_dead(); }},
+        {"publish", [&] { export_snapshot("new"); }},
+        {"drop", [&] { mirror.log().remove_dead_segments(); }},
     };
   }
 
   const TempFolder& folder;
-  Mirror mirror;
+  ReferenceLog mirror;
   Stamps old;
   int64_t next = 0;
 };
@@ -102,7 +102,7 @@ void sweep_work(bool repeat) {
         CHECK(words.find("resume from that checkpoint") != std::string::npos);
         if (std::string(name) != "append") CHECK_EQ(again, words);
         CHECK_EQ(words_of<IoError>([&] { work.mirror.log().seal(); }), words);
-        CHECK_EQ(words_of<IoError>([&] { work.mirror.log().publish({}, folder / "another"); }), words);
+        CHECK_EQ(words_of<IoError>([&] { work.mirror.log().export_snapshot({}, folder / "another"); }), words);
         break;
       }
       CHECK_EQ(again, "");
@@ -125,7 +125,7 @@ TEST(an_append_that_fails_has_appended_nothing) {
   TempFolder folder;
   WithFaults disk;
   Random random(2);
-  Mirror mirror(small_log(folder / "log"));
+  ReferenceLog mirror(small_log(folder / "log"));
   for (int64_t key = 0; key < 16; ++key)
     mirror.put(key);  // the first half of the buffer has set out, the other is full
   disk->fail(1, ENOSPC, /*repeat=*/true);
@@ -137,8 +137,8 @@ TEST(an_append_that_fails_has_appended_nothing) {
   CHECK_EQ(mirror.log().report().records, static_cast<uint64_t>(key));
   mirror.check(random);
   disk->heal();
-  CHECK_EQ(append(mirror.log(), 99, 1), static_cast<Place>(key));
-  mirror.log().kill(static_cast<Place>(key));
+  CHECK_EQ(append(mirror.log(), 99, 1), static_cast<RecordAddress>(key));
+  mirror.log().mark_dead(static_cast<RecordAddress>(key));
   mirror.check(random);
   mirror.log().seal();
   mirror.check(random);
@@ -148,7 +148,7 @@ TEST(a_write_that_fails_in_the_background_is_made_again) {
   TempFolder folder;
   WithFaults disk;
   Random random(3);
-  Mirror mirror(small_log(folder / "log"));
+  ReferenceLog mirror(small_log(folder / "log"));
   for (int64_t round = 0; round < 20; ++round) {
     const uint64_t before = disk->calls();
     disk->fail(2, EIO);
@@ -163,15 +163,15 @@ TEST(a_log_opens_and_adopts_when_the_disk_is_well_again) {
   for (bool repeat : {false, true}) {
     TempFolder folder;
     WithFaults disk;
-    Mirror mirror(small_log(folder / "first"));
+    ReferenceLog mirror(small_log(folder / "first"));
     for (int64_t key = 0; key < 130; ++key) mirror.put(key);
     LiveSet set = mirror.log().begin_snapshot();
     mirror.log().seal();
-    mirror.log().publish(set, folder / "snapshot");
+    mirror.log().export_snapshot(set, folder / "snapshot");
     const auto open_and_adopt = [&] {
       Log log(small_log(folder / "log"));
       for (int i = 0;; ++i) {
-        const std::string words = words_of<IoError>([&] { log.adopt(folder / "snapshot"); });
+        const std::string words = words_of<IoError>([&] { log.import_snapshot(folder / "snapshot"); });
         if (words.empty()) break;
         CHECK_EQ(log.report().segments, 0u);
         if (!repeat) CHECK_EQ(files().list(folder / "log").size(), 0u);
@@ -197,7 +197,7 @@ TEST(a_read_that_fails_can_be_tried_again) {
   TempFolder folder;
   WithFaults disk;
   Random random(3);
-  Mirror mirror(small_log(folder / "log"));
+  ReferenceLog mirror(small_log(folder / "log"));
   for (int64_t key = 0; key < 130; ++key) mirror.put(key);
   mirror.check(random);
   for (uint64_t at = 1; at < 5; ++at) {
@@ -212,15 +212,15 @@ TEST(a_read_that_fails_can_be_tried_again) {
 TEST(a_snapshot_reader_goes_on_where_a_read_failed) {
   TempFolder folder;
   WithFaults disk;
-  Mirror mirror(small_log(folder / "log"));
+  ReferenceLog mirror(small_log(folder / "log"));
   for (int64_t key = 0; key < 130; ++key) mirror.put(key);
   const LiveSet set = mirror.log().begin_snapshot();
   mirror.log().seal();
-  mirror.log().publish(set, folder / "snapshot");
+  mirror.log().export_snapshot(set, folder / "snapshot");
   SnapshotReader reader(folder / "snapshot");
   std::vector<RecordHead> heads;
   std::vector<char> values;
-  std::vector<Place> places;
+  std::vector<RecordAddress> places;
   Stamps stamps;
   for (int round = 0;; ++round) {
     if (round % 2 == 0) disk->fail(1, EIO);

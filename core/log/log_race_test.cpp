@@ -3,29 +3,29 @@
 #include <mutex>
 #include <thread>
 
-#include "testing/folder.h"
 #include "testing/logs.h"
+#include "testing/temp_folder.h"
 #include "testing/test.h"
 
 namespace hotrow {
 namespace {
 
-using testing::Mirror;
 using testing::Random;
+using testing::ReferenceLog;
 using testing::small_log;
 using testing::TempFolder;
 
 TEST(readers_see_whole_records_while_the_log_is_written_and_compacted) {
   TempFolder folder;
   Random random(1);
-  Mirror mirror(small_log(folder / "log"));
+  ReferenceLog mirror(small_log(folder / "log"));
   constexpr int64_t kKeys = 200;
   for (int64_t key = 0; key < kKeys; ++key) mirror.put(key);
 
   // What the readers may ask for: the places of this moment. A place can be dropped after it was looked up; then the
   // reader looks again, as the table does.
   std::mutex mutex;
-  std::map<int64_t, Mirror::Row> index = mirror.rows();
+  std::map<int64_t, ReferenceLog::Row> index = mirror.rows();
   std::atomic<bool> stop{false};
   std::atomic<uint64_t> reads{0};
   std::vector<std::thread> readers;
@@ -34,7 +34,7 @@ TEST(readers_see_whole_records_while_the_log_is_written_and_compacted) {
       Random mine(10 + t);
       std::vector<char> records(60 * mirror.log().record_bytes());
       while (!stop) {
-        std::vector<Place> places;
+        std::vector<RecordAddress> places;
         std::vector<std::pair<int64_t, uint32_t>> expected;
         {
           std::lock_guard lock(mutex);
@@ -61,13 +61,14 @@ TEST(readers_see_whole_records_while_the_log_is_written_and_compacted) {
   for (int step = 0; step < 4000 || reads < 100; ++step) {
     mirror.put(static_cast<int64_t>(random.below(kKeys)));
     if (step % 50 == 0)
-      if (const int64_t worst = mirror.log().worst(); worst >= 0) mirror.compact(static_cast<uint64_t>(worst));
+      if (const int64_t worst = mirror.log().pick_for_compaction(); worst >= 0)
+        mirror.compact(static_cast<uint64_t>(worst));
     if (step % 300 == 0) mirror.log().seal();
     if (step % 10 == 0) {
       std::lock_guard lock(mutex);
       index = mirror.rows();
     }
-    if (step % 100 == 0) mirror.log().drop_dead();
+    if (step % 100 == 0) mirror.log().remove_dead_segments();
   }
   stop = true;
   for (auto& reader : readers) reader.join();
@@ -77,18 +78,18 @@ TEST(readers_see_whole_records_while_the_log_is_written_and_compacted) {
 TEST(a_snapshot_is_published_beside_the_writer) {
   TempFolder folder;
   Random random(2);
-  Mirror mirror(small_log(folder / "log"));
+  ReferenceLog mirror(small_log(folder / "log"));
   for (int64_t key = 0; key < 200; ++key) mirror.put(key);
   for (int round = 0; round < 5; ++round) {
     const std::string name = folder / "snapshot" + std::to_string(round);
     const testing::Stamps now = mirror.stamps();
     const LiveSet set = mirror.log().begin_snapshot();
     mirror.log().seal();
-    std::thread publisher([&] { mirror.log().publish(set, name); });
+    std::thread publisher([&] { mirror.log().export_snapshot(set, name); });
     for (int i = 0; i < 300; ++i) mirror.put(static_cast<int64_t>(random.below(200)));
     publisher.join();
     mirror.log().end_snapshot();
-    mirror.log().drop_dead();
+    mirror.log().remove_dead_segments();
     CHECK(testing::rows_of(name) == now);
   }
 }

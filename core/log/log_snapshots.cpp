@@ -1,7 +1,4 @@
-// The log's snapshots: taking one, giving it a folder, and starting from one.
-//
-// publish() and adopt() are all or nothing: a failure takes away what they made. Neither ever changes a segment's
-// bytes, so whatever happens to one snapshot, the others stay whole.
+// Snapshots of a log: export to a folder, by hard links where possible, and import of a folder into an empty log.
 #include <algorithm>
 #include <cerrno>
 #include <stdexcept>
@@ -41,7 +38,7 @@ void Log::end_snapshot() {
   --state_->snapshots;
 }
 
-uint64_t Log::publish(const LiveSet& set, const std::string& folder, const std::string& previous) {
+uint64_t Log::export_snapshot(const LiveSet& set, const std::string& folder, const std::string& previous) {
   State& state = *state_;
   state.throw_if_failed();
   Manifest manifest{options_.table, options_.row_bytes, {}, {}, options_.row_type};
@@ -78,12 +75,12 @@ uint64_t Log::publish(const LiveSet& set, const std::string& folder, const std::
     write_manifest(folder, manifest);
     return copied;
   } catch (...) {
-    quietly([&] { files().remove_folder(folder); });
+    ignore_io_error([&] { files().remove_folder(folder); });
     throw;
   }
 }
 
-void Log::adopt(const std::string& folder) {
+void Log::import_snapshot(const std::string& folder) {
   State& state = *state_;
   if (!state.segments.empty()) throw std::logic_error("adopt() into a log that has records already");
   const Manifest manifest = read_manifest(folder);
@@ -102,7 +99,7 @@ void Log::adopt(const std::string& folder) {
   std::map<uint64_t, LogSegment> adopted;
   uint64_t next = state.next;
   try {
-    // Before the first link: whoever finds the files finds which of their records count.
+    // Before the first link, so that a reader of the folder that finds the files also finds which records are live.
     const std::vector<char> bytes = encode(manifest);
     files().replace(adopted_path(state.folder), bytes.data(), bytes.size());
     for (const auto& [number, part] : manifest.set.segments) {
@@ -118,7 +115,7 @@ void Log::adopt(const std::string& folder) {
     }
   } catch (...) {
     const auto take_away = [](const std::string& path) {
-      quietly([&] {
+      ignore_io_error([&] {
         if (files().exists(path)) files().remove(path);
       });
     };

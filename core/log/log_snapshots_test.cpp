@@ -3,19 +3,19 @@
 #include <cerrno>
 #include <stdexcept>
 
-#include "io/faults.h"
 #include "io/system_files.h"
 #include "log/manifest.h"
-#include "testing/folder.h"
+#include "testing/faulty_files.h"
 #include "testing/logs.h"
+#include "testing/temp_folder.h"
 #include "testing/test.h"
 
 namespace hotrow {
 namespace {
 
 using testing::append;
-using testing::Mirror;
 using testing::Random;
+using testing::ReferenceLog;
 using testing::rows_of;
 using testing::small_log;
 using testing::Stamps;
@@ -44,10 +44,10 @@ uint64_t inode(const std::string& path) {
 }
 
 // Publishes what is alive now.
-uint64_t publish(Log& log, const std::string& folder, const std::string& previous = "") {
+uint64_t export_snapshot(Log& log, const std::string& folder, const std::string& previous = "") {
   const LiveSet set = log.begin_snapshot();
   log.seal();
-  const uint64_t copied = log.publish(set, folder, previous);
+  const uint64_t copied = log.export_snapshot(set, folder, previous);
   log.end_snapshot();
   return copied;
 }
@@ -56,14 +56,14 @@ TEST(a_snapshot_keeps_what_was_alive_and_survives_its_log) {
   TempFolder folder;
   Stamps expected;
   {
-    Mirror mirror(small_log(folder / "log"));
+    ReferenceLog mirror(small_log(folder / "log"));
     for (int64_t key = 0; key < 300; ++key) mirror.put(key % 100);
     mirror.erase(7);
     expected = mirror.stamps();
-    publish(mirror.log(), folder / "a/b/snapshot");
+    export_snapshot(mirror.log(), folder / "a/b/snapshot");
     for (int64_t key = 0; key < 300; ++key) mirror.put(key);
     mirror.log().seal();
-    CHECK(mirror.log().drop_dead() > 0);
+    CHECK(mirror.log().remove_dead_segments() > 0);
   }
   Log other(small_log(folder / "log"));  // takes the segment files away
   CHECK(rows_of(folder / "a/b/snapshot") == expected);
@@ -74,10 +74,10 @@ TEST(a_snapshot_keeps_what_was_alive_and_survives_its_log) {
 TEST(an_empty_log_has_an_empty_snapshot) {
   TempFolder folder;
   Log log(small_log(folder / "log"));
-  publish(log, folder / "snapshot");
+  export_snapshot(log, folder / "snapshot");
   CHECK_EQ(rows_of(folder / "snapshot").size(), 0u);
   Log other(small_log(folder / "other"));
-  other.adopt(folder / "snapshot");
+  other.import_snapshot(folder / "snapshot");
   CHECK_EQ(append(other, 1, 1), 0u);
 }
 
@@ -86,13 +86,13 @@ TEST(a_snapshot_needs_a_seal_and_a_folder_of_its_own) {
   Log log(small_log(folder / "log"));
   append(log, 1, 1);
   const LiveSet set = log.begin_snapshot();
-  CHECK_THROWS(std::logic_error, log.publish(set, folder / "snapshot"));
+  CHECK_THROWS(std::logic_error, log.export_snapshot(set, folder / "snapshot"));
   log.seal();
   files().make_folder(folder / "snapshot");
   files().replace(folder / "snapshot/mine", "x", 1);
-  CHECK_THROWS(IoError, log.publish(set, folder / "snapshot"));
+  CHECK_THROWS(IoError, log.export_snapshot(set, folder / "snapshot"));
   CHECK(files().exists(folder / "snapshot/mine"));
-  log.publish(set, folder / "snapshot2");
+  log.export_snapshot(set, folder / "snapshot2");
   log.end_snapshot();
   CHECK_THROWS(std::logic_error, log.end_snapshot());
 }
@@ -100,46 +100,46 @@ TEST(a_snapshot_needs_a_seal_and_a_folder_of_its_own) {
 TEST(no_segment_goes_away_while_a_snapshot_is_taken) {
   TempFolder folder;
   Log log(small_log(folder / "log"));
-  const Place place = append(log, 1, 5);
+  const RecordAddress place = append(log, 1, 5);
   const LiveSet set = log.begin_snapshot();
   log.seal();
-  log.kill(place);
-  CHECK_EQ(log.drop_dead(), 0);
-  log.publish(set, folder / "snapshot");
+  log.mark_dead(place);
+  CHECK_EQ(log.remove_dead_segments(), 0);
+  log.export_snapshot(set, folder / "snapshot");
   log.end_snapshot();
-  CHECK_EQ(log.drop_dead(), 1);
+  CHECK_EQ(log.remove_dead_segments(), 1);
   CHECK((rows_of(folder / "snapshot") == Stamps{{1, 5}}));
 }
 
 TEST(a_segment_without_a_live_record_is_not_in_the_snapshot) {
   TempFolder folder;
   Log log(small_log(folder / "log"));
-  std::vector<Place> places;
+  std::vector<RecordAddress> places;
   for (int64_t key = 0; key < 120; ++key) places.push_back(append(log, key, 1));
-  for (size_t i = 0; i < 60; ++i) log.kill(places[i]);
-  publish(log, folder / "snapshot");
+  for (size_t i = 0; i < 60; ++i) log.mark_dead(places[i]);
+  export_snapshot(log, folder / "snapshot");
   CHECK((files().list(folder / "snapshot") == std::vector<std::string>{"MANIFEST", "segment-0000000001.hrs"}));
 }
 
 TEST(segments_are_shared_on_one_disk_and_copied_once_to_another) {
   TempFolder folder;
   const WithTwoDisks disks(folder);
-  Mirror mirror(small_log(folder / "ssd"));
+  ReferenceLog mirror(small_log(folder / "ssd"));
   for (int64_t key = 0; key < 150; ++key) mirror.put(key);
-  CHECK_EQ(publish(mirror.log(), folder / "s1"), 0u);
+  CHECK_EQ(export_snapshot(mirror.log(), folder / "s1"), 0u);
   const std::string name = "/" + segment_name(0);
   CHECK_EQ(inode(folder / "s1" + name), inode(folder / "ssd" + name));
 
   const uint64_t all = mirror.log().report().disk_bytes;
-  CHECK_EQ(publish(mirror.log(), folder / "other1"), all);
+  CHECK_EQ(export_snapshot(mirror.log(), folder / "other1"), all);
   mirror.put(5);
-  const uint64_t added = publish(mirror.log(), folder / "other2", folder / "other1");
+  const uint64_t added = export_snapshot(mirror.log(), folder / "other2", folder / "other1");
   CHECK_EQ(added, mirror.log().report().disk_bytes - all);
   CHECK_EQ(inode(folder / "other1" + name), inode(folder / "other2" + name));
   CHECK(rows_of(folder / "other2") == mirror.stamps());
 
   Log adopted(small_log(folder / "ssd2"));
-  adopted.adopt(folder / "other2");
+  adopted.import_snapshot(folder / "other2");
   CHECK(inode(folder / "ssd2" + name) != inode(folder / "other2" + name));
   CHECK_EQ(adopted.report().live, 150u);
 }
@@ -152,7 +152,7 @@ TEST(a_segment_of_another_life_is_not_taken_for_this_one) {
     const std::string number = std::to_string(life);
     Log log(small_log(folder / "ssd" + number));
     for (int64_t key = 0; key < 20; ++key) append(log, key, static_cast<uint32_t>(life + 1));
-    CHECK(publish(log, folder / "other" + number, life == 0 ? "" : folder / "other0") > 0);
+    CHECK(export_snapshot(log, folder / "other" + number, life == 0 ? "" : folder / "other0") > 0);
   }
   for (const auto& [key, stamp] : rows_of(folder / "other1")) CHECK_EQ(stamp, 2u);
 }
@@ -161,15 +161,15 @@ TEST(adopting_asks_for_the_same_table_and_an_empty_log) {
   TempFolder folder;
   Log log(small_log(folder / "log"));
   append(log, 1, 1);
-  publish(log, folder / "snapshot");
-  CHECK_THROWS(std::logic_error, log.adopt(folder / "snapshot"));
+  export_snapshot(log, folder / "snapshot");
+  CHECK_THROWS(std::logic_error, log.import_snapshot(folder / "snapshot"));
   LogOptions item = small_log(folder / "item");
   item.table = "item";
   Log other(item);
-  CHECK_THROWS(std::invalid_argument, other.adopt(folder / "snapshot"));
+  CHECK_THROWS(std::invalid_argument, other.import_snapshot(folder / "snapshot"));
   Log wide(small_log(folder / "wide", 2000));
   try {
-    wide.adopt(folder / "snapshot");
+    wide.import_snapshot(folder / "snapshot");
     CHECK(false);
   } catch (const std::invalid_argument& error) {
     const std::string words = error.what();
@@ -184,15 +184,15 @@ TEST(records_behind_those_that_count_stay_out_of_an_adopted_log) {
   const LiveSet set = log.begin_snapshot();
   for (int64_t key = 10; key < 30; ++key) append(log, key, 1);
   log.seal();
-  log.publish(set, folder / "snapshot");
+  log.export_snapshot(set, folder / "snapshot");
   Log other(small_log(folder / "other"));
-  other.adopt(folder / "snapshot");
+  other.import_snapshot(folder / "snapshot");
   CHECK_EQ(other.report().records, 10u);
   CHECK(!other.alive(10));
   std::vector<char> record(other.record_bytes());
-  const Place behind = 10;
+  const RecordAddress behind = 10;
   CHECK_THROWS(std::out_of_range, other.read(&behind, 1, record.data()));
-  CHECK_EQ(append(other, 1, 2), Place{1} << kRecordBits);
+  CHECK_EQ(append(other, 1, 2), RecordAddress{1} << kRecordBits);
 }
 
 }  // namespace

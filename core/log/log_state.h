@@ -1,8 +1,9 @@
-// What a Log holds: its segments with their live bits, the one that is being written, and the readers.
+// The state of a Log: its segments with their live bits, the open segment, and the pool of readers.
 //
-// The mutex guards the segments and the writer's buffers. It is held for moments only: no file is touched under it. The
-// table's writer is the only one to change anything, so it may look without the mutex; readers copy what they need (a
-// file, a record from the buffer) under it. A file lives as long as someone reads it, also when its segment is dropped.
+// The mutex guards the segments and the writer's buffers. It is held briefly and never during file access. Only the
+// table's single writer changes state, so the writer may read without the mutex. Readers take the mutex and copy what
+// they need: a file handle, or a record from the buffer. A file stays open while a reader uses it, even if its segment
+// was removed.
 #pragma once
 
 #include <atomic>
@@ -14,14 +15,14 @@
 #include <vector>
 
 #include "log/log.h"
-#include "log/places_reader.h"
-#include "log/segment.h"
-#include "log/segment_writer.h"
+#include "segment/record_reader.h"
+#include "segment/segment.h"
+#include "segment/segment_writer.h"
 
 namespace hotrow {
 
-// A sync that failed: the system may have thrown the data away and will not say so again. The log takes no more
-// snapshots; what it has can still be read.
+// A failed sync: the system may have discarded the data and will not report it again. The log takes no more snapshots;
+// its records can still be read.
 class SyncFailed : public IoError {
  public:
   explicit SyncFailed(const IoError& cause)
@@ -64,7 +65,7 @@ struct Log::State {
   int snapshots = 0;           // being taken
   std::optional<SyncFailed> failed;
 
-  std::shared_ptr<PlacesReaders> readers;  // of all logs with such records
+  std::shared_ptr<RecordReaderPool> readers;  // of all logs with such records
   std::atomic<uint64_t> bytes_written{0}, rows_written{0}, bytes_read{0}, blocks_read{0}, rows_read{0},
       compacted_bytes{0};
 
@@ -75,9 +76,9 @@ struct Log::State {
   void throw_if_failed() const;
 };
 
-// For what a failed call leaves behind: the first error is the one to tell.
+// For cleaning up after a failed call: the first error is the one to report.
 template <class Fn>
-void quietly(Fn fn) {
+void ignore_io_error(Fn fn) {
   try {
     fn();
   } catch (const IoError&) {

@@ -1,15 +1,16 @@
-// MANIFEST: the one file that makes a folder of segments a snapshot. It says which records of which segments count.
+// MANIFEST: the file that makes a folder of segments a snapshot. It lists the live records of each segment.
 //
-// It is written last and whole (Files::replace): a folder without one is no snapshot. Its checksum covers every byte
-// behind it, and each segment is named with its number and origin, so a segment file from another snapshot that got
-// into the folder is noticed. The format: docs/formats/segments.md.
+// It is written last and atomically (Files::replace): a folder without one is not a snapshot. Its checksum covers every
+// byte after it. Each segment is identified by number and origin, so a segment file from another snapshot is detected.
+// Format: docs/formats/segments.md.
 #pragma once
 
 #include <map>
 #include <string>
 #include <vector>
 
-#include "log/segment.h"
+#include "log/log.h"
+#include "segment/segment.h"
 
 namespace hotrow {
 
@@ -46,9 +47,9 @@ struct Manifest {
 };
 
 std::string manifest_path(const std::string& folder);
-// In a log's folder: the manifest of the snapshot that the log began with, for whoever reads the folder without the
-// log. Segments that it does not name (by number and origin) were written since. It may be older than the log, and then
-// it names none of the files that are there.
+// In a log's folder: the manifest of the snapshot that the log began with, for reading the folder without the log.
+// Segments that it does not name (by number and origin) were written since. It may be older than the log; then it names
+// none of the existing files.
 std::string adopted_path(const std::string& folder);
 std::vector<char> encode(const Manifest& manifest);
 // Throws CorruptFile; `path` is for the message.

@@ -1,7 +1,7 @@
 #include "log/manifest.h"
 
-#include "testing/folder.h"
 #include "testing/random.h"
+#include "testing/temp_folder.h"
 #include "testing/test.h"
 
 namespace hotrow {
@@ -42,10 +42,10 @@ std::string words_of(const std::vector<char>& bytes) {
 TEST(a_set_counts_each_place_once) {
   LiveSet set;
   CHECK_EQ(set.live(), 0u);
-  const Place place = Place{5} << kRecordBits | 130;
+  const RecordAddress place = RecordAddress{5} << kRecordBits | 130;
   for (int i = 0; i < 3; ++i) set.set(place);
-  set.set(Place{5} << kRecordBits | 2);
-  set.set(Place{9} << kRecordBits | (kMostRecords - 1));
+  set.set(RecordAddress{5} << kRecordBits | 2);
+  set.set(RecordAddress{9} << kRecordBits | (kMostRecords - 1));
   CHECK_EQ(set.live(), 3u);
   CHECK_EQ(set.segments.at(5).records, 131u);
   CHECK_EQ(set.segments.at(5).live, 2u);

@@ -1,12 +1,12 @@
-// A snapshot folder, record by record. All headers and sizes are looked at when it is opened; blocks as they come, and
-// only those with a record that counts.
+// Reads a snapshot folder record by record. The constructor checks all headers and file sizes. A block is verified when
+// it is read; blocks without a live record are not read.
 #include <algorithm>
 #include <bit>
 #include <cstring>
 
 #include "log/log.h"
 #include "log/manifest.h"
-#include "log/places_reader.h"
+#include "segment/record_reader.h"
 
 namespace hotrow {
 namespace {
@@ -41,7 +41,7 @@ struct SnapshotReader::State {
   };
 
   // Adds the current segment's next records that count, so that there are at most `most` in all.
-  void take(size_t most, std::vector<Place>& places) {
+  void take(size_t most, std::vector<RecordAddress>& places) {
     const LiveSet::Part& part = position.at->second;
     uint32_t& record = position.record;
     while (record < part.records && places.size() < most) {
@@ -55,10 +55,10 @@ struct SnapshotReader::State {
     }
   }
 
-  void read(const std::vector<Place>& places, const std::vector<WantedRun>& runs) {
-    std::vector<Wanted>& wanted = reader.wanted;
+  void read(const std::vector<RecordAddress>& places, const std::vector<SegmentRequests>& runs) {
+    std::vector<RecordRequest>& wanted = reader.wanted;
     wanted.resize(places.size());
-    for (size_t i = 0; i < places.size(); ++i) wanted[i] = make_wanted(places[i], i);
+    for (size_t i = 0; i < places.size(); ++i) wanted[i] = make_request(places[i], i);
     records.resize(places.size() * geometry.record_bytes);
     reader.read(wanted, runs, records.data());
   }
@@ -66,7 +66,7 @@ struct SnapshotReader::State {
   std::string folder;
   Manifest manifest;
   Geometry geometry;
-  PlacesReader reader;
+  RecordReader reader;
   Position position;
   std::vector<char> records;
 };
@@ -80,12 +80,12 @@ uint32_t SnapshotReader::row_type() const { return state_->manifest.row_type; }
 uint64_t SnapshotReader::rows() const { return state_->manifest.set.live(); }
 
 size_t SnapshotReader::next(size_t most, std::vector<RecordHead>& heads, std::vector<char>& values,
-                            std::vector<Place>& places) {
+                            std::vector<RecordAddress>& places) {
   State& state = *state_;
   const size_t record_bytes = state.geometry.record_bytes, row_bytes = state.geometry.row_bytes;
-  most = std::min({most, kMostWanted, std::max<size_t>(1, kMostBytesAtOnce / record_bytes)});
+  most = std::min({most, kMaxRequests, std::max<size_t>(1, kMostBytesAtOnce / record_bytes)});
   places.clear();
-  std::vector<WantedRun> runs;
+  std::vector<SegmentRequests> runs;
   const State::Position before = state.position;
   const auto end = state.manifest.set.segments.end();
   try {

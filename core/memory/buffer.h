@@ -1,4 +1,4 @@
-// A scratch array that keeps its memory from batch to batch and never clears it.
+// A scratch array that keeps its memory between batches and never clears it.
 #pragma once
 
 #include <cstddef>

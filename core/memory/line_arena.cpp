@@ -11,7 +11,7 @@ constexpr size_t kLinesPerPage = kPage / kLine;
 constexpr uint8_t kWaiting = 0xff;
 constexpr size_t kLeastWaiting = 16;  // pages
 
-// Calls fn(page, lines of the block on that page) for every page that the block touches.
+// Calls fn(page, lines of the block on that page) for every page of the block.
 template <class Fn>
 void for_each_page(size_t first_line, size_t lines, Fn fn) {
   for (size_t line = first_line, end = first_line + lines; line < end;) {
@@ -46,12 +46,13 @@ char* LineArena::allocate(size_t lines) {
   size_t first;
   {
     std::lock_guard lock(mutex_);
-    auto hole = std::find_if(holes_.begin(), holes_.end(), [&](const Hole& h) { return h.lines >= lines; });
-    if (hole != holes_.end()) {
+    auto hole =
+        std::find_if(free_ranges_.begin(), free_ranges_.end(), [&](const FreeRange& h) { return h.lines >= lines; });
+    if (hole != free_ranges_.end()) {
       first = hole->first;
       hole->first += lines;
       hole->lines -= lines;
-      if (hole->lines == 0) holes_.erase(hole);
+      if (hole->lines == 0) free_ranges_.erase(hole);
     } else {
       region_.commit((end_ + lines) * kLine);
       lines_on_page_.resize((end_ + lines + kLinesPerPage - 1) / kLinesPerPage);
@@ -62,7 +63,7 @@ char* LineArena::allocate(size_t lines) {
       uint8_t& lines_here = lines_on_page_[page];
       if (lines_here == kWaiting) {
         lines_here = 0;
-        --waiting_;
+        --dead_pages_;
       }
       live_pages_ += lines_here == 0;
       lines_here += here;
@@ -81,28 +82,28 @@ void LineArena::release(char* block, size_t lines) {
     if (lines_on_page_[page] != 0) return;
     lines_on_page_[page] = kWaiting;
     --live_pages_;
-    ++waiting_;
+    ++dead_pages_;
   });
-  if (waiting_ > std::max(kLeastWaiting, live_pages_ / 128)) give_back();
-  add_hole(first, lines);
+  if (dead_pages_ > std::max(kLeastWaiting, live_pages_ / 128)) release_dead_pages();
+  add_free_range(first, lines);
 }
 
 // Joins the hole with its neighbours.
-void LineArena::add_hole(size_t first, size_t lines) {
-  auto next =
-      std::lower_bound(holes_.begin(), holes_.end(), first, [](const Hole& h, size_t at) { return h.first < at; });
-  const bool joins_next = next != holes_.end() && next->first == first + lines;
-  const bool joins_before = next != holes_.begin() && std::prev(next)->first + std::prev(next)->lines == first;
+void LineArena::add_free_range(size_t first, size_t lines) {
+  auto next = std::lower_bound(free_ranges_.begin(), free_ranges_.end(), first,
+                               [](const FreeRange& h, size_t at) { return h.first < at; });
+  const bool joins_next = next != free_ranges_.end() && next->first == first + lines;
+  const bool joins_before = next != free_ranges_.begin() && std::prev(next)->first + std::prev(next)->lines == first;
   if (joins_before && joins_next) {
     std::prev(next)->lines += lines + next->lines;
-    holes_.erase(next);
+    free_ranges_.erase(next);
   } else if (joins_before) {
     std::prev(next)->lines += lines;
   } else if (joins_next) {
     *next = {first, lines + next->lines};
   } else {
     try {
-      holes_.insert(next, {first, lines});
+      free_ranges_.insert(next, {first, lines});
     } catch (const std::bad_alloc&) {
       // Its addresses are lost to us, its memory is not; a release must not fail.
     }
@@ -111,16 +112,16 @@ void LineArena::add_hole(size_t first, size_t lines) {
 
 void LineArena::trim() {
   std::lock_guard lock(mutex_);
-  give_back();
+  release_dead_pages();
 }
 
-void LineArena::give_back() {
-  for (size_t page = 0; page < lines_on_page_.size() && waiting_ > 0; ++page) {
+void LineArena::release_dead_pages() {
+  for (size_t page = 0; page < lines_on_page_.size() && dead_pages_ > 0; ++page) {
     const size_t first = page;
     for (; page < lines_on_page_.size() && lines_on_page_[page] == kWaiting; ++page) lines_on_page_[page] = 0;
     if (page == first) continue;
     region_.discard(first * kPage, (page - first) * kPage);
-    waiting_ -= page - first;
+    dead_pages_ -= page - first;
   }
 }
 

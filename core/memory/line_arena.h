@@ -1,12 +1,12 @@
-// Cache-line blocks for the index, in a region that never moves.
+// Allocates runs of cache lines for the index, from a region that never moves.
 //
-// Index arrays grow by small steps and each old array dies whole. The hole it leaves joins its neighbours and serves
-// the next array that fits: memory that was touched is used again, which costs a fifth of what a fresh page costs.
-// Pages on which nothing is alive go back together, some at a time (at most 1/128 of the live ones wait), because
-// giving one back interrupts every core. A dead array's addresses stay readable (a lock-free reader may still be
-// looking: it then reads zeros or other entries, which its version check throws away).
+// Index arrays grow in small steps, and each old array is released whole. A released range merges with its neighbours
+// and is reused by the next array that fits: reusing touched memory costs a fifth of a fresh page. Pages without a live
+// line are returned to the system in groups (at most 1/128 of the live pages are kept back), because each return
+// interrupts every core. A released array stays readable: a lock-free reader may still read zeros or other entries
+// there, and its version check discards them.
 //
-// reserve() takes memory for allocations to come, so that those cannot fail half-way through a change.
+// reserve() commits memory for later allocations, so that they cannot fail in the middle of a change.
 #pragma once
 
 #include <cstdint>
@@ -29,19 +29,19 @@ class LineArena {
   char* allocate(size_t lines);
   void release(char* block, size_t lines);
 
-  // Gives back every page on which nothing is alive.
+  // Returns every page without a live line to the system. Used by tests.
   void trim();
 
-  // Bytes of pages that hold something alive, or wait to be given back.
-  size_t resident() const { return (live_pages_ + waiting_) * kPage; }
+  // Bytes of pages with a live line, and of dead pages that were not returned yet.
+  size_t resident() const { return (live_pages_ + dead_pages_) * kPage; }
   size_t reserved() const { return region_.reserved(); }
-  size_t spent() const { return end_ * kLine; }
+  size_t address_space_used() const { return end_ * kLine; }
 
  private:
-  void give_back();
-  void add_hole(size_t first, size_t lines);
+  void release_dead_pages();
+  void add_free_range(size_t first, size_t lines);
 
-  struct Hole {
+  struct FreeRange {
     size_t first, lines;
   };
 
@@ -49,11 +49,11 @@ class LineArena {
   std::mutex mutex_;
   size_t end_ = 0;
   size_t live_pages_ = 0;
-  size_t waiting_ = 0;                  // pages that are dead and not given back
-  std::vector<uint8_t> lines_on_page_;  // live lines per page, at most 64; kWaiting for a dead one that waits
-  // Dead lines for reuse, by address. One array, not a node each: nodes that live long would sit in the gaps that the
+  size_t dead_pages_ = 0;               // pages without a live line that were not returned yet
+  std::vector<uint8_t> lines_on_page_;  // live lines per page, at most 64; kWaiting: in dead_pages_
+  // Released lines for reuse, by address. One array instead of nodes: long-lived nodes would occupy the gaps that the
   // caller's large temporaries leave in the heap, and those would never fit there again.
-  std::vector<Hole> holes_;
+  std::vector<FreeRange> free_ranges_;
 };
 
 }  // namespace hotrow

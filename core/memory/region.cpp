@@ -72,12 +72,12 @@ void Region::commit(size_t bytes) {
   if (want > reserved_) throw std::bad_alloc();
   if (want > open_) {
     const size_t ahead = std::min(reserved_, round_up(want + want / 4, kHugePage));
-    if (!open(ahead) && !open(want)) throw std::bad_alloc();
+    if (!make_accessible(ahead) && !make_accessible(want)) throw std::bad_alloc();
   }
   committed_ = want;
 }
 
-bool Region::open(size_t bytes) {
+bool Region::make_accessible(size_t bytes) {
   if (mprotect(base_ + open_, bytes - open_, PROT_READ | PROT_WRITE) != 0) return false;
   // From 4 MiB on, so that small tables do not take a huge page each.
   const size_t from = std::max(open_, kHugeFrom);

@@ -1,9 +1,9 @@
-// Address space that is reserved once and filled as needed, so that what lies in it never moves.
+// Reserved address space that is committed as it grows, so that its contents never move.
 //
-// Rows and headers grow at the end of one region each: a slot's address is base + slot * stride for ever, growth copies
-// nothing, and a reader that races with growth reads valid memory. A reservation costs no memory (PROT_NONE, no commit
-// charge); commit() makes a prefix usable. Past 4 MiB it asks for huge pages, which matters because rows are read at
-// random: fewer TLB misses, 1.3 times the gather speed on a 2-core EPYC at 26 million rows.
+// Rows and headers each grow at the end of one region. A slot's address is permanently base + slot * stride, growth
+// copies nothing, and a reader that races with growth reads valid memory. A reservation costs no memory (PROT_NONE, no
+// commit charge); commit() makes a prefix usable. Past 4 MiB it asks for huge pages, because rows are read at random:
+// fewer TLB misses, 1.3 times the gather speed on a 2-core EPYC at 26 million rows.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ class Region {
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
-  // For memory that is given back in pieces smaller than a huge page. Requires: nothing is committed yet.
+  // For memory that is discarded in pieces smaller than a huge page. Requires: nothing is committed yet.
   void use_small_pages();
 
   char* data() const { return base_; }
@@ -32,11 +32,11 @@ class Region {
   size_t rounded(size_t bytes) const;
   // Makes the first `bytes` usable; new memory reads as zeros. Never shrinks. Throws std::bad_alloc past reserved().
   void commit(size_t bytes);
-  // Gives the memory of whole pages back; they read as zeros afterwards. Requires: page-aligned and committed.
+  // Returns whole pages to the system; they read as zeros afterwards. Requires: page-aligned and committed.
   void discard(size_t offset, size_t bytes);
 
  private:
-  bool open(size_t bytes);
+  bool make_accessible(size_t bytes);
 
   char* base_ = nullptr;
   size_t reserved_ = 0;

@@ -1,7 +1,7 @@
-// Copying rows that nobody reads again soon: whole lines go to memory without being read first and without pushing
-// others out of the cache. A plain copy moves three bytes for each (read, read for ownership, write), this one two.
+// Copies rows that will not be read again soon: whole cache lines go to memory without being read first and without
+// evicting others. A plain copy moves three bytes for each byte (read, read for ownership, write), this one two.
 //
-// The stores are not ordered with others: call finish_stream_copies before another thread is told that they are there.
+// The stores are not ordered with others: call finish_stream_copies before telling another thread that they are done.
 #pragma once
 
 #include <cstddef>

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <vector>
 
-#include "rows/kernels.h"
+#include "kernels/row_kernels.h"
 #include "testing/random.h"
 #include "testing/test.h"
 

@@ -14,7 +14,7 @@ T load(const uint8_t* data) {
   return value;
 }
 
-// Hands out the frame's bytes from front to back, and refuses to hand out what is not there.
+// Reads a frame's bytes from front to back and throws at its end.
 class Bytes {
  public:
   Bytes(const uint8_t* data, size_t size) : at_(data), left_(size) {}

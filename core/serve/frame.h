@@ -8,7 +8,7 @@
 //                float weights (to the next 8 bytes) if it has them
 //   then:        float dense [rows, dense], or [1, dense] with kDenseShared, to the next 8 bytes
 //
-// Whoever reads a frame trusts nothing in it: RequestView::parse checks every length and offset against the bytes that
+// The parser trusts nothing in a frame: RequestView::parse checks every length and offset against the bytes that
 // are there, so a malformed frame is an error and never a read outside of it.
 #pragma once
 

@@ -1,5 +1,5 @@
-// Logs as tests want them: small, with records whose values follow from key and stamp, so that any record can be
-// checked alone, and a plain map of what should be alive.
+// Logs for tests: small, with records whose values follow from key and stamp, so that any record can be checked alone;
+// and a plain map of the rows that should be live.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ inline std::vector<char> values_of(int64_t key, uint32_t stamp, uint32_t row_byt
   return values;
 }
 
-inline Place append(Log& log, int64_t key, uint32_t stamp, bool alive = true) {
+inline RecordAddress append(Log& log, int64_t key, uint32_t stamp, bool alive = true) {
   return log.append(head_of(key, stamp), values_of(key, stamp, log.options().row_bytes).data(), alive);
 }
 
@@ -56,8 +56,8 @@ inline Stamps rows_of(const std::string& folder, size_t most = 37) {
   Stamps stamps;
   std::vector<RecordHead> heads;
   std::vector<char> values;
-  std::vector<Place> places;
-  Place last = 0;
+  std::vector<RecordAddress> places;
+  RecordAddress last = 0;
   while (const size_t count = reader.next(most, heads, values, places)) {
     CHECK(count <= most && heads.size() == count && places.size() == count);
     for (size_t i = 0; i < count; ++i) {
@@ -72,36 +72,36 @@ inline Stamps rows_of(const std::string& folder, size_t most = 37) {
   return stamps;
 }
 
-// A log and what it must hold: the simplest table there can be.
-class Mirror {
+// A log and a map of the rows that it must hold.
+class ReferenceLog {
  public:
   struct Row {
-    Place place;
+    RecordAddress place;
     uint32_t stamp;
   };
 
-  explicit Mirror(LogOptions options) : log_(std::make_unique<Log>(std::move(options))) {}
+  explicit ReferenceLog(LogOptions options) : log_(std::make_unique<Log>(std::move(options))) {}
   Log& log() { return *log_; }
   const std::map<int64_t, Row>& rows() const { return rows_; }
 
   void put(int64_t key) {
     const uint32_t stamp = stamp_ + 1;
-    const Place place = append(*log_, key, stamp);
+    const RecordAddress place = append(*log_, key, stamp);
     stamp_ = stamp;
     const auto found = rows_.find(key);
-    if (found != rows_.end()) log_->kill(found->second.place);
+    if (found != rows_.end()) log_->mark_dead(found->second.place);
     rows_[key] = {place, stamp};
   }
   void erase(int64_t key) {
     const auto found = rows_.find(key);
     if (found == rows_.end()) return;
-    log_->kill(found->second.place);
+    log_->mark_dead(found->second.place);
     CHECK(!log_->alive(found->second.place));
     rows_.erase(found);
   }
   // Rewrites what is alive in a segment, as the table does.
   void compact(uint64_t segment) {
-    const std::vector<Place> places = log_->live_places(segment);
+    const std::vector<RecordAddress> places = log_->live_places(segment);
     std::vector<char> records(places.size() * log_->record_bytes());
     log_->read(places.data(), places.size(), records.data());
     for (size_t i = 0; i < places.size(); ++i) {
@@ -110,7 +110,7 @@ class Mirror {
       Row& row = rows_.at(head.key);
       CHECK_EQ(row.place, places[i]);
       row.place = log_->append(head, records.data() + i * log_->record_bytes() + sizeof(head));
-      log_->kill(places[i]);
+      log_->mark_dead(places[i]);
     }
   }
   Stamps stamps() const {
@@ -122,7 +122,7 @@ class Mirror {
   void check(Random& random) const {
     std::vector<std::pair<int64_t, Row>> all(rows_.begin(), rows_.end());
     for (size_t i = all.size(); i > 1; --i) std::swap(all[i - 1], all[random.below(i)]);
-    std::vector<Place> places;
+    std::vector<RecordAddress> places;
     for (const auto& [key, row] : all) places.push_back(row.place);
     std::vector<char> records(all.size() * log_->record_bytes());
     log_->read(places.data(), places.size(), records.data());
@@ -133,15 +133,15 @@ class Mirror {
     }
     CHECK_EQ(log_->report().live, all.size());
   }
-  // A new log in its place that starts from a snapshot which holds the same rows.
+  // Replaces the log by a new one that starts from a snapshot with the same rows.
   void reopen(LogOptions options, const std::string& snapshot) {
     log_.reset();
     log_ = std::make_unique<Log>(std::move(options));
-    log_->adopt(snapshot);
+    log_->import_snapshot(snapshot);
     SnapshotReader reader(snapshot);
     std::vector<RecordHead> heads;
     std::vector<char> values;
-    std::vector<Place> places;
+    std::vector<RecordAddress> places;
     rows_.clear();
     while (reader.next(100, heads, values, places))
       for (size_t i = 0; i < heads.size(); ++i) rows_[heads[i].key] = {places[i], heads[i].stamp};

@@ -1,4 +1,4 @@
-// Random inputs that are the same on every machine and in every run (the standard's distributions are not).
+// Random inputs that are the same on every machine and in every run (the standard library's distributions are not).
 #pragma once
 
 #include <cstdint>

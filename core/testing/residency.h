@@ -1,4 +1,4 @@
-// How many pages of a range really take memory, asked of the kernel.
+// Counts the pages of a range that take memory, by asking the kernel.
 #pragma once
 
 #include <sys/mman.h>

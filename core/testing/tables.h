@@ -1,4 +1,4 @@
-// Tables as tests want them: options with few words, and a table's rows as a plain map.
+// Tables for tests: short constructors, and a table's rows as a plain map.
 #pragma once
 
 #include <cstring>
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "rows/table.h"
+#include "table/table.h"
 
 namespace hotrow::testing {
 

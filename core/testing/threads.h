@@ -1,14 +1,16 @@
-// Runs a test's body with a given number of pool threads, and puts the number back.
+// Runs a test's body with a given number of pool threads, and restores the number.
 #pragma once
 
-#include "threads/pool.h"
+#include "threads/thread_pool.h"
 
 namespace hotrow::testing {
 
 class WithThreads {
  public:
-  explicit WithThreads(int threads) : before_(Pool::shared().threads()) { Pool::shared().set_threads(threads); }
-  ~WithThreads() { Pool::shared().set_threads(before_); }
+  explicit WithThreads(int threads) : before_(ThreadPool::shared().threads()) {
+    ThreadPool::shared().set_threads(threads);
+  }
+  ~WithThreads() { ThreadPool::shared().set_threads(before_); }
   WithThreads(const WithThreads&) = delete;
   WithThreads& operator=(const WithThreads&) = delete;
 

@@ -1,0 +1,66 @@
+// Bindings of plan/plan_by_owner.cpp. The Python caller (src/hotrow/tiers/host_plan.py) has checked every address
+// passed here.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/bindings.h"
+#include "bindings/matrices.h"
+#include "plan/plan.h"
+
+namespace hotrow::bindings {
+namespace {
+
+using KeyCounts = std::tuple<Address, Address, size_t>;  // keys, seen, count
+
+}  // namespace
+
+void bind_plan_by_owner(nb::class_<Plan>& plan) {
+  plan.def(
+          "route_seen",
+          [](Plan& self, const std::vector<std::tuple<std::shared_ptr<Table>, std::vector<KeyCounts>>>& tuples) {
+            std::vector<JobInput> jobs;
+            for (const auto& [table, asked] : tuples) {
+              JobInput job{table, {}};
+              for (const auto& [keys, occurrences, count] : asked)
+                job.features.push_back({at<const int64_t>(keys), count, nullptr, count, nullptr, Pooling::kNone,
+                                        at<const uint32_t>(occurrences)});
+              jobs.push_back(std::move(job));
+            }
+            nb::gil_scoped_release release;
+            self.route(jobs);
+          },
+          nb::arg("jobs"), "Tables with what each process asks for: keys and how often each was seen (int32).")
+      .def(
+          "deal",
+          [](Plan& self, Address owner_of, size_t world, Address counts) {
+            self.partition_by_owner(at<const uint32_t>(owner_of), world, at<int64_t>(counts));
+          },
+          nb::arg("owner_of"), nb::arg("world"), nb::arg("counts"), nb::call_guard<nb::gil_scoped_release>(),
+          "Unique keys by owner; counts[world, tables] says how many.")
+      .def(
+          "dealt",
+          [](const Plan& self, Address keys, Address occurrences) {
+            self.partitioned_keys(at<int64_t>(keys), at<uint32_t>(occurrences));
+          },
+          nb::arg("keys"), nb::arg("seen"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "take_rows", [](Plan& self, Address rows) { self.set_received_rows(at<const float>(rows)); }, nb::arg("rows"),
+          "Rows of the dealt keys, which must stay where they are until the next route.")
+      .def(
+          "sum",
+          [](Plan& self, const std::vector<MatrixTuple>& gradients, const std::vector<MatrixTuple>& checked,
+             Address out, Address present) {
+            auto list = matrices(gradients), to_check = matrices(checked);
+            Plan::SumResult summed;
+            {
+              nb::gil_scoped_release release;
+              summed = self.sum_gradients(list, to_check, at<float>(out), at<uint8_t>(present));
+            }
+            return nb::make_tuple(summed.finite, summed.all_present);
+          },
+          nb::arg("gradients"), nb::arg("checked"), nb::arg("out"), nb::arg("present"),
+          "Gradients of the dealt keys; returns (all finite, every key had one).");
+}
+
+}  // namespace hotrow::bindings

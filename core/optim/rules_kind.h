@@ -1,8 +1,0 @@
-// The names of the update rules, as numbers shared with src/hotrow/optim.py.
-#pragma once
-
-namespace hotrow {
-
-enum class RuleKind : int { kSgd = 0, kAdagrad, kRowWiseAdagrad, kAdam, kAdamW, kFtrl, kCount };
-
-}  // namespace hotrow
