@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from hotrow.kernels import launch
+from hotrow import undocumented
+from hotrow.kernels import current, launch
 from hotrow.kernels.launch import Fast, fast
 
 
@@ -27,28 +28,37 @@ class Compiled:
     """What a stand-in kernel gives back: notes its launches as (grid, arguments), tensors as addresses."""
 
     launches: list[Any] = field(default_factory=list)
+    function: int = 9
+    packed_metadata: Any = (4, 1, 0)
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args: self.launches.append((grid, args))
+    def run(self, gridX: int, gridY: int, gridZ: int, stream: int, function: int, *args: Any) -> None:  # noqa: N803
+        self.launches.append(((gridX, gridY, gridZ), args[4:]))
 
 
 class Kernel:
     """A stand-in for a jitted kernel (data, n, loose, A, B) that notes how it was called."""
 
-    def __init__(self) -> None:
+    def __init__(self, made: type[Any] = Compiled) -> None:
+        self.kind = made
         self.params = [
             Param("data"), Param("n"), Param("loose", do_not_specialize=True), Param("A", True), Param("B", True)
         ]  # fmt: skip
         self.calls: list[Any] = []
-        self.made: list[Compiled] = []
+        self.made: list[Any] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def compile_and_launch(*args: Any, **options: Any) -> Compiled:
             self.calls.append((grid, args, options))
-            self.made.append(Compiled())
+            self.made.append(self.kind())
             return self.made[-1]
 
         return compile_and_launch
+
+
+@pytest.fixture(autouse=True)
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    monkeypatch.setattr(undocumented, "_warned", set())
 
 
 MEMORY = torch.zeros(64)
@@ -137,20 +147,58 @@ class OtherLauncher(Launcher):
 
 
 @pytest.mark.parametrize("launcher", [Launcher(), NamedLauncher()])
-def test_the_launcher_is_called_as_triton_calls_it(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+def test_the_launcher_is_called_as_triton_calls_it(launcher: Launcher) -> None:
     compiled = SimpleNamespace(run=launcher, function=9, packed_metadata=(4, 1, 0))
-    launch._runner(compiled, (8, True))(3, 1, [20, 5])
+    run = launch._runner(compiled, (8, True))
+    assert run is not None
+    run(3, 1, [20, 5])
     assert launcher.calls == [(3, 1, 1, 71, 9, (4, 1, 0), None, None, None, 20, 5, 8, True)]
 
 
-def test_a_launcher_that_nobody_knows_is_left_to_triton() -> None:
+@pytest.mark.parametrize("change", ["another launcher", "no launcher", "no metadata", "another version"])
+def test_a_triton_that_launches_in_another_way_is_called_as_documented(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Other(Compiled):
-        run, packed_metadata = OtherLauncher(), (4, 1, 0)
+        def __init__(self) -> None:
+            super().__init__()
+            if change == "another launcher":
+                self.run = OtherLauncher()  # type: ignore[method-assign, assignment]
+            elif change == "no launcher":
+                self.run = None  # type: ignore[method-assign, assignment]
+            elif change == "no metadata":
+                self.packed_metadata = None
 
-    compiled = Other()
-    launch._runner(compiled, (8, True))(3, 1, [20, 5])
-    assert compiled.launches == [((3, 1, 1), (20, 5, 8, True))]
+    if change == "another version":
+        monkeypatch.setattr(triton, "__version__", "3.99.0")
+    kernel = Kernel(Other)
+    again = Fast(kernel)
+    with pytest.warns(UserWarning, match=r"triton 3\.\S+ may launch .* tested with triton<3\.\d+,>=3\.6\. ") as told:
+        for programs in (3, 4, 5):
+            again[(programs,)](DATA, 20, 5, **USUAL)
+        again[(6,)](DATA.double(), 20, 5, **USUAL)
+    assert len(told) == 1
+    assert [(grid, args[1:], options) for grid, args, options in kernel.calls] == [
+        ((programs,), (20, 5), USUAL) for programs in (3, 4, 5, 6)
+    ]
+    assert all(call[1][0].data_ptr() == DATA.data_ptr() for call in kernel.calls[:3])
+    assert all(made.launches == [] for made in kernel.made)
+
+
+def test_a_triton_that_tells_less_of_a_kernel_is_called_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    kernel = SimpleNamespace(params=[SimpleNamespace(name="data")])
+    with pytest.warns(UserWarning, match=r"triton \S+ tells less of a kernel \(.*is_constexpr.*\); HotRow was tested"):
+        assert fast(kernel) is kernel
+
+
+def test_a_stream_has_the_same_handle_by_what_torch_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda number: SimpleNamespace(cuda_stream=70 + number))
+    fast_way = current.stream_handle(1)
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream")
+    with pytest.warns(UserWarning, match="has no torch._C._cuda_getCurrentRawStream; HotRow was tested") as told:
+        assert [current.stream_handle(1) for _ in range(2)] == [fast_way] * 2 == [71] * 2
+    assert len(told) == 1
 
 
 def test_under_the_interpreter_a_kernel_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hotrow.errors import StorageError
 from hotrow.kernels import launch
 from hotrow.kernels.layout import Source
-from hotrow.kernels.move import Lander, Puller, collect, deliver, tell
+from hotrow.kernels.move import Lander, Puller, collect, deliver, reachable, tell
 
 CAPACITY, EXTRA = 40, 12
 
@@ -166,3 +167,9 @@ def test_numbers_are_told_to_pinned_memory(n: int) -> None:
     tell(torch.arange(-1, n - 1, dtype=torch.int32, device="cuda"), pinned)
     torch.cuda.synchronize()
     assert pinned.tolist() == [*range(-1, n - 1), 99]
+
+
+def test_a_torch_that_cannot_register_memory_is_an_error_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: object())
+    with pytest.raises(StorageError, match=r"torch \S+ has no .*cudaHostRegister; HotRow was tested with torch<"):
+        reachable(1 << 20, 4096, torch.device("cuda", 0))

@@ -33,7 +33,8 @@ from hotrow.kernels.sets import WAYS
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Admission, Expiry, Lookup, Table
 from hotrow.table.asking import Answer, Asker
-from hotrow.table.hot import Group
+from hotrow.table.hot_group import Group
+from hotrow.table.hot_part import Part
 from hotrow.table.ring import DOWN, UP, Ring
 from hotrow.table.streams import Recorded
 from hotrow.table.way import Way
@@ -420,7 +421,7 @@ QUICK = {False: [(TIGHT, 1)], True: [("ssd", 3)]}  # by policies; the rows over 
 def test_rows_that_come_ahead_are_the_same_bits(
     device: str, policies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[bool]
 ) -> None:
-    monkeypatch.setattr("hotrow.table.hot_plan.PATIENCE", 0)
+    monkeypatch.setattr("hotrow.table.staging_queue.PATIENCE", 0)
     rules = {"admission": Admission(after=2, sketch="4KiB"), "expiry": Expiry(steps=2, every=2)} if policies else {}
     plain = trainer_of(Memory(hbm=ROOMY), device, **rules)
     clicks = Clicks(STEPS - (not LARGE), even=not policies)
@@ -443,7 +444,7 @@ def test_rows_that_come_ahead_are_the_same_bits(
 def test_every_lookahead_gives_the_same_bits_on_the_device(
     lookahead: int, accumulate: int, even: bool, monkeypatch: pytest.MonkeyPatch, asked: list[bool]
 ) -> None:
-    monkeypatch.setattr("hotrow.table.hot_plan.PATIENCE", 0)
+    monkeypatch.setattr("hotrow.table.staging_queue.PATIENCE", 0)
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU: the interpreter has one thread")
     many = Clicks(4 * STEPS, even=even)
@@ -515,6 +516,36 @@ def test_a_batch_that_was_looked_up_and_dropped_leaves_nothing_behind(device: st
         train_on(each, torch.cat([keys, others]))
     assert torch.equal(embeddings.table("u").read(keys), plain.table("u").read(keys))
     assert torch.equal(embeddings.table("u").read(others), plain.table("u").read(others))
+
+
+def test_a_staged_batch_is_not_collected_while_its_rows_are_on_their_way(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embeddings = one_table(Memory(hbm="2KiB"), device)
+    others = torch.arange(1000, 1030)
+    embeddings.table("u").create(others)
+    train_on(embeddings, torch.arange(40))
+    embeddings.in_flight(3)
+    dropped = embeddings.route(KeyedBatch({"u": Jagged(others)}))
+    dropped.prefetch()
+    plan = weakref.ref(dropped.plan)
+    dropped.plan.itself = dropped.plan  # type: ignore[attr-defined]  # so that only the collector finds it
+    del dropped
+    gc.collect()
+    assert plan() is not None
+    raise_rows, alive = Part.raise_rows, []
+
+    def collect(part: Part) -> bool:
+        gc.collect()  # the release of a plan waits for the thread that brings its rows: this one
+        alive.append(plan() is not None)
+        return raise_rows(part)
+
+    monkeypatch.setattr(Part, "raise_rows", collect)
+    lookup = embeddings.route(KeyedBatch({"u": Jagged(others)})).fetch()
+    assert alive == [True]
+    gc.collect()
+    assert plan() is None
+    assert torch.equal(lookup.gather()[1][0].cpu(), embeddings.table("u").read(others))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -636,7 +667,7 @@ def test_an_evaluation_of_other_sizes_does_not_undo_what_was_recorded(device: st
 def test_a_tower_with_dropout_trains_while_batches_come_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU: nothing is captured without one")
-    monkeypatch.setattr("hotrow.table.hot_plan.PATIENCE", 0)
+    monkeypatch.setattr("hotrow.table.staging_queue.PATIENCE", 0)
 
     class Dropping(Tower):
         def __init__(self) -> None:
@@ -694,7 +725,7 @@ def test_an_error_while_rows_move_loses_none_or_says_so(
     lookup = embeddings.route(batch(others))
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
         if failing == "deliver":
-            patch.setattr("hotrow.table.hot.move.deliver", no_memory)
+            patch.setattr("hotrow.table.hot_group.move.deliver", no_memory)
         else:
             patch.setattr(Way, "lower_rows", no_memory)
         lookup.prefetch()

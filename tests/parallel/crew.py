@@ -25,12 +25,11 @@ class Crew:
 
     def __init__(self, world: int, timeout: float = 30.0, backend: str = "gloo") -> None:
         self.world = world
-        context = forked.context()  # torch is imported once for all ranks
         port = free_port()
         self.pipes, self.processes = [], []
         for rank in range(world):
-            here, there = context.Pipe()
-            process = context.Process(target=_work, args=(rank, world, port, timeout, backend, there), daemon=True)
+            here, there = forked.Pipe()
+            process = forked.Process(target=_work, args=(rank, world, port, timeout, backend, there), daemon=True)
             process.start()
             self.pipes.append(here)
             self.processes.append(process)

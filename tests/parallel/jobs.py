@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 from forked import Forked
 
+from hotrow import child_process
 from hotrow.train.checkpoint import list_checkpoints
 
 TIMEOUT = 4  # seconds that ranks wait for each other
@@ -47,7 +48,7 @@ def write_job(home: Path, examples: int = 1_000_000, seed: int = 0, name: str = 
 
 
 def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return child_process.start(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options, start_new_session=True
     )
 

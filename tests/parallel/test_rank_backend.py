@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ import torch.distributed as dist
 from crew import Crew
 
 import hotrow as hr
+from hotrow import undocumented
 from hotrow.parallel import backend
-from hotrow.parallel.ranks import Ranks
+from hotrow.parallel.ranks import Ranks, _store_of_group
 
 IN_DRAM = {"rows": "cpu", "nccl": False, "gpu": None}
 
@@ -131,6 +133,29 @@ def test_nccl_without_a_gpu_is_refused_on_every_rank(crews: dict[int, Crew]) -> 
     for error in crews[2].errors(joins, ["nccl", "nccl"], 0):
         assert isinstance(error, hr.OptionError)
         assert "torch has no NCCL or sees no GPU on rank 0, 1; leave backend= out" in str(error)
+
+
+def meets_anew(ranks: hr.Ranks, without: bool) -> tuple[int, int]:
+    """What this rank reads of the other in the store of their group, and the warnings on the way."""
+    with (
+        patch.object(undocumented, "_warned", set()),
+        warnings.catch_warnings(record=True) as told,
+        ExitStack() as stack,
+    ):
+        warnings.simplefilter("always")
+        if without:
+            stack.enter_context(patch.object(dist.distributed_c10d, "_get_default_store"))
+            del dist.distributed_c10d._get_default_store
+        store = _store_of_group(30.0)
+        store.set(f"met/{without}/{ranks.rank}", str(ranks.rank))
+        other = int(store.get(f"met/{without}/{1 - ranks.rank}"))
+        ranks.patient.gather_json({})  # rank 0 has the store until both have read
+        return other, len([one for one in told if "Rank 0 opens a store" in str(one.message)])
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_ranks_of_a_group_that_is_there_meet_at_a_store(crews: dict[int, Crew], without: bool) -> None:
+    assert crews[2].run(meets_anew, without) == [(1, without), (0, without)]
 
 
 def in_dram(ranks: hr.Ranks) -> None:

@@ -17,6 +17,7 @@ from crew import environment, free_port
 from jobs import BOUND, TIMEOUT, end_of, ranks_of, start, wait_for_checkpoints, write_job
 
 from hotrow import _core
+from hotrow.signals import SAME_SECONDS
 from hotrow.train.checkpoint import list_checkpoints, open_checkpoint
 
 pytestmark = pytest.mark.soak
@@ -43,13 +44,14 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_job_by_its_name(tmp_path: Pat
     open_checkpoint(tmp_path / "run").verify()
 
 
-def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals, code: int) -> None:
     process = start([sys.executable, "-m", "hotrow", "train", str(write_job(tmp_path)), "--ranks", "2", "--quiet"])
     wait_for_checkpoints(tmp_path / "run", process)
     ranks = ranks_of(process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output, _ = end_of(process, 60)
-    assert process.returncode == 130, output
+    assert process.returncode == code, output
     newest = list_checkpoints(tmp_path / "run")[0]
     assert f"saved to {newest}" in output, output
     assert none_runs(list(ranks.values()))
@@ -60,21 +62,25 @@ def test_a_second_ctrl_c_ends_all_ranks_at_once(tmp_path: Path) -> None:
     process = start([sys.executable, "-m", "hotrow", "train", str(write_job(tmp_path)), "--ranks", "2", "--quiet"])
     wait_for_checkpoints(tmp_path / "run", process)
     ranks = ranks_of(process)
-    for _ in range(2):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.001)
+    for rank in ranks.values():
+        rank.suspend()  # so that they cannot stop before the second one comes
+    process.send_signal(signal.SIGINT)
+    time.sleep(SAME_SECONDS + 0.2)
+    process.send_signal(signal.SIGINT)
     output, _ = end_of(process, BOUND)
-    assert process.returncode != 0, output
+    assert process.returncode == 130, output
     assert none_runs(list(ranks.values()))
     open_checkpoint(tmp_path / "run").verify()
 
 
-def test_under_torchrun_ctrl_c_saves_and_ends_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("to", ["torchrun", "rank 1"])
+def test_under_torchrun_a_signal_saves_and_ends_all_ranks(tmp_path: Path, number: signal.Signals, to: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port", str(free_port())]
     process = start([*command, "-m", "hotrow", "train", str(write_job(tmp_path)), "--quiet"])
     wait_for_checkpoints(tmp_path / "run", process)
     ranks = ranks_of(process)
-    process.send_signal(signal.SIGINT)
+    (process if to == "torchrun" else ranks[1]).send_signal(number)
     output, _ = end_of(process, 60)
     newest = list_checkpoints(tmp_path / "run")[0]
     assert f"saved to {newest}" in output, output

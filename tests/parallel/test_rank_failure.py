@@ -133,16 +133,18 @@ def test_a_rank_that_is_killed_is_named_by_the_other_and_the_checkpoint_stays(tm
 
 
 FORKS = """
-import os, signal, subprocess, sys
+import os, signal, sys
+from hotrow import child_process
 from hotrow.cli import main
 
 class Fork:
-    def __init__(self, command, env, start_new_session, preexec_fn):
+    def __init__(self, command, env, start_new_session):
+        parent = os.getpid()
         self.returncode, self.pid = None, os.fork()
         if self.pid:
             return
         os.setsid()
-        preexec_fn()
+        child_process.end_with_parent(parent)
         os.environ.update(env)
         code = 1
         try:
@@ -160,26 +162,47 @@ class Fork:
             self.returncode = os.waitstatus_to_exitcode(status) if ended else None
         return self.returncode
 
-    def send_signal(self, number):
-        os.kill(self.pid, number)
+    def wait(self):
+        if self.returncode is None:
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
 
-subprocess.Popen = Fork
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+child_process.start = Fork
 sys.argv = ["hotrow", "train", sys.argv[1], "--ranks", "2", "--quiet"]
 main()
 """  # `hotrow train --ranks 2` whose ranks are forked: interpreters of their own take ten seconds of two cores
 
 
-@pytest.mark.parametrize("to", ["the launcher", "rank 1"])
-def test_ctrl_c_ends_a_job_of_ranks_with_a_checkpoint_and_130(tmp_path: Path, to: str) -> None:
+@pytest.mark.parametrize(
+    ("to", "number", "code", "first"),
+    [
+        ("the launcher", signal.SIGINT, 130, ""),
+        ("rank 1", signal.SIGTERM, 143, ""),
+        ("the launcher", signal.SIGTERM, 143, "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"),
+    ],
+)
+def test_a_signal_ends_a_job_of_ranks_with_a_checkpoint(
+    tmp_path: Path, to: str, number: signal.Signals, code: int, first: str
+) -> None:
     job, folder = write_job(tmp_path), tmp_path / "run"
     env = {"COLUMNS": "400", "OMP_NUM_THREADS": "1"}
-    process = forked.python(FORKS, str(job), log=tmp_path / "log", env=env)
+    process = forked.python(first + FORKS, str(job), log=tmp_path / "log", env=env)
     wait_for_checkpoints(folder, process)
     ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
     assert len(ranks) == 2
-    (process if to == "the launcher" else ranks[int(to[-1])]).send_signal(signal.SIGINT)
-    code, output = process.wait(60), process.text()
-    assert code == 130, output
+    if first:
+        process.send_signal(signal.SIGINT)
+    (process if to == "the launcher" else ranks[int(to[-1])]).send_signal(number)
+    ended, output = process.wait(60), process.text()
+    assert ended == code, output
+    assert output.count("Ctrl-C is ignored") == bool(first)
     newest = list_checkpoints(folder)[0]
     step = int(newest.name.split("-")[1])
     assert output.count("stopped after step") == 1

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections import deque
 from typing import Any
 from unittest.mock import patch
@@ -54,6 +56,48 @@ def test_rows_in_hbm_over_ranks_are_those_of_one_process(crews: dict[int, Crew])
     check_equal(put_together(parts, ("place",)), rows_after(None, case, 2))
 
 
+def rows_with_own_rules(ranks: hr.Ranks | None, world: int = 1) -> Rows:
+    """Three tables with two dims and three optimizers: a plan's parts have them in another order."""
+    tables = [
+        hr.Table("user", dim=4, optimizer=hr.optim.SGD(lr=0.5)),
+        hr.Table("item", dim=2, features=work.POOLINGS, optimizer=hr.optim.SGD(lr=0.25)),
+        hr.Table("place", dim=4),
+    ]
+    memory, device = (None, None) if ranks is None else (hr.Memory(hbm="4MiB"), DEVICE)
+    embeddings = hr.EmbeddingCollection(tables, hr.optim.Adam(lr=0.05), memory, seed=5, device=device, ranks=ranks)
+    case = Case(sizes=(5, 4))
+    for step in range(2):
+        of_all = [case.batch(step, rank) for rank in range(world)]
+        work.step_of(case, embeddings, [work.join_batches(of_all) if ranks is None else case.batch(step, ranks.rank)])
+    return work.rows_of(embeddings)
+
+
+@pytest.mark.usefixtures("where")
+def test_tables_in_hbm_over_ranks_keep_their_own_rules(crews: dict[int, Crew]) -> None:
+    check_equal(put_together(crews[2].run(rows_with_own_rules)), rows_with_own_rules(None, 2))
+
+
+def is_free_when_let_go(ranks: hr.Ranks) -> bool:
+    embeddings = hr.EmbeddingCollection(
+        [hr.Table("user", dim=4)], memory=hr.Memory(hbm="2KiB"), device=DEVICE, ranks=ranks
+    )
+    embeddings(hr.KeyedBatch({"user": hr.Jagged(torch.arange(5))}))["user"].sum().backward()
+    embeddings.step()
+    assert embeddings.hot is not None
+    rows = weakref.ref(embeddings.hot.groups[0].tier)
+    gc.disable()
+    try:
+        del embeddings
+        return rows() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("where")
+def test_hbm_is_free_when_a_collection_over_ranks_is_let_go(crews: dict[int, Crew]) -> None:
+    assert crews[2].run(is_free_when_let_go) == [True, True]
+
+
 def make(ranks: hr.Ranks, hbm: str | None, lookahead: int = 0) -> hr.Trainer:
     tables = [
         hr.Table("user", dim=4),
@@ -88,7 +132,7 @@ def fitted_ahead(ranks: hr.Ranks, hbm: str, ahead: int) -> tuple[dict[str, Any],
     steps = -(-BATCHES // ranks.world)
     passes = [trainer.team.source(WithSequences(BATCHES * SIZE, SIZE, keys=KEYS)).batches() for _ in range(2)]
     batches = [batch for one in passes for batch, _ in itertools.islice(one, steps)]
-    with patch("hotrow.table.hot_plan.PATIENCE", 0):
+    with patch("hotrow.table.staging_queue.PATIENCE", 0):
         for number in range(len(batches)):
             for batch in batches[number + len(staged) : number + 1 + ahead]:
                 staged.append(embeddings.route(batch))

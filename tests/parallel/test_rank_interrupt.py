@@ -1,4 +1,5 @@
-"""Ctrl-C on one rank: all stop behind the same step, with one checkpoint from which a run goes on to the same bits."""
+"""Ctrl-C or SIGTERM on one rank: all stop behind the same step, with one checkpoint from which a run goes on to the
+same bits."""
 
 from __future__ import annotations
 
@@ -23,19 +24,19 @@ from hotrow.train.interrupt import Interrupted
 BATCH = 16
 
 
-def press() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+def press(sent: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), sent)
     time.sleep(0.02)
 
 
-def press_in_batch(trainer: hr.Trainer, number: int) -> None:
-    """Ctrl-C in the middle of that batch's computation."""
+def press_in_batch(trainer: hr.Trainer, number: int, sent: int) -> None:
+    """The signal, in the middle of that batch's computation."""
     real, calls = trainer._forward_backward, [0]
 
     def compute(lookup: Any) -> Any:
         calls[0] += 1
         if calls[0] == number:
-            press()
+            press(sent)
         return real(lookup)
 
     trainer._forward_backward = compute  # type: ignore[method-assign]
@@ -68,15 +69,22 @@ def train(ranks: hr.Ranks, batches: int, epochs: int, options: dict[str, Any]) -
 
 
 def interrupt(
-    ranks: hr.Ranks, folder: Path, batches: int, epochs: int, options: dict[str, Any], on: int, at: int
+    ranks: hr.Ranks,
+    folder: Path,
+    batches: int,
+    epochs: int,
+    options: dict[str, Any],
+    on: int,
+    at: int,
+    sent: int = signal.SIGINT,
 ) -> dict[str, Any]:
-    """The same, with Ctrl-C on one rank in its batch number `at`; then another trainer goes on."""
+    """The same, with a signal to one rank in its batch number `at`; then another trainer goes on."""
     source = WithSequences(batches * BATCH, BATCH)
     trainer = make(ranks, folder, noisy=True, **options)
     if ranks.rank == on:
-        press_in_batch(trainer, at)
+        press_in_batch(trainer, at, sent)
     stop = stopped(trainer, source, epochs=epochs)
-    assert stop.report is not None
+    assert stop.report is not None and stop.signal == sent
     trainer = make(ranks, folder, noisy=True, **options)
     torch.manual_seed(99)
     report = trainer.fit(source, epochs=epochs, resume=True, progress=False)
@@ -96,15 +104,15 @@ def check_stop(whole: list[dict[str, Any]], ours: list[dict[str, Any]], folder: 
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("lookahead", [0, 2])
-def test_ctrl_c_on_one_rank_stops_all_at_one_step_and_the_run_goes_on_from_it(
-    crews: dict[int, Crew], tmp_path: Path, lookahead: int, accumulate: int
+@pytest.mark.parametrize(("lookahead", "sent"), [(0, signal.SIGTERM), (2, signal.SIGINT)])
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on_from_it(
+    crews: dict[int, Crew], tmp_path: Path, lookahead: int, sent: int, accumulate: int
 ) -> None:
     """With accumulate=3 it comes in the middle of a step, whose batches are still computed."""
     options = {"lookahead": lookahead, "accumulate": accumulate}
     crew = crews[2 if lookahead else 3]
     whole = crew.run(train, 14 * crew.world, 1, options)
-    ours = crew.run(interrupt, tmp_path, 14 * crew.world, 1, options, 1, 8)
+    ours = crew.run(interrupt, tmp_path, 14 * crew.world, 1, options, 1, 8, sent)
     check_stop(whole, ours, tmp_path, -(-8 // accumulate))
 
 

@@ -127,6 +127,13 @@ def test_a_replicated_table_is_the_same_on_every_rank(crew: Crew) -> None:
     check_equal(put_together(parts, ("place",)), rows_after(None, case, crew.world))
 
 
+def test_tables_that_are_all_replicated_are_the_same_on_every_rank(crew: Crew) -> None:
+    """The part of the tables that are spread is then empty."""
+    case = Case(replicate_all=True, silent=True)
+    parts = crew.run(rows_after, case)
+    check_equal(put_together(parts, ("user", "item", "place")), rows_after(None, case, crew.world))
+
+
 def test_rows_over_ssd_have_the_bits_of_rows_in_dram(crew: Crew, tmp_path: Path) -> None:
     case = Case(keys=20_000, sizes=(900,), steps=5, memory={"dram": "3.5MiB"})
     assert crew.run(rows_after, case, 1, tmp_path) == crew.run(rows_after, Case(**{**vars(case), "memory": {}}))
@@ -173,7 +180,7 @@ def test_routes_that_ran_ahead_are_settled(crew: Crew) -> None:
 
 
 def test_owners_have_whole_shards_and_every_shard_has_one() -> None:
-    from hotrow.parallel.ownership import owners, shard_range
+    from hotrow.parallel.ownership import Roles, owners, shard_range
 
     for world in (1, 2, 3, 7, 64, 1000, 1024):
         owner_of = owners(world).tolist()
@@ -181,5 +188,6 @@ def test_owners_have_whole_shards_and_every_shard_has_one() -> None:
             begin, end = shard_range(rank, world)
             assert begin < end
             assert set(owner_of[begin:end]) == {rank}
+        assert Roles.everyone(world).owner_of.tolist() == owner_of
     with pytest.raises(hr.OptionError, match="1025 ranks"):
         owners(1025)

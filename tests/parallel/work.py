@@ -28,6 +28,7 @@ class Case:
     admission: dict[str, Any] | None = None
     expiry: dict[str, Any] | None = None
     replicate: bool = False
+    replicate_all: bool = False
     steps: int = 6
     sizes: tuple[int, ...] = (7, 0, 5)  # examples of each rank's batches; those of more ranks begin again
     keys: int = 40
@@ -46,9 +47,9 @@ class Case:
         initial = hr.Initial.constant(1.0) if self.whole else hr.Initial()
         optimizer = hr.optim.SGD(lr=0.5) if self.whole else getattr(hr.optim, self.optimizer)(lr=0.05)
         tables = [
-            hr.Table("user", dim=8, initial=initial, **rules),
-            hr.Table("item", dim=3, features=POOLINGS, initial=initial, **rules),
-            hr.Table("place", dim=4, initial=initial, replicate=self.replicate),
+            hr.Table("user", dim=8, initial=initial, replicate=self.replicate_all, **rules),
+            hr.Table("item", dim=3, features=POOLINGS, initial=initial, replicate=self.replicate_all, **rules),
+            hr.Table("place", dim=4, initial=initial, replicate=self.replicate or self.replicate_all),
         ]
         memory = hr.Memory(**self.memory, ssd=ssd) if ssd is not None else None
         return hr.EmbeddingCollection(tables, optimizer=optimizer, seed=5, ranks=ranks, memory=memory)
@@ -169,8 +170,9 @@ def bytes_of_a_step(ranks: hr.Ranks, wire: str) -> tuple[int, int, int]:
         keys = torch.from_numpy(np.random.default_rng(ranks.rank).integers(0, 1 << 40, 20_000))
         batch = hr.KeyedBatch({"user": hr.Jagged(keys)})
         before = sum(ranks.bytes_sent.values())
+        known = ranks.remote_keys
         lookup = embeddings.route(batch).fetch()
-        remote = lookup.plan.remote  # type: ignore[attr-defined]
+        remote = ranks.remote_keys - known
         embeddings(lookup)["user"].sum().backward()
         embeddings.step()
         return sum(ranks.bytes_sent.values()) - before, remote, 16 * ranks.wire.itemsize

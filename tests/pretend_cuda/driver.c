@@ -1,4 +1,4 @@
-// NVIDIA's driver, as far as core/device/driver.cpp asks for it, handed on to functions that a test gives.
+// NVIDIA's driver, as far as core/device/cuda_driver.cpp asks for it, handed on to functions that a test gives.
 #include <stddef.h>
 
 typedef void* Handle;

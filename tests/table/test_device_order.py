@@ -28,7 +28,12 @@ from hotrow.data import Cursor
 from hotrow.errors import GradientError
 from hotrow.kernels import move, runs
 from hotrow.nn import EmbeddingCollection, Recommender
-from hotrow.table import Table, asking, down, hot, hot_part, hot_plan, way
+from hotrow.table import Table, asking, down, hot, hot_group, hot_part, hot_plan, staging_queue, way
+from hotrow.table.device_client import DeviceClient
+from hotrow.table.hbm_owner import HbmOwner
+from hotrow.table.sharded_plan import Part, ShardedPlan
+from hotrow.table.streams import new_stream
+from hotrow.table.transport import LocalTransport
 from hotrow.train.trainer import Trainer
 
 if os.environ.get("TRITON_INTERPRET") != "1" or torch.cuda.is_available():
@@ -79,10 +84,19 @@ def trainer_of(memory: Memory, device: str, lookahead: int) -> Trainer:
     return Trainer(Recommender(embeddings, Tower()), lookahead=lookahead)
 
 
+def swap(owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute in this process, which a test forked for itself. One that is not there is an error."""
+    pytest.MonkeyPatch().setattr(owner, name, value)
+
+
 def dial() -> None:
     """Small launches, captured soon, and batches that always come ahead."""
     move.PULLERS, move.NOTERS, move.ORDERERS = 4, 2, 2
-    way.ROOM, asking.LEAST, asking.RECORDED, runs.RECORDED, hot_plan.PATIENCE = 64, 16, 2, 3, 0
+    swap(way, "ROOM", 64)
+    swap(asking, "LEAST", 16)
+    swap(asking, "RECORDED", 2)
+    swap(runs, "RECORDED", 3)
+    swap(staging_queue, "PATIENCE", 0)
 
 
 def nothing(*_: object) -> None:
@@ -90,18 +104,18 @@ def nothing(*_: object) -> None:
 
 
 def forget_ready() -> None:
-    bring = hot_plan.HotPlan._raise
+    finish = staging_queue.StagingQueue.finish
 
-    def forgetful(plan: hot_plan.HotPlan) -> None:
-        bring(plan)
-        plan._ready = []
+    def forgetful(queue: staging_queue.StagingQueue, staged: staging_queue.StagedBatch) -> None:
+        finish(queue, staged)
+        staged.ready = []
 
-    hot_plan.HotPlan._raise = forgetful  # type: ignore[method-assign]
+    swap(staging_queue.StagingQueue, "finish", forgetful)
 
 
 def forget_used_on() -> None:
-    for module in (hot, hot_part, way):
-        module.used_on = nothing  # type: ignore[attr-defined]
+    for module in (hot_group, hot_part, way):
+        swap(module, "used_on", nothing)
 
 
 def forget_what_is_read() -> None:
@@ -115,22 +129,38 @@ def forget_what_is_read() -> None:
         begin(self, *args)
         self._reads = Forgetful()
 
-    way.Way.__init__ = begin_and_forget  # type: ignore[method-assign]
+    swap(way.Way, "__init__", begin_and_forget)
 
 
 def forget_what_was_asked_for_in_spoiled_slots() -> None:
-    hot.wait_for = nothing
+    for module in (hot, hot_group):
+        swap(module, "wait_for", nothing)
 
 
 def forget_where_it_was_looked() -> None:
-    hot_plan.follow = nothing  # type: ignore[assignment]
+    swap(hot_plan, "follow", nothing)
 
 
 def forget_that_logits_come_down() -> None:
-    down.Down.wait = lambda coming: coming._copies  # type: ignore[method-assign]
+    swap(down.Down, "wait", lambda coming: coming._copies)
 
 
-def train(folder: Path, lookahead: int, hbm: str, more: int, ssd: bool = False, forget: str = "") -> Dials:
+def split_plans(embeddings: EmbeddingCollection) -> None:
+    """Its plans ask and own in two objects, as over ranks."""
+    hot, stream, transport = embeddings.hot, new_stream(embeddings.device, urgent=True), LocalTransport()
+    assert hot is not None
+    dims = [rows.table.dim for rows in embeddings.tables]
+
+    def new_plan() -> ShardedPlan:
+        parts = [Part(DeviceClient(embeddings.device, dim, stream)) for dim in dims]
+        return ShardedPlan(parts, range(len(parts)), HbmOwner(hot_plan.HotPlan(hot)), transport)
+
+    embeddings.layout.new_plan = new_plan
+
+
+def train(
+    folder: Path, lookahead: int, hbm: str, more: int, ssd: bool = False, forget: str = "", split: bool = False
+) -> Dials:
     """A run with an evaluation and a trace; what it did, and what was not ordered."""
     from pretend_cuda import pretend
 
@@ -143,13 +173,16 @@ def train(folder: Path, lookahead: int, hbm: str, more: int, ssd: bool = False, 
     fetch = hot_plan.HotPlan.fetch
 
     def counted(plan: hot_plan.HotPlan, step: int = 0) -> None:
-        plan._raise()
-        staged[0] += plan._staged == plan.hot.generation
+        if plan.staged is not None:
+            plan.hot.queue.finish(plan.staged)
+            staged[0] += plan.staged.generation == plan.hot.generation.number
         fetch(plan, step)
 
-    hot_plan.HotPlan.fetch = counted  # type: ignore[method-assign]
+    swap(hot_plan.HotPlan, "fetch", counted)
     with pretend(folder) as device:
         trainer = trainer_of(Memory(hbm=hbm, **below), "cuda", lookahead)  # type: ignore[arg-type]
+        if split:
+            split_plans(trainer.model.embeddings)
         trainer.trace = folder / "run.json"
         report = trainer.fit(Clicks(more), evaluate=Clicks(0), evaluate_every=9, progress=False)
         assert trainer.model.embeddings.hot is not None
@@ -179,8 +212,8 @@ def train_plainly(folder: Path, more: int) -> Dials:
 
 def alone(work: Callable[..., Dials], folder: Path, *args: Any, **options: Any) -> Dials:
     """Its result, from a process of its own."""
-    ours, theirs = forked.context().Pipe(duplex=False)
-    process = forked.context().Process(target=_work, args=(theirs, work.__name__, folder, args, options))
+    ours, theirs = forked.Pipe(duplex=False)
+    process = forked.Process(target=_work, args=(theirs, work.__name__, folder, args, options))
     process.start()
     theirs.close()
     result: Dials = json.loads(ours.recv()) if ours.poll(240) else {"failed": "it hangs"}
@@ -230,6 +263,13 @@ def test_training_touches_no_memory_unordered(tmp_path: Path, plain: Dials, look
     assert run["done"]["_terms_kernel"] > 3 and run["done"]["a copy up"] > 5
     assert (run["staged"] > 3) == (lookahead > 0 and not ssd)
     assert ("_pull_kernel" in run["done"]) and run["done"]["a copy down"] > 5
+
+
+def test_a_client_and_an_owner_on_the_device_touch_no_memory_unordered(tmp_path: Path, plain: Dials) -> None:
+    run = alone(train, tmp_path, 2, "5KiB", 8, split=True)
+    assert run["races"] == [] and run["errors"] == []
+    assert run["losses"] == plain["losses"] and same_rows(run["rows"], plain["rows"])
+    assert run["staged"] > 3 and run["figures"]["evictions"] > 20
 
 
 @pytest.mark.parametrize(

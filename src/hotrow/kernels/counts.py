@@ -1,4 +1,4 @@
-"""How often a row was seen, in the 16-bit code of core/rows/header.h: 12 bits of mantissa, 4 of exponent.
+"""How often a row was seen, in the 16-bit code of core/rows/row_header.h: 12 bits of mantissa, 4 of exponent.
 
 Exact up to 4,095, then within about 1%: a sighting that the mantissa cannot hold is rounded by a draw keyed by (seed,
 table, key, step), so the code is the same on the GPU, in DRAM and on SSD, whichever of them counted.

@@ -4,6 +4,10 @@
 bytes, small facts about whole numbers, and the options. A step of training is ten launches in a millisecond, so it is
 bound by what the host does for each; addresses go down as plain numbers, so that the launcher need not ask the driver
 what kind of memory every tensor is. Under the interpreter it is the kernel itself.
+
+Triton documents neither its launcher nor what a jitted function knows of its parameters. A launcher is called only if
+it takes what those of the tested versions take (test_launch.py, test_compile.py); with any other, and with a version
+that was not tested, every launch is the documented `kernel[grid](...)`: the same result, with more work on the host.
 """
 
 from __future__ import annotations
@@ -14,9 +18,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
+from hotrow.kernels.current import stream_handle
+from hotrow.undocumented import describe, is_tested, warn_once
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SLOWER = "Kernels are launched by Triton alone: the same results, with more work on the host for each"
 
 
 def cdiv(a: int, b: int) -> int:
@@ -48,7 +54,7 @@ class Fast:
         self.kernel = kernel
         self.constexprs = [param.name for param in kernel.params if param.is_constexpr]
         self.loose = [param.do_not_specialize for param in kernel.params]
-        self.compiled: dict[Any, Callable[..., None]] = {}
+        self.compiled: dict[Any, Callable[..., None] | None] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid[0])
@@ -68,11 +74,12 @@ class Fast:
             values.append(arg)
         known = tuple(key)
         run = self.compiled.get(known)
-        if run is None:
-            compiled = self.kernel[(programs,)](*args, **options)
-            self.compiled[known] = _runner(compiled, tuple(options[name] for name in self.constexprs))
-        else:
+        if run is not None:
             run(programs, device, values)
+            return
+        compiled = self.kernel[(programs,)](*args, **options)
+        if known not in self.compiled:
+            self.compiled[known] = _runner(compiled, tuple(options[name] for name in self.constexprs))
 
 
 # What Triton's launcher takes before a kernel's arguments, 3.6 to 3.9: the last four have names from 3.7 on.
@@ -80,16 +87,18 @@ _GRID = ("gridX", "gridY", "gridZ", "stream", "function")
 _KNOWN = (_GRID, (*_GRID, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"))
 
 
-def _runner(compiled: Any, constants: tuple[Any, ...]) -> Callable[[int, int, list[Any]], None]:
-    """How to run a compiled kernel on so many programs; constants are passed over by the launcher."""
+def _runner(compiled: Any, constants: tuple[Any, ...]) -> Callable[[int, int, list[Any]], None] | None:
+    """How to run a compiled kernel on so many programs; constants are passed over by the launcher. None for a Triton
+    that may do it in another way."""
     launcher = getattr(compiled, "run", None)
-    if not callable(launcher) or not hasattr(compiled, "packed_metadata") or _named(launcher) not in _KNOWN:
-        # Another Triton than we know: as it does it, some microseconds slower.
-        return lambda programs, device, values: compiled[(programs, 1, 1)](*values, *constants)
-    function, metadata, current = compiled.function, compiled.packed_metadata, torch._C._cuda_getCurrentRawStream
+    parts = [getattr(compiled, name, None) for name in ("function", "packed_metadata")]
+    if not is_tested("triton") or None in parts or not callable(launcher) or _named(launcher) not in _KNOWN:
+        warn_once(f"{describe('triton', 'may launch kernels in another way')}. {SLOWER}")
+        return None
+    function, metadata = parts
 
     def run(programs: int, device: int, values: list[Any]) -> None:
-        launcher(programs, 1, 1, current(device), function, metadata, None, None, None, *values, *constants)
+        launcher(programs, 1, 1, stream_handle(device), function, metadata, None, None, None, *values, *constants)
 
     return run
 
@@ -102,4 +111,10 @@ def _named(launcher: Callable[..., None]) -> tuple[str, ...]:
 
 def fast(kernel: Any) -> Any:
     """A kernel that is launched often."""
-    return kernel if INTERPRETED else Fast(kernel)
+    if INTERPRETED:
+        return kernel
+    try:
+        return Fast(kernel)
+    except AttributeError as error:
+        warn_once(f"{describe('triton', f'tells less of a kernel ({error})')}. {SLOWER}")
+        return kernel

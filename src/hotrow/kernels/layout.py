@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hotrow.errors import BatchError, OptionError
 from hotrow.kernels.current import raw_stream
-from hotrow.kernels.launch import power_of_2
+from hotrow.kernels.launch import INTERPRETED, power_of_2
 
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
@@ -222,7 +222,7 @@ def _interpreted_steps(*bounds: Any) -> range:
 
 
 # A `while` would run in both, but only through a `for` does the compiler choose the layouts of what a loop carries.
-steps = _interpreted_steps if triton.knobs.runtime.interpret else tl.range
+steps = _interpreted_steps if INTERPRETED else tl.range
 
 
 @triton.jit

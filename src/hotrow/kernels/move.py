@@ -25,6 +25,7 @@ from hotrow.config import format_size
 from hotrow.errors import StorageError
 from hotrow.kernels.launch import cdiv, fast, power_of_2
 from hotrow.kernels.layout import Source
+from hotrow.undocumented import describe
 
 ORDER_BLOCK, ORDERERS = 1024, 64
 NOTE_BLOCK, NOTERS = 1024, 132
@@ -223,7 +224,10 @@ def tell(numbers: Tensor, pinned: Tensor) -> None:
 def reachable(address: int, size: int, device: torch.device) -> None:
     """Make so many bytes of host memory readable and writable for the GPU, until `unreachable`."""
     if device.type == "cuda":
-        error = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        register = getattr(torch.cuda.cudart(), "cudaHostRegister", None)
+        if register is None:
+            raise StorageError(describe("torch", "has no torch.cuda.cudart().cudaHostRegister"))
+        error = int(register(address, size, 0))
         if error:
             with suppress(RuntimeError):  # CUDA keeps it until somebody asks, and torch asks behind each launch
                 torch.ones(1, device=device)

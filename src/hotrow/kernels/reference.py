@@ -212,7 +212,7 @@ def draw(stream: int, key: int, step: int, block: int) -> tuple[int, int, int, i
 
 
 def add_count(code: int, seen: int, stream: int, key: int, step: int) -> int:
-    """add_count of core/rows/header.h."""
+    """add_count of core/rows/row_header.h."""
     total = ((code & 4095) << (code >> 12)) + seen
     exponent = 0
     while exponent < 15 and total >> exponent > 4095:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# RuleKind in core/optim/rules_kind.h, `code` in optim.py.
+# RuleKind in core/optim/rule_kind.h, `code` in optim.py.
 SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM, ADAMW, FTRL = (tl.constexpr(code) for code in range(6))
 COEFFICIENTS = 8
 

@@ -27,14 +27,19 @@ from hotrow.config import Memory
 from hotrow.errors import OptionError, choices
 from hotrow.optim import Optimizer, RowWiseAdagrad
 from hotrow.parallel.backend import own_device
-from hotrow.parallel.plan import RankPlan
+from hotrow.parallel.rank_plans import RankPlans
 from hotrow.parallel.ranks import Ranks
 from hotrow.table import Lookup, Table, TableRows
-from hotrow.table.lookup import Layout, Merged, Plan
-from hotrow.table.remote_plan import RemotePlan, RemoteTables
+from hotrow.table.lookup import Layout, Merged
+from hotrow.table.remote_owner import RemoteOwner
+from hotrow.table.remote_tables import RemoteTables
+from hotrow.table.sharded_plan import Part, ShardedPlan
 from hotrow.table.ssd import SsdFolder
+from hotrow.table.transport import LocalTransport
 from hotrow.tiers.host import Budget
+from hotrow.tiers.host_client import HostClient
 from hotrow.tiers.host_plan import HostPlan
+from hotrow.tiers.plan import Plan
 
 if TYPE_CHECKING:
     from hotrow.table.hot import HotRows
@@ -76,7 +81,8 @@ class EmbeddingCollection(nn.Module):
             rows.hot = self.hot
             if ranks is not None and not rows.table.replicate:
                 rows.over_ranks = lambda number: sum(n for (n,) in ranks.rows.gather_numbers(number))
-        self.layout = Layout(self.tables, self.device, _plans(self.tables, self.hot, ranks, self.remote))
+        self._over_ranks = RankPlans(self.tables, ranks, self.hot) if ranks is not None else None
+        self.layout = Layout(self.tables, self.device, self._over_ranks or _plans(self.hot, self.remote))
         self._waiting: list[Lookup] = []
         self._plans: list[Plan] = []
         # Something that requires a gradient, so that backward reaches the rows. Not a parameter: nobody optimizes it.
@@ -175,18 +181,13 @@ class EmbeddingCollection(nn.Module):
         """With ranks: end the routes that ran ahead, at the same one on all ranks. Call it when a pipeline ends, on
         every rank, with what waits for its route thread (`thread.join`): a route that the others will never make comes
         to its end, and one that is begun meanwhile is refused with a RankError."""
-        if self.ranks is None:
+        plans = self._over_ranks
+        if self.ranks is None or plans is None:
             end()
             return
         nothing = Jagged(torch.zeros(0, dtype=torch.int64))
         jobs = [(rows.store, [(nothing, "none")]) for rows in self.tables]
-
-        def route_nothing() -> None:
-            plan = self.layout.new_plan()
-            assert isinstance(plan, RankPlan)
-            plan.route_nothing(jobs)
-
-        self.ranks.routes.settle(self.ranks.rows, route_nothing, end)
+        self.ranks.routes.settle(self.ranks.rows, lambda: plans.make_up(jobs), end)
 
     def release(self, lookup: Lookup) -> None:
         """Let go of a lookup that will not be trained on."""
@@ -324,20 +325,10 @@ def _remote(memory: Memory, tables: Sequence[TableRows], seed: int, ranks: Ranks
     return RemoteTables(memory, tables, seed)
 
 
-def _plans(
-    tables: Sequence[TableRows], hot: HotRows | None, ranks: Ranks | None, remote: RemoteTables | None
-) -> Callable[[], Plan]:
+def _plans(hot: HotRows | None, remote: RemoteTables | None) -> Callable[[], Plan]:
     if remote is not None:
-        return lambda: RemotePlan(remote)
-    if ranks is not None:
-        everywhere = frozenset(id(rows.store) for rows in tables if rows.table.replicate)
-        if hot is not None:
-            from hotrow.parallel.device_plan import DeviceRankPlan
-            from hotrow.table.streams import new_stream
-
-            stream = new_stream(hot.device, urgent=True)
-            return lambda: DeviceRankPlan(ranks, hot, everywhere, stream)
-        return lambda: RankPlan(ranks, everywhere)
+        part_of, transport = [0] * len(remote.rows), LocalTransport()
+        return lambda: ShardedPlan([Part(HostClient())], part_of, RemoteOwner(remote), transport)
     if hot is None:
         return HostPlan
     from hotrow.table.hot_plan import HotPlan

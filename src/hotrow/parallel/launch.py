@@ -2,112 +2,107 @@
 
 What torchrun does, as far as one machine needs it: the environment that torch.distributed reads, a store at which the
 ranks meet (held here, so that it outlives any of them), and an end for all when one fails. The others are given time to
-find out by themselves, because they say which rank it was; then they are told to stop, then killed. Ranks are in
-sessions of their own, so that Ctrl-C reaches them once, through us; and if we are killed, the system ends them.
+find out by themselves, because they say which rank it was; then they are killed. Ranks are in sessions of their own, so
+that Ctrl-C reaches them once, through us; and if we are killed, the system kills them.
+
+The first SIGINT or SIGTERM goes to all ranks, which stop together and save (train/team.py). A second one kills them.
 
 Restarts are torchrun's: `torchrun --nproc-per-node=N --max-restarts=R -m hotrow train job.toml --resume`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from hotrow import child_process
+from hotrow.signals import StopSignals, exit_code
+
 POLL_SECONDS = 0.05
-STOP_SECONDS = 5.0  # between "stop" and the end
+LOOPBACK = "127.0.0.1"
+Process = subprocess.Popen[Any]
 
 
 def launch(ranks: int, command: Sequence[str], patience: float = 20.0) -> int:
-    """Run `command` as so many ranks; returns 0, or the exit code of the first that failed.
+    """Run `command` as so many ranks; returns 0, or the exit code of the first that failed, 128 and the number of the
+    signal if one killed it.
 
     When one has failed, the others have `patience` seconds to end by themselves.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    processes = [
-        subprocess.Popen(
-            list(command), env=_environment(rank, ranks, store.port), start_new_session=True, preexec_fn=_die_with_us
-        )
-        for rank in range(ranks)
-    ]
-    told = _forward_signals(processes)
+    store = _loopback_store()
+    processes: list[Process] = []
+    came: list[int] = []
+
+    def forward(number: int) -> None:
+        came.append(number)
+        for process in processes:
+            process.send_signal(number)
+
     try:
-        return _watch(processes, patience, told)
+        for rank in range(ranks):
+            environment = _environment(rank, ranks, store.port)
+            processes.append(child_process.start(command, env=environment, start_new_session=True))
+        with StopSignals(forward):
+            return _watch(processes, patience, lambda: bool(came))
     finally:
-        _end(processes)
+        _kill(processes)
+
+
+def _loopback_store() -> TCPStore:
+    """Where ranks meet. It gets a socket of ours, because by itself it would listen on every interface."""
+    listener = socket.create_server((LOOPBACK, 0))
+    return TCPStore(
+        LOOPBACK,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     return {
+        "GLOO_SOCKET_IFNAME": "lo",  # else the interface of the machine's name
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: rank 0 need not hold it
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
-def _die_with_us() -> None:
-    """In a child before it begins: SIGTERM when the parent goes."""
-    death_signal = 1
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(death_signal, signal.SIGTERM)
-
-
-def _forward_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Callable[[], bool]:
-    """SIGINT and SIGTERM go to all ranks; returns whether one came."""
-    came: list[int] = []
-
-    def forward(number: int, _: object) -> None:
-        came.append(number)
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, forward)
-    return lambda: bool(came)
-
-
-def _watch(processes: Sequence[subprocess.Popen[bytes]], patience: float, told: Callable[[], bool]) -> int:
-    failed: int | None = None
-    deadline = float("inf")
+def _watch(processes: Sequence[Process], patience: float, told: Callable[[], bool]) -> int:
+    failed, deadline = 0, float("inf")
     while True:
         codes = [process.poll() for process in processes]
-        if all(code is not None for code in codes):
-            return failed if failed is not None else next((code for code in codes if code), 0) or 0
-        if failed is None and (bad := [(rank, code) for rank, code in enumerate(codes) if code]):
+        if not failed and (bad := [(rank, code) for rank, code in enumerate(codes) if code]):
             rank, code = bad[0]
-            failed, deadline = code, time.monotonic() + patience
+            failed, deadline = code if code > 0 else exit_code(-code), time.monotonic() + patience
             if code < 0 and not told():
                 print(f"rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
-        if time.monotonic() > deadline:
-            return failed or 1
+        if all(code is not None for code in codes) or time.monotonic() > deadline:
+            return failed
         time.sleep(POLL_SECONDS)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    alive = [process for process in processes if process.poll() is None]
-    for process in alive:
-        process.terminate()
-    deadline = time.monotonic() + STOP_SECONDS
-    for process in alive:
-        try:
-            process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def _kill(processes: Sequence[Process]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()

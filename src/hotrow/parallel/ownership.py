@@ -7,6 +7,8 @@ meet its own. The hash spreads keys evenly, so ranges are as even as anything el
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -32,12 +34,34 @@ def owners(world: int) -> Tensor:
     """
     if not 1 <= world <= SHARDS:
         raise OptionError(f"{world} ranks: there are {SHARDS} shards, so use 1 to {SHARDS} ranks")
-    return owner_of(torch.arange(SHARDS, dtype=torch.int32), world)
+    return torch.arange(SHARDS, dtype=torch.int32) * world // SHARDS
 
 
-def owner_of(shards: Tensor, world: int) -> Tensor:
-    """The rank that owns each of these shards."""
-    return shards * world // SHARDS
+@dataclass(frozen=True)
+class Roles:
+    """Which ranks ask for rows and which own them. A plan takes it as a value.
+
+    The rank `owners[i]` owns the shards of `shard_range(i, len(owners))`. A key's gradients are added in the order of
+    the ranks that ask, so bits depend on `askers` alone.
+    """
+
+    world: int
+    askers: tuple[int, ...]
+    owners: tuple[int, ...]
+
+    @staticmethod
+    def everyone(world: int) -> Roles:
+        """Every rank asks and owns."""
+        return Roles(world, tuple(range(world)), tuple(range(world)))
+
+    @property
+    def owner_of(self) -> Tensor:
+        """The rank that owns each shard, int32.
+
+        >>> Roles(3, askers=(0, 1, 2), owners=(0, 2)).owner_of[[0, 511, 512, 1023]].tolist()
+        [0, 0, 2, 2]
+        """
+        return torch.tensor(self.owners, dtype=torch.int32)[owners(len(self.owners)).long()]
 
 
 def in_shards(keys: Tensor, begin: int, end: int) -> Tensor:

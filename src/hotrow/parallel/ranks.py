@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 import threading
 import time
@@ -32,16 +33,18 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from hotrow.credentials import public
 from hotrow.errors import HotRowError, OptionError, RankError, choices
 from hotrow.parallel.backend import BACKENDS, check_asked, choose, has_nccl, offer
 from hotrow.parallel.exchange import Channel
 from hotrow.parallel.health import Health
-from hotrow.parallel.ownership import owners, shard_range
+from hotrow.parallel.ownership import Roles, shard_range
 from hotrow.parallel.shared import share
 from hotrow.parallel.watch import ASYNC_ERRORS, Watch
+from hotrow.undocumented import find
 
 WIRES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Result = TypeVar("Result")
@@ -61,11 +64,12 @@ class Ranks:
         self.rank, self.world, self.timeout = rank, world, timeout
         self.asked = backend  # what was asked for, None where nobody did; `backend` is what carries rows
         self.wire = WIRES[wire]
-        self.owner_of = owners(world)
+        self.roles = Roles.everyone(world)
         self.remote_keys = 0  # unique keys of this rank's batches whose rows others own, so far
         self.spoiled = False  # something of this batch was not finite, though its gradients may be
-        self.wants_to_stop: Callable[[], bool] = lambda: False  # this rank; it is asked in every step
-        self.stopping = False  # a rank wanted to, in a step in which all have heard of it
+        # The number of the signal that asks this rank to stop, or 0; it is asked for in every step.
+        self.wants_to_stop: Callable[[], int] = lambda: 0
+        self.stopping = 0  # the highest of all ranks', in a step in which all have heard of it
         self.failing = False  # all raise an error at the same point, so that they can still end their routes together
         self._health = Health(store, rank, world, timeout, self._exchanges)
         self._watch: Watch | None = None  # where devices wait for exchanges
@@ -283,7 +287,7 @@ def join_ranks(
     launched = "WORLD_SIZE" in os.environ if alone else int(os.environ.get("WORLD_SIZE", "1")) > 1
     if not dist.is_initialized() and not launched:
         return None
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _meet(timeout)
+    store = _store_of_group(timeout) if dist.is_initialized() else _meet(timeout)
     if dist.get_world_size() < 2 and not alone:
         return None
     try:
@@ -300,6 +304,22 @@ def join_ranks(
 def joined() -> Ranks | None:
     """What `join_ranks` gave, if it was called."""
     return _joined
+
+
+def _store_of_group(timeout: float) -> Any:
+    """The store of a process group that the program made before. torch does not document where that is; where it is
+    gone, rank 0 opens another and tells its address over the group."""
+    get = find("torch.distributed.distributed_c10d:_get_default_store", "Rank 0 opens a store of its own for the ranks")
+    if get is not None:
+        return get()
+    store, wait = None, timedelta(seconds=max(timeout, 30.0))
+    place: list[Any] = ["", 0]
+    if dist.get_rank() == 0:
+        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
+        place = [host, store.port]
+    dist.broadcast_object_list(place, src=0)
+    return store or TCPStore(place[0], place[1], is_master=False, timeout=wait)
 
 
 def _meet(timeout: float) -> Any:
@@ -422,4 +442,4 @@ def _differing(value: Any, other: Any) -> Any:
         return {name: _differing(part, other.get(name)) for name, part in parts.items()}
     if isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
         return [_differing(one, two) for one, two in zip(value, other, strict=True) if one != two]
-    return value
+    return public(value) if isinstance(value, str) and "://" in value else value

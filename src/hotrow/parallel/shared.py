@@ -1,4 +1,4 @@
-"""Ranks of one machine exchange what is in CPU memory through memory that they share (core/exchange/mailbox.h).
+"""Ranks of one machine exchange what is in CPU memory through shared memory (core/exchange/shared_memory_exchange.h).
 
 Where all ranks are on one machine and can open each other's segments, the channels of training post their messages
 there and need no connection of their own; Gloo, over which they meet, has the rest. Elsewhere, and with

@@ -12,8 +12,7 @@ from hotrow.batch import Jagged
 from hotrow.kernels.current import raw_stream
 from hotrow.kernels.layout import Items, small_table, spread
 from hotrow.table.streams import to_device
-
-Feature = tuple[Jagged, str]  # with its pooling
+from hotrow.tiers.plan import Feature
 
 
 def lay_out(features: Sequence[Sequence[Feature]], device: torch.device) -> tuple[Tensor, Tensor, Items]:

@@ -3,7 +3,7 @@
 At the batch's turn (`bring`) everything that is missing comes up in one go. Ahead of it, the same is done in two parts
 by two threads, so that one batch's slots are looked for while the rows of the one before move: `look` finds who is
 missing, gives them slots, writes their keys into the index and sends away whose slots they are; `raise_rows` has the
-rows themselves come. In between the index names rows that are not there yet: HotRows.alone() has them brought first.
+rows themselves come. In between the index names rows that are not there yet: the staging queue brings them first.
 Only rows that exist and find room come ahead. A slot that was given to a key without a row (or whose row could not
 come) is spoiled, and emptied before anybody looks again.
 """
@@ -32,12 +32,13 @@ from hotrow.kernels.runs import group as group_runs
 from hotrow.kernels.touch import first_score
 from hotrow.kernels.update import Coefficients, Meta, update
 from hotrow.table.asking import Answer
-from hotrow.table.batch_layout import Feature, lay_out
-from hotrow.table.hot import Coming, Group
+from hotrow.table.batch_layout import lay_out
+from hotrow.table.hot_group import Coming, Group
 from hotrow.table.streams import to_device, to_host, told, used_on, wait_for
 from hotrow.table.way import Into
+from hotrow.tiers.batch_values import TableRule
 from hotrow.tiers.host_lift import HostLift, Places
-from hotrow.tiers.host_plan import Update
+from hotrow.tiers.plan import Feature
 
 
 class Wanted(NamedTuple):
@@ -413,7 +414,7 @@ class Part:
         return self._runs
 
     def update(
-        self, gradients: Sequence[Tensor | None], updates: Sequence[Update], step: int, scale: float, flag: Tensor
+        self, gradients: Sequence[Tensor | None], rules: Sequence[TableRule], step: int, scale: float, flag: Tensor
     ) -> None:
         """Sum each row's gradients and apply the rule, unless the flag is up."""
         tier = self.group.tier
@@ -421,7 +422,7 @@ class Part:
         meta = Meta(tier.steps, tier.counts, *((self.extra_steps, self.extra_counts) if self._kept else (None, None)))
         update(
             tier.source(self.extra), tier.layout, self.group.code, runs, self.items, gradients, self.keys,
-            _coefficients(updates), self.group.streams, self.group.rounding_streams, step, scale, meta, flag,
+            _coefficients(rules), self.group.streams, self.group.rounding_streams, step, scale, meta, flag,
             seen=self._times(runs),
         )  # fmt: skip
 
@@ -471,11 +472,11 @@ class Part:
         self._aside(False)
 
 
-def _coefficients(updates: Sequence[Update]) -> list[Coefficients]:
+def _coefficients(rules: Sequence[TableRule]) -> list[Coefficients]:
     """What each table's rule reads; one for all where they are the same."""
-    first = updates[0]
-    same = all(update is first or update == first for update in updates)
-    return [Coefficients(u.coefficients, u.clip_value, u.clip_norm) for u in (updates[:1] if same else updates)]
+    first = rules[0]
+    same = all(rule is first or rule == first for rule in rules)
+    return [Coefficients(r.coefficients, r.clip_value, r.clip_norm) for r in (rules[:1] if same else rules)]
 
 
 def _bounds_of(mask: np.ndarray, bounds: Sequence[int]) -> list[int]:  # type: ignore[type-arg]

@@ -13,7 +13,7 @@ This is for tables that are only read, with pooled features of one id each (`tak
 models. Other batches go by HotPlan.read, which copies what is missing and leaves the cache as it is. The two must not
 run beside each other: `changing` is for those.
 
-What a LaneReader does in Python, captured lanes do in the core (core/device/room.h), over the same buffers.
+What a LaneReader does in Python, captured lanes do in the core (core/device/graph_runner.h), over the same buffers.
 
 A LaneReader belongs to its lane's thread. Any thread may offer keys to the filler; it takes what it has room for.
 """
@@ -39,7 +39,8 @@ from hotrow.kernels.find import find
 from hotrow.kernels.insert import choose_in_order, erase, place
 from hotrow.kernels.read import Lists, Staging, put, read
 from hotrow.kernels.touch import first_score
-from hotrow.table.hot import Group, HotRows
+from hotrow.table.hot import HotRows
+from hotrow.table.hot_group import Group
 from hotrow.table.lookup import Layout
 from hotrow.table.ring import charge
 from hotrow.table.streams import new_stream, on, to_device, to_host
@@ -272,7 +273,7 @@ class LaneReader:
             self.graph = graph
 
     def missing(self) -> list[Any]:
-        """The same lists as the core's lanes take them (core/device/room.h)."""
+        """The same lists as the core's lanes take them (core/device/graph_runner.h)."""
         return [
             _core.Missing(
                 part.cores, self.room, part.columns.data_ptr(), lists.numbers.data_ptr(), lists.keys.data_ptr(),

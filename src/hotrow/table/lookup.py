@@ -20,54 +20,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.errors import BatchError, OptionError, choices
-from hotrow.table.remote import NEWEST
-from hotrow.table.remote_plan import RemotePlan
 from hotrow.table.rows import TableRows
+from hotrow.tiers.batch_values import ALL_EXAMPLES, BatchUpdate, Moved, TableRule
 from hotrow.tiers.host import LATE, HostStore
-from hotrow.tiers.host_plan import Block, HostPlan, Moved, Update
-
-
-class Plan(Protocol):
-    """A batch's way through the tiers: HostPlan over DRAM and SSD, HotPlan with HBM above them, RankPlan over ranks,
-    RemotePlan over a remote store.
-
-    `ahead` says that a batch is one of a stream that is routed in order, perhaps by a thread of its own. After `route`,
-    `share` is the part of the step's `examples` that this batch has (the other ranks have the rest; None: it has all),
-    and `over` says that no rank has any left. After `read` and `gather`, `late_ids` is how many ids a policy answered.
-    """
-
-    share: float
-    over: bool
-    examples: int | None
-    late_ids: int
-
-    def route(self, jobs: Sequence[tuple[HostStore, Sequence[tuple[Jagged, str]]]], ahead: bool = False) -> None: ...
-    def prefetch(self) -> Moved: ...
-    def stage(self) -> Moved: ...
-    def fetch(self, step: int = 0) -> None: ...
-    def read(self, late: str = "wait") -> None: ...
-    def late_by_example(self, examples: int) -> Tensor: ...
-    def gather(self, outputs: Sequence[Tensor]) -> None: ...
-    def update(
-        self,
-        gradients: Sequence[Tensor | None],
-        checked: Sequence[Tensor],
-        updates: Sequence[Update],
-        step: int,
-        grad_scale: float,
-    ) -> None: ...
-    def release(self) -> None: ...
-    @property
-    def unique(self) -> int: ...
-    @property
-    def late(self) -> int: ...
+from hotrow.tiers.host_plan import HostPlan
+from hotrow.tiers.plan import ANY_PUBLICATION, Plan
 
 
 @dataclass(frozen=True)
@@ -106,6 +69,7 @@ class Layout:
                 width = rows.table.dim if pooling != "none" else 0
                 self.places.append(Place(feature, rows, pooling, self.width, self.width + width))
                 self.width += width
+        self.columns = [(place.begin, place.end) for place in self.places]
         self._widths = [place.end - place.begin for place in self.places if place.pooled]
         self.sequences = [(place.feature, place.table.table.dim) for place in self.places if not place.pooled]
 
@@ -121,11 +85,6 @@ class Layout:
             (store, [(self.jagged(batch, f), pooling) for f, pooling in wanted]) for store, wanted in self._features
         ]
 
-    def blocks(self, pooled: Tensor) -> list[Block]:
-        """The same by address, for a plan over DRAM where all features are pooled."""
-        address, size, stride = pooled.data_ptr(), pooled.shape[0], pooled.stride(0)
-        return [(address + 4 * place.begin, size, place.end - place.begin, stride) for place in self.places]
-
     def split(self, pooled: Tensor) -> list[Tensor | None]:
         """Each feature's columns of the pooled matrix; None for a sequence."""
         if not self._widths:
@@ -136,12 +95,12 @@ class Layout:
         each = iter(parts)
         return [next(each) if place.pooled else None for place in self.places]
 
-    def updates(self, step: int) -> list[Update]:
+    def rules(self, step: int) -> list[TableRule]:
         """What each table's optimizer does at update number `step`."""
-        known: dict[int, Update] = {}  # tables mostly share one
+        known: dict[int, TableRule] = {}  # tables mostly share one
         for rows in self.tables:
             if id(rows.optimizer) not in known:
-                known[id(rows.optimizer)] = Update.of(rows.optimizer, step)
+                known[id(rows.optimizer)] = TableRule.of(rows.optimizer, step)
         return [known[id(rows.optimizer)] for rows in self.tables]
 
 
@@ -159,20 +118,32 @@ class Lookup:
         self.ahead = ahead
         self.step = step  # the update that this batch will be part of
         self.plan = plan or layout.new_plan()
-        self.share, self.over, self.examples = 1.0, False, batch.size  # as the plan's
+        self.routed = ALL_EXAMPLES  # what `route` learned
         self.gradients: Gradients | None = None  # by feature, in the layout's order
         self.late_ids = 0  # of a read, answered by a policy
         self.late_by_example: Tensor | None = None  # int32, where there are any
-        self.publications = (NEWEST, 0)  # over a remote store, after `read`: all rows are as new as, none is newer than
+        self.publications = ANY_PUBLICATION  # of the rows, after `read`: the oldest and the newest
         self.done = False
 
     def route(self) -> Lookup:
         """Deduplicate the batch's keys, table by table."""
-        self.plan.route(self.layout.jobs(self.batch), self.ahead)
-        plan = self.plan
-        self.share, self.over = plan.share, plan.over
-        self.examples = self.batch.size if plan.examples is None else plan.examples
+        self.routed = self.plan.route(self.layout.jobs(self.batch), self.ahead)
         return self
+
+    @property
+    def share(self) -> float:
+        """The part of the step's examples that this batch has."""
+        return self.routed.share
+
+    @property
+    def examples(self) -> int:
+        """How many examples the step has."""
+        return self.batch.size if self.routed.examples is None else self.routed.examples
+
+    @property
+    def over(self) -> bool:
+        """Whether no process has a batch left."""
+        return self.routed.over
 
     def prefetch(self) -> Moved:
         """Bring rows nearer, ahead of the batch's turn."""
@@ -197,8 +168,7 @@ class Lookup:
         if late not in LATE:
             raise OptionError(f"late={late!r}: {choices(late, LATE)}")
         self.plan.read(late)
-        if isinstance(self.plan, RemotePlan):
-            self.publications = (self.plan.lowest, self.plan.highest)
+        self.publications = self.plan.publications
         return self
 
     def gather(self, whole: bool = False) -> tuple[Tensor, list[Tensor]]:
@@ -207,8 +177,7 @@ class Lookup:
         With `whole` only the matrix is wanted; of a plan over DRAM alone the slices are then not made.
         """
         pooled = self._empty(self.batch.size, self.layout.width)
-        if whole and isinstance(self.plan, HostPlan) and not self.layout.sequences:
-            self.plan.gather_blocks(self.layout.blocks(pooled))
+        if whole and not self.layout.sequences and self.plan.gather_matrix(pooled, self.layout.columns):
             self._count_late()
             return pooled, []
         slices = self.layout.split(pooled)
@@ -237,8 +206,7 @@ class Lookup:
         that must be finite too, where rows are."""
         if self.gradients is None:
             raise BatchError("update before backward: this lookup has no gradients yet")
-        checked = [*joined(self.gradients), *also]
-        self.plan.update(self.gradients, checked, self.layout.updates(step), step, grad_scale)
+        self.plan.update(_update(self.layout, self.gradients, also, step, grad_scale))
 
     def _sequences(self) -> list[Tensor]:
         """A matrix [ids, dim] for each sequence; neighbours of one dim are parts of one allocation."""
@@ -273,7 +241,11 @@ class Merged:
             for lookup in self.lookups:
                 gradients += (lookup.gradients or [None] * len(self.layout.places))[at : at + count]
             at += count
-        plan.update(gradients, [*joined(gradients), *also], self.layout.updates(step), step, grad_scale)
+        plan.update(_update(self.layout, gradients, also, step, grad_scale))
+
+
+def _update(layout: Layout, gradients: Gradients, also: Sequence[Tensor], step: int, scale: float) -> BatchUpdate:
+    return BatchUpdate(gradients, [*joined(gradients), *also], layout.rules(step), step, scale)
 
 
 def joined(matrices: Sequence[Tensor | None]) -> list[Tensor]:

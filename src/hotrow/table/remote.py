@@ -37,12 +37,13 @@ from hotrow.optim import SGD
 from hotrow.table.definition import Table
 from hotrow.table.rows import TableRows
 from hotrow.tiers.host import Budget, HostStore
+from hotrow.tiers.plan import ANY_PUBLICATION
 from hotrow.tiers.remote import Answer, Keys, RemoteStore, TableFormat, bits_for, fill
 
 WARM_EVERY = 4  # looks: one in four tells the cache what is used, which is enough and costs a fourth
 ABSENT_SECONDS = 1.0  # for which it is believed that a key has no row
 MOST_ABSENT = 200_000
-NEWEST = (1 << 62) - 1  # "as new as anything"
+NEWEST = ANY_PUBLICATION[0]  # "as new as anything"
 
 
 @dataclass(frozen=True)

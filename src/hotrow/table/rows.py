@@ -36,7 +36,7 @@ class HotKey:
 class Hot(Protocol):
     """A cache above the store (hot.py)."""
 
-    def alone(self) -> AbstractContextManager[None]: ...
+    def exclusive(self) -> AbstractContextManager[None]: ...
     def flush(self) -> None: ...
     def drop(self) -> None: ...
 
@@ -108,7 +108,7 @@ class TableRows:
 
     def _alone(self) -> AbstractContextManager[None]:
         """Inside it, no row comes up from the store."""
-        return nullcontext() if self.hot is None else self.hot.alone()
+        return nullcontext() if self.hot is None else self.hot.exclusive()
 
     def settle(self) -> None:
         """Make the store below hold the newest of every row: whoever reads it directly calls this first."""

@@ -2,8 +2,8 @@
 
 Up: rows that never leave DRAM are found by the cores; some are read in place by the GPU, the first while the next are
 looked for, the others are gathered into pinned memory, piece by piece, and the copy engine follows (kernels/move.py
-and core/device/way.h have the rates). Rows over SSD are all gathered. Down: rows are collected on the device and copied
-into pinned memory, from which the cores put them into their slots. ring.py has that memory.
+and core/device/row_transfer.h have the rates). Rows over SSD are all gathered. Down: rows are collected on the device
+and copied into pinned memory, from which the cores put them into their slots. ring.py has that memory.
 
 On a GPU both are calls of the core without Python's lock; without one (under the interpreter) the same is done here,
 step by step.

@@ -301,7 +301,7 @@ class HostStore:
         with core_errors():
             return int(self.core.prefetch(_keys(keys)))
 
-    # --- what changed, for publications (core/rows/changed_keys.h) ---
+    # --- what changed, for publications (core/table/changed_keys.h) ---
 
     def begin_changes(self, everything: bool = False) -> None:
         """From now on the keys of changed rows are noted; with `everything`, rows of now count as changed."""

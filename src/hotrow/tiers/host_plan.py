@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,65 +10,32 @@ from torch import Tensor
 from hotrow import _core
 from hotrow.batch import Jagged
 from hotrow.errors import BatchError
-from hotrow.optim import Optimizer
+from hotrow.tiers.batch_values import ALL_EXAMPLES, BatchUpdate, Moved, Request, Routed, Summed, TableRule
 from hotrow.tiers.core_errors import core_errors
 from hotrow.tiers.host import LATE, HostStore
+from hotrow.tiers.plan import ANY_PUBLICATION, Jobs
 
 POOLINGS = {"none": 0, "sum": 1, "mean": 2}
-
-
-@dataclass(frozen=True)
-class Update:
-    """How one table's rows are to change: its optimizer's coefficients and clipping at this step."""
-
-    coefficients: tuple[float, ...]
-    clip_value: float
-    clip_norm: float
-
-    @staticmethod
-    def of(optimizer: Optimizer, step: int) -> Update:
-        """The update of `optimizer` at update number `step`, counted from 1."""
-        return Update(optimizer.coefficients(step), optimizer.clip_value or 0.0, optimizer.clip_norm or 0.0)
-
-
-@dataclass(frozen=True)
-class Moved:
-    """What an early stage of a batch moved up a tier, and whether it was short of room for more."""
-
-    rows: int = 0
-    bytes: int = 0
-    short: bool = False
 
 
 Block = tuple[int, int, int, int]  # address, rows, columns, floats from row to row
 _NOTHING: Block = (0, 0, 0, 0)
 
 
-@dataclass(frozen=True)
-class Summed:
-    """Gradients summed by unique key: the sums, which keys had one, and whether all were finite and all had one."""
-
-    sums: Tensor
-    present: Tensor
-    finite: bool
-    whole: bool
-
-
 class HostPlan:
-    """One batch's way through several tables: route, fetch or read, gather, update (core/rows/plan.h)."""
+    """One batch's way through several tables: route, fetch or read, gather, update (core/plan/plan.h)."""
 
     def __init__(self) -> None:
         self.core = _core.Plan()
 
     late_ids = 0
-    share = 1.0  # of the step's examples that this batch has
-    over = False  # whether there is nothing left to train on
-    examples: int | None = None  # of the step, where that is more than the batch's
+    publications = ANY_PUBLICATION
 
-    def route(self, jobs: Sequence[tuple[HostStore, Sequence[tuple[Jagged, str]]]], ahead: bool = False) -> None:
+    def route(self, jobs: Jobs, ahead: bool = False) -> Routed:
         """Deduplicate the keys of each table's features; each feature is given with its pooling."""
         with core_errors():
             self.core.route([(store.core, [_feature(jagged, pooling) for jagged, pooling in fs]) for store, fs in jobs])
+        return ALL_EXAMPLES
 
     def prefetch(self) -> Moved:
         """Bring rows up from SSD and keep them in DRAM until `fetch` or `release`, if nobody before needs the room.
@@ -111,45 +77,40 @@ class HostPlan:
         with core_errors():
             self.core.gather([_matrix(output) for output in outputs])
 
-    def update(
-        self,
-        gradients: Sequence[Tensor | None],
-        checked: Sequence[Tensor],
-        updates: Sequence[Update],
-        step: int,
-        grad_scale: float,
-    ) -> None:
-        """Apply gradients, one matrix or None per feature. `checked` are the matrices to test for NaN first."""
-        with core_errors():
-            self.core.update(
-                [_NOTHING if gradient is None else _matrix(gradient) for gradient in gradients],
-                [_matrix(matrix) for matrix in checked],
-                [(list(u.coefficients), u.clip_value, u.clip_norm) for u in updates],
-                step,
-                grad_scale,
-            )
+    def gather_matrix(self, pooled: Tensor, columns: Sequence[tuple[int, int]]) -> bool:
+        """As `gather`, with all features side by side in one matrix: each has its columns from begin to before end."""
+        address, size, stride = pooled.data_ptr(), pooled.shape[0], pooled.stride(0)
+        self.gather_blocks([(address + 4 * begin, size, end - begin, stride) for begin, end in columns])
+        return True
 
-    # --- rows that other processes own (core/rows/plan.h) ---
-
-    def deal(self, owner_of: Tensor, world: int, tables: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The unique keys by owner: how many for each, [world, tables]; the keys in that order; their sightings."""
-        counts = torch.empty(world, tables, dtype=torch.int64)
+    def update(self, update: BatchUpdate) -> None:
+        """Apply gradients to the rows, after `checked` was tested for NaN and infinity."""
+        gradients = [_NOTHING if gradient is None else _matrix(gradient) for gradient in update.gradients]
+        checked = [_matrix(matrix) for matrix in update.checked]
         with core_errors():
-            self.core.deal(owner_of.data_ptr(), world, counts.data_ptr())
-        keys = torch.empty(self.unique, dtype=torch.int64)
-        seen = torch.empty(self.unique, dtype=torch.int32)
+            self.core.update(gradients, checked, _rules(update.rules), update.step, update.scale)
+
+    # --- rows that other processes own (core/plan/plan.h): HostClient and HostOwner call these ---
+
+    def keys_by_owner(self, owner_of: Tensor, owners: int, tables: int) -> Request:
+        """The unique keys, owner by owner. `owner_of` has the owner of each shard, int32."""
+        counts = torch.empty(owners, tables, dtype=torch.int64)
+        with core_errors():
+            self.core.deal(owner_of.data_ptr(), owners, counts.data_ptr())
+        keys = torch.empty(self._unique, dtype=torch.int64)
+        seen = torch.empty(self._unique, dtype=torch.int32)
         self.core.dealt(keys.data_ptr(), seen.data_ptr())
-        return counts, keys, seen
+        return Request(counts.tolist(), keys, seen)
 
     def take_rows(self, rows: Tensor) -> None:
-        """Rows of the dealt keys, float32 one after another; `gather` takes them from there."""
+        """Rows of those keys, float32 one after another; `gather` takes them from there."""
         self.taken = rows  # the core has its address
         self.core.take_rows(rows.data_ptr())
 
     def sum(self, gradients: Sequence[Tensor | None], checked: Sequence[Tensor], floats: int) -> Summed:
-        """The sum of each dealt key's gradients in batch order, laid out as for `take_rows`."""
+        """The sum of each of those keys' gradients in batch order, laid out as for `take_rows`."""
         sums = torch.empty(floats, dtype=torch.float32)
-        present = torch.empty(self.unique, dtype=torch.uint8)
+        present = torch.empty(self._unique, dtype=torch.uint8)
         with core_errors():
             finite, whole = self.core.sum(
                 [_NOTHING if gradient is None else _matrix(gradient) for gradient in gradients],
@@ -173,13 +134,12 @@ class HostPlan:
             self.core.gather(blocks)
 
     def update_blocks(
-        self, blocks: Sequence[Block], present: Sequence[int], updates: Sequence[Update], step: int, grad_scale: float
+        self, blocks: Sequence[Block], present: Sequence[int], rules: Sequence[TableRule], step: int, scale: float
     ) -> None:
         """As `update`, from float32 blocks by address, which have been checked. `present` are addresses of bytes, 0
         where a key has no gradient; without any, all have one."""
-        coefficients = [(list(u.coefficients), u.clip_value, u.clip_norm) for u in updates]
         with core_errors():
-            self.core.update(blocks, [], coefficients, step, grad_scale, present)
+            self.core.update(blocks, [], _rules(rules), step, scale, present)
 
     @property
     def late(self) -> int:
@@ -187,14 +147,8 @@ class HostPlan:
         return int(self.core.late)
 
     @property
-    def ids(self) -> int:
-        """Ids in the batch."""
-        return int(self.core.ids)
-
-    @property
-    def unique(self) -> int:
-        """Unique keys in the batch, table by table."""
-        return int(self.core.unique)
+    def _unique(self) -> int:
+        return int(self.core.unique)  # keys of the batch, counted by table
 
 
 def _feature(jagged: Jagged, pooling: str) -> tuple[int, int, int, int, int, int]:
@@ -215,6 +169,10 @@ def _feature(jagged: Jagged, pooling: str) -> tuple[int, int, int, int, int, int
         0 if weights is None else weights.data_ptr(),
         POOLINGS[pooling],
     )
+
+
+def _rules(rules: Sequence[TableRule]) -> list[tuple[list[float], float, float]]:
+    return [(list(rule.coefficients), rule.clip_value, rule.clip_norm) for rule in rules]
 
 
 def _matrix(tensor: Tensor) -> tuple[int, int, int, int]:

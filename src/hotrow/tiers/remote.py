@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hotrow.credentials import public
 from hotrow.errors import BatchError, OptionError, StorageError, choices
 from hotrow.tiers.remote_values import VALUES, row_bytes
 
@@ -167,8 +168,8 @@ class RemoteStore(Protocol):
 def open_remote(url: str, **options: Any) -> RemoteStore:
     """The store at a URL; `options` are those of RedisOptions, and may stand in the URL behind a `?` too.
 
-    `redis://[user:password@]host[:port][/db]`, `rediss://` with TLS, `redis+cluster://host:port,host:port` and
-    `rediss+cluster://` (any of its nodes), `rocksdb:/folder`.
+    `redis://[user[:password]@]host[:port][/db][?password_file=/path]`, `rediss://` with TLS,
+    `redis+cluster://host:port,host:port` and `rediss+cluster://` (any of its nodes), `rocksdb:/folder`.
     """
     scheme = url.partition(":")[0]
     if scheme in SCHEMES and scheme != "rocksdb":
@@ -179,7 +180,7 @@ def open_remote(url: str, **options: Any) -> RemoteStore:
         from hotrow.tiers.remote_rocksdb import RocksStore
 
         return RocksStore(url.partition(":")[2], **options)
-    raise OptionError(f"remote={scheme + ':...'!r} is of no kind that HotRow knows; {choices(scheme, SCHEMES)}")
+    raise OptionError(f"remote={public(url)!r} is of no kind that HotRow knows; {choices(scheme, SCHEMES)}")
 
 
 def write_publication(

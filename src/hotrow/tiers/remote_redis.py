@@ -7,7 +7,7 @@ tag in every key (22 bytes more in each request). Measured on 2 cores with three
 value would save most of that, but a batch of random keys would read every bucket for one row of it.
 
 All partitions are asked at once, over one connection to each node, and decoded by the core as the bytes come
-(core/remote/replies.h). A partition that is being moved is a MOVED or ASK for its one command.
+(core/remote/redis_replies.h). A partition that is being moved is a MOVED or ASK for its one command.
 
 Writes go through a script that compares publication numbers at the server, some hundred rows at a time. A row that is
 erased leaves its number in a field of its own until that publication is complete; from then on nothing as old is taken
@@ -24,7 +24,7 @@ import ssl
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow import _core
+from hotrow.credentials import public, split_login
 from hotrow.errors import OptionError, StorageError, choices
 from hotrow.tiers.remote import (
     Answer,
@@ -147,7 +148,7 @@ class RedisOptions:
     connect_timeout: float = 1.0
     write_timeout: float = 30.0  # for a write, retries and failovers included
     username: str = ""
-    password: str = ""  # or in the environment, HOTROW_REMOTE_PASSWORD
+    password: str = field(default="", repr=False)  # or in the environment, HOTROW_REMOTE_PASSWORD
     ca: str = ""  # TLS: whom to trust, by default the system's
     cert: str = ""  # TLS: who we are
     key: str = ""
@@ -180,29 +181,27 @@ def read_url(url: str, options: RedisOptions) -> tuple[_Place, RedisOptions]:
     >>> place.addresses, options.password, options.timeout
     ([('a', 7000), ('b', 7001)], 'secret', 0.1)
     """
-    parts = urlsplit(url)
+    bare, login = split_login(url)
+    parts, shown = urlsplit(bare), public(url)
     kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(RedisOptions)}
     said: dict[str, Any] = {}
     for name, text in parse_qsl(parts.query):
         if name not in kinds:
-            raise OptionError(f"remote=: there is no option {name!r}; {choices(name, kinds)}")
+            raise OptionError(f"remote={shown!r}: there is no option {name!r}; {choices(name, kinds)}")
         try:
             said[name] = text.lower() in ("1", "true", "yes") if kinds[name] is bool else kinds[name](text)
         except ValueError:
-            raise OptionError(f"remote=: {name}={text!r} is not a number") from None
-    login, _, where = parts.netloc.rpartition("@")
-    if login:
-        user, _, password = login.partition(":")
-        said.update(username=unquote(user), password=unquote(password))
+            raise OptionError(f"remote={shown!r}: {name}={text!r} is not a number") from None
+    said |= {name: value for name, value in (("username", login.user), ("password", login.password)) if value}
     addresses = []
-    for one in where.split(","):
+    for one in parts.netloc.split(","):
         host, _, port = one.rpartition(":") if ":" in one.rpartition("]")[2] else (one, "", "6379")
         if not host or not port.isdigit():
-            raise OptionError(f"remote=: {one!r} is no host:port; write redis://host:6379")
+            raise OptionError(f"remote={shown!r} has no host:port; write redis://host:6379")
         addresses.append((host.strip("[]"), int(port)))
     db = parts.path.strip("/")
     if db and not db.isdigit():
-        raise OptionError(f"remote=: {db!r} behind the host is no database number; write redis://host:6379/0")
+        raise OptionError(f"remote={shown!r}: what is behind the host is no database number; write redis://host:6379/0")
     cluster = parts.scheme.endswith("+cluster")
     if not cluster and len(addresses) > 1:
         raise OptionError("remote=: several hosts are for a cluster; write redis+cluster://host:port,host:port")

@@ -4,9 +4,10 @@
 passed; no socket blocks. A connection whose replies did not all come is closed, never used again: what arrives later
 would be taken for another request's reply.
 
-Replies of rows are decoded by the core (core/remote/replies.h), others here. The protocol is RESP2. TLS is Python's.
-redis-py with hiredis was tried for this: its client takes 1.8 µs of processor time a row where this takes 0.2 (batches
-of 8,192 at dim 64; 4.8 and 0.5 in batches of 1,024), all under the interpreter lock; its pipelines have no deadline.
+Replies of rows are decoded by the core (core/remote/redis_replies.h), others here. The protocol is RESP2. TLS is
+Python's. redis-py with hiredis was tried for this: its client takes 1.8 µs of processor time a row where this takes 0.2
+(batches of 8,192 at dim 64; 4.8 and 0.5 in batches of 1,024), all under the interpreter lock; its pipelines have no
+deadline.
 
 Threads: a connection belongs to one thread at a time.
 """
@@ -24,6 +25,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hotrow.credentials import Login
+
 ROOM = 1 << 18  # bytes that a connection takes at a time; a row is smaller
 Reply = Any  # bytes, int, None, list of replies, or ReplyError
 
@@ -38,7 +41,7 @@ class Access:
 
     tls: ssl.SSLContext | None = None
     username: str = ""
-    password: str = ""
+    password: str = field(default="", repr=False)
     db: int = 0
 
 
@@ -146,7 +149,8 @@ class Connection:
             greetings.append(command("SELECT", access.db))
         for reply in self.call(greetings, deadline) if greetings else ():
             if isinstance(reply, ReplyError):
-                raise ConnectionRefusedError(f"the server does not let us in: {reply}; check user, password and db")
+                why = Login(password=access.password).redact(reply)
+                raise ConnectionRefusedError(f"the server does not let us in: {why}; check user, password and db")
 
     def call(self, commands: Sequence[bytes], deadline: float) -> list[Reply]:
         """The replies of some commands; TimeoutError if they are not all there by the deadline."""
