@@ -1,4 +1,5 @@
-"""Mutated requests: valid ones over HTTP (JSON and bytes) and gRPC, with bytes flipped, cut, doubled and moved.
+"""Mutated requests: valid ones over HTTP (JSON and bytes) and gRPC, with bytes flipped, cut, doubled and moved, and
+bodies in chunks.
 
 A front end passes when every mutation gets an HTTP status or a closed connection in time, never a 500, and still
 answers a valid request afterwards. `seed` and the number of a mutation give it again.
@@ -7,11 +8,12 @@ answers a valid request afterwards. `seed` and the number of a mutation give it 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import random
 import socket
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +25,7 @@ WORDS = [
 ]  # fmt: skip
 
 
+@functools.cache
 def valid_bodies() -> list[tuple[bytes, int | None]]:
     """Bodies that are answered with 200: JSON, bytes, packed, jagged, shared and raw."""
     jagged: dict[str, Any] = {
@@ -136,24 +139,47 @@ def _walk(node: Any, places: list[tuple[Any, Any]]) -> None:
         _walk(node[key], places)
 
 
-def mutation(number: int, seed: int) -> bytes:
-    """The bytes of mutation `number`: other values in the JSON, other bytes in the tensors, or anywhere."""
+class Mutation(NamedTuple):
+    """A mutated request. `framed` ones end where they say, so another may follow on the connection."""
+
+    data: bytes
+    framed: bool
+
+
+def mutation(number: int, seed: int) -> Mutation:
+    """Mutation `number`: other values in the JSON, other bytes in the tensors, or anywhere."""
     draw = random.Random(f"{seed}/{number}")
     body, header = draw.choice(valid_bodies())
     kind = draw.random()
     if kind < 0.4:
         changed = other_values(body[:header], draw)
-        return http_request(changed + (b"" if header is None else body[header:]), header and len(changed))
-    if kind < 0.5 and header is not None:
+        body, header = changed + (b"" if header is None else body[header:]), header and len(changed)
+    elif kind < 0.5 and header is not None:
         at = draw.randrange(header, len(body))
-        return http_request(body[:at] + draw.randbytes(1) + body[at + 1 :], header)
-    if kind < 0.8:
+        body = body[:at] + draw.randbytes(1) + body[at + 1 :]
+    elif kind < 0.8:
         changed = mutated(body, draw)
         if header is not None and draw.random() < 0.5:
             changed = mutated(body[:header], draw)
             header, changed = len(changed), changed + body[header:]
-        return http_request(changed, header)
-    return mutated(http_request(body, header), draw)
+        body = changed
+    else:
+        whole = http_request(body, header)
+        if draw.random() < 0.3:
+            whole = in_chunks(whole, body, draw)
+        return Mutation(mutated(whole, draw), False)
+    whole = http_request(body, header)
+    return Mutation(in_chunks(whole, body, draw) if draw.random() < 0.2 else whole, True)
+
+
+def in_chunks(whole: bytes, body: bytes, draw: random.Random) -> bytes:
+    """The same request with its body in chunks."""
+    head = whole[: len(whole) - len(body)].replace(b"Content-Length: %d" % len(body), b"Transfer-Encoding: chunked", 1)
+    parts = [head]
+    while body:
+        piece, body = body[: (size := draw.choice((1, 7, 64, 1000)))], body[size:]
+        parts.append(b"%x\r\n%b\r\n" % (len(piece), piece))
+    return b"".join([*parts, b"0\r\n\r\n"])
 
 
 def run_http(address: str, count: int, seed: int) -> Counter[str]:
@@ -163,7 +189,7 @@ def run_http(address: str, count: int, seed: int) -> Counter[str]:
     for number in range(count):
         with socket.create_connection((host, int(port)), timeout=20) as connection:
             try:
-                connection.sendall(mutation(number, seed))
+                connection.sendall(mutation(number, seed).data)
                 connection.shutdown(socket.SHUT_WR)
                 reply = connection.recv(65536)
             except (ConnectionResetError, BrokenPipeError):
@@ -175,11 +201,10 @@ def run_http(address: str, count: int, seed: int) -> Counter[str]:
     return seen
 
 
-def run_grpc(address: str, count: int, seed: int) -> Counter[str]:
-    """The same over gRPC: mutated bytes of a ModelInferRequest."""
-    import grpc
-
-    from hotrow.serve.grpc_messages import SERVICE, build
+@functools.cache
+def valid_messages() -> list[bytes]:
+    """ModelInferRequests that are answered: raw and typed."""
+    from hotrow.serve.grpc_messages import build
 
     make = build()["ModelInferRequest"]
     message = make(model_name="ctr")
@@ -191,19 +216,25 @@ def run_grpc(address: str, count: int, seed: int) -> Counter[str]:
     for entry, array in zip(entries(tensors), tensors.values(), strict=True):
         field = "int64_contents" if array.dtype == np.int64 else "fp32_contents"
         typed.inputs.add(**entry, contents={field: array.reshape(-1).tolist()})
-    valid = [message.SerializeToString(), typed.SerializeToString()]
+    return [message.SerializeToString(), typed.SerializeToString()]
+
+
+def run_grpc(address: str, count: int, seed: int, first: int = 0) -> Counter[str]:
+    """The same over gRPC: mutated bytes of a ModelInferRequest."""
+    import grpc
+
+    from hotrow.serve.grpc_messages import SERVICE
+
     seen: Counter[str] = Counter()
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_unary(f"/{SERVICE}/ModelInfer")
-        for number in range(count):
+        for number in range(first, first + count):
             draw = random.Random(f"{seed}/{number}")
             try:
-                call(mutated(draw.choice(valid), draw), timeout=20)
+                call(mutated(draw.choice(valid_messages()), draw), timeout=60)
                 seen["OK"] += 1
             except grpc.RpcError as error:
                 seen[error.code().name] += 1
-                assert error.code() not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN), (
-                    number,
-                    error,
-                )
+                bad = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+                assert error.code() not in bad, (number, seed, error)
     return seen

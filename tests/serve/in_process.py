@@ -55,7 +55,7 @@ def small_model(seed: int = 1) -> hr.Recommender:
 
 def keyed_batch(request: Request, features: tuple[str, ...]) -> hr.KeyedBatch:
     """A request spread over its rows, in the plainest way."""
-    ids = {name: _spread(column, request.rows) for name, column in zip(features, _columns(request), strict=True)}
+    ids = {name: _spread(column, request.rows) for name, column in zip(features, columns(request), strict=True)}
     dense = request.dense
     if dense is not None and request.dense_shared:
         dense = np.repeat(dense, request.rows, axis=0)
@@ -175,10 +175,11 @@ class Running:
 
     def address(self, protocol: str) -> str:
         """Host and port of a protocol."""
-        return f"127.0.0.1:{self.frontend.ports[protocol]}"
+        host = {"0.0.0.0": "127.0.0.1", "::1": "[::1]"}.get(self.frontend.options.host, self.frontend.options.host)
+        return f"{host}:{self.frontend.ports[protocol]}"
 
 
-def _columns(request: Request) -> tuple[Ids, ...]:
+def columns(request: Request) -> tuple[Ids, ...]:
     """The ids by feature, also of a request that gives them as one matrix."""
     if request.matrix is None:
         return request.ids

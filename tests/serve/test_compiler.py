@@ -1,13 +1,18 @@
 """The manager: what cannot be compiled costs little, and says why."""
 
+import io
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from hotrow.models import DLRM
-from hotrow.serve import compiler
+from hotrow.serve import compiler, compiler_process, pieces, tower_graph
 from hotrow.serve.artifacts import ArtifactCache
 from hotrow.serve.compiler import Compiler
 from hotrow.serve.tower_graph import Shape, TowerGraph
+from hotrow.undocumented import ChangedError
 
 CPU = torch.device("cpu")
 
@@ -76,6 +81,51 @@ def test_a_tower_that_is_an_op_of_its_own_stays_eager_and_names_it(tmp_path):
         assert why == "no part of the tower can be compiled: the compile process has no hotrow_test.twice.default"
     assert manager.seen.tries == 1 and manager.seen.died == 0
     manager.close()
+
+
+@pytest.mark.parametrize("missing", ["aot_compile", "list_options", "cpp.threads", "package_aoti"])
+def test_a_torch_that_compiles_in_another_way_is_named_before_anything_is_compiled(monkeypatch, missing):
+    from torch import _inductor
+    from torch._inductor import package
+
+    if missing == "cpp.threads":
+        monkeypatch.setattr(_inductor, "list_options", lambda: ["aot_inductor.package"])
+    else:
+        monkeypatch.delattr(package if missing == "package_aoti" else _inductor, missing)
+    reply = io.StringIO()
+    compiler_process.serve(io.StringIO('{"program": "nowhere"}\n'), reply)
+    answer = json.loads(reply.getvalue())
+    assert not answer["ok"] and answer["changed"]
+    assert answer["error"].startswith(f"torch {torch.__version__} has no ") and missing in answer["error"]
+    assert "; HotRow was tested with torch<" in answer["error"]
+
+
+@pytest.mark.parametrize("where", ["compile process", "server"])
+def test_a_torch_that_changed_is_asked_once_for_all_shapes(graph, tmp_path, monkeypatch, caplog, where):
+    manager = Compiler(graph, ArtifactCache(tmp_path / "c"), never, CPU, 1, limit=60)
+    if where == "server":
+        monkeypatch.setattr(torch._ops.OpOverload, "namespace", "others", raising=False)  # all ops are foreign
+        monkeypatch.setattr(tower_graph, "schema_of", lambda op: tower_graph_schema_of(SimpleNamespace()))
+        expected = "has operators without _schema; HotRow was tested with torch<"
+    else:
+        expected = "torch 9.0 has no compiler"
+        monkeypatch.setattr(manager, "_ask", lambda job, seconds: {"ok": False, "changed": True, "error": expected})
+    shapes = [Shape(rows) for rows in (8, 16, 32)]
+    for shape in shapes:
+        manager.request(shape)
+    assert manager.wait(shapes, 60)
+    manager.close()
+    assert all(manager.seen.states[shape] == "failed" and expected in manager.seen.reasons[shape] for shape in shapes)
+    assert manager.seen.tries == (where == "compile process")
+    assert len([record for record in caplog.records if "stays on the original graph" in record.message]) == 1
+
+
+tower_graph_schema_of = tower_graph.schema_of
+
+
+def test_sizes_that_are_told_in_another_way_are_not_guessed():
+    with pytest.raises(ChangedError, match=r"has a SymInt without node\.expr; HotRow was tested with torch<"):
+        pieces._number(torch.SymInt(SimpleNamespace()), {})
 
 
 def test_closing_ends_a_compilation_under_way(graph, tmp_path):

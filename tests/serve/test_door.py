@@ -9,7 +9,7 @@ import time
 import pytest
 from fuzz import binary, http_request, text
 from in_process import Running, small_backend
-from test_bad_input import asking, connect, good, read_reply
+from raw_http import asking, connect, good, read_reply
 
 from hotrow.serve.door import LEAST, Door
 from hotrow.serve.request import RefusedError, Request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import forked
 import numpy as np
 import pyarrow
 import pytest
@@ -143,3 +144,28 @@ def test_the_bar_shows_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
         view.advance(10)
         view._shows.join()
     assert "writing rows" in console.export_text()
+
+
+STOPPED = """
+import os, signal, sys
+from hotrow.cli import main
+from hotrow.serve import export
+
+write = export._write_table
+def stop(*arguments):
+    write(*arguments)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+export._write_table = stop
+sys.argv = ["hotrow", "export", *sys.argv[1:]]
+main()
+"""
+
+
+def test_an_export_that_sigterm_ends_leaves_nothing_behind(job: Path, tmp_path: Path) -> None:
+    load_job(job).run(progress=False)
+    words = [str(tmp_path / "runs" / "clicks"), str(tmp_path / "repository")]
+    process = forked.python(STOPPED, *words, log=tmp_path / "log")
+    assert process.wait(60) == 143, process.text()
+    assert [path.name for path in (tmp_path / "repository").iterdir()] == ["clicks"]
+    assert not list((tmp_path / "repository" / "clicks").glob("*"))

@@ -13,7 +13,7 @@ import tritonclient.http as over_http
 from fuzz import binary, http_request
 from in_process import Running, small_backend
 from prometheus_client.parser import text_string_to_metric_families
-from test_bad_input import asking, connect, exchange, good, read_reply
+from raw_http import asking, connect, exchange, good, read_reply
 from tritonclient.utils import InferenceServerException
 
 from hotrow.errors import OptionError

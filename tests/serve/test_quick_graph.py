@@ -85,6 +85,20 @@ def test_vectors_of_any_stride_and_type_are_read() -> None:
     torch.testing.assert_close(quick_graph.pair_dots(None, vectors), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_layer_and_its_relu_are_one_call_where_torch_has_it(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not there:
+        monkeypatch.setattr(quick_graph, "find", lambda name, instead: None)
+    tower = hr.models.DLRM(["a", "b"], 4, dense_features=3, bottom=(8,), top=(8,)).eval()
+    given = {"a": torch.randn(6, 4), "b": torch.randn(6, 4)}, torch.randn(6, 3)
+    made = trace(tower, TowerInputs({"a": 4, "b": 4}, frozenset(), 3))
+    module = quick_graph.copy_of(made.program)
+    assert quick_graph.join_activations(module) == (3 if there else 0)
+    original = OriginalTower(made.program, TowerInputs({"a": 4, "b": 4}, frozenset(), 3), made.weights)
+    original._call = module.forward
+    torch.testing.assert_close(original.run(*given), tower(*given), rtol=1e-5, atol=1e-6)
+
+
 def test_the_graph_that_buckets_are_measured_against_is_quick_too() -> None:
     torch.manual_seed(0)
     tower = hr.models.DLRM(["a", "b"], 4, dense_features=3, bottom=(8,), top=(8,)).eval()

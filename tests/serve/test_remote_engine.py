@@ -18,7 +18,7 @@ from hotrow.errors import LateError, MemoryBudgetError, OptionError
 from hotrow.publish.publication import DELTA, Publication, TableChange
 from hotrow.serve.fill import fill_from_export
 from hotrow.serve.repository import open_version
-from hotrow.serve.server import ServeOptions
+from hotrow.serve.serve_options import ServeOptions
 from hotrow.tiers.remote import RemoteStore, open_remote, write_publication
 
 
@@ -268,3 +268,15 @@ def test_what_cannot_be_is_refused_with_the_cure(tmp_path: Path, url: str) -> No
     embeddings = hr.EmbeddingCollection(tables, memory=hr.Memory(dram="3MiB", remote=url))
     with pytest.raises(OptionError, match="are only read"):
         embeddings(make_batch(3))
+
+
+def test_a_batch_of_no_examples_reads_nothing(tmp_path: Path, url: str) -> None:
+    hr.export(trained().model, tmp_path / "ctr")
+    filled(url, tmp_path / "ctr").close()
+    tables = [hr.Table("user", 4), hr.Table("item", 4), hr.Table("tags", 4, {"tags": "mean"})]
+    embeddings = hr.EmbeddingCollection(tables, memory=hr.Memory(dram="3MiB", remote=url)).eval()
+    lookup = embeddings.route(make_batch(0), ahead=False)
+    assert (lookup.examples, lookup.over) == (0, False)  # an evaluation goes on
+    assert lookup.prefetch().rows == 0
+    pooled, _ = lookup.read().gather()
+    assert pooled.shape == (0, 12) and lookup.late_ids == 0

@@ -8,12 +8,15 @@ import shutil
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from hotrow import undocumented
 from hotrow.errors import BatchError, OptionError
 from hotrow.models import DIN, DLRM
+from hotrow.serve import native, towers
 from hotrow.serve.artifacts import ArtifactCache, key_of
 from hotrow.serve.buckets import Costs, Ladder
 from hotrow.serve.tower_graph import Shape, TowerGraph
@@ -191,6 +194,45 @@ def test_threads_see_old_or_new_weights_whole(served):
     for thread in lanes:
         thread.join()
     assert not strange and served.metrics()["bucket_hits"] > 0 and served.counts.errors == 0
+
+
+@pytest.mark.parametrize("missing", ["another version", "handles", "a C function", "torch's loader"])
+def test_an_artifact_gives_the_same_by_what_is_left_of_torch(graph, folder, monkeypatch, missing):
+    package = next(folder.glob("*.pt2"))
+    tensors = [*graph.weights, *graph.draw(BUCKET, CPU)]
+    direct = native.load_piece(package, native.WHOLE, CPU, 1)
+    assert type(direct) is native._LibraryRunner
+    expected = direct(tensors)
+    monkeypatch.setattr(undocumented, "_warned", set())
+    if missing == "handles":
+        monkeypatch.delattr(torch._C._aoti, "unsafe_alloc_void_ptrs_from_tensors")
+    elif missing == "a C function":
+        monkeypatch.setattr(native, "_open", lambda path, piece: SimpleNamespace())
+    else:
+        monkeypatch.setattr(torch, "__version__", "9.0")
+    if missing == "torch's loader":
+        monkeypatch.delattr(torch._inductor.package, "load_package")
+    with pytest.warns(
+        UserWarning, match=r"torch \S+ .*; HotRow was tested with torch<.* by torch's own loader"
+    ) as told:
+        if missing == "torch's loader":
+            with pytest.raises(
+                undocumented.ChangedError, match=r"torch 9.0 has no torch._inductor.package.load_package"
+            ):
+                native.load_piece(package, native.WHOLE, CPU, 1)
+        else:
+            runners = [native.load_piece(package, native.WHOLE, CPU, 1) for _ in range(2)]
+            assert [type(runner) for runner in runners] == [native._PackageRunner] * 2
+            for runner in runners:
+                assert all(torch.equal(one, other) for one, other in zip(runner(tensors), expected, strict=True))
+    assert len(told) == 1
+
+
+def test_inputs_are_copied_one_by_one_where_torch_cannot_copy_all(served, monkeypatch):
+    vectors, dense = draw(11, seed=3)
+    at_once, by_bucket = served.answer(vectors, dense)
+    monkeypatch.setattr(towers, "_copy_all", towers._copy_each)
+    assert torch.equal(served.answer(vectors, dense)[0], at_once) and by_bucket
 
 
 def test_an_artifact_that_computes_something_else_is_quarantined(folder):

@@ -78,7 +78,7 @@ def pack(program: ExportedProgram) -> bytes:
             for node in module.graph.nodes:
                 for name in ("stack_trace", "from_node", "source_fn_stack", "nn_module_stack"):
                     node.meta.pop(name, None)
-    program._example_inputs = None  # type: ignore[assignment]
+    program.example_inputs = None
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
     return buffer.getvalue()
@@ -94,7 +94,7 @@ def unpack(data: bytes, where: object) -> ExportedProgram:
             f"{where} cannot be read by torch {torch.__version__}: {error}; export the model again with this release"
         ) from None
     if not program.example_inputs:
-        program._example_inputs = None  # type: ignore[assignment]
+        program.example_inputs = None
     return program
 
 

@@ -23,7 +23,8 @@ Figures = Mapping[tuple[str, ...], float]  # (metric, label values in metrics.TA
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model in service. `version` answers when a client names none; `versions` are all that can be named.
+    """A model. `version` answers when a client names none, empty if none has ever loaded; `versions` are all that can
+    be named. Unless its `state` is READY, nobody answers now, and `reason` says why.
 
     Another version whose layout differs has its own ModelInfo in `others`.
     """
@@ -53,7 +54,7 @@ class Backend(Protocol):
     """What a front end asks. Methods raise RefusedError with HTTP's status for what they refuse."""
 
     def models(self) -> Mapping[str, ModelInfo]:
-        """The models in service."""
+        """The models in service, and those that are about to be again. Raises RefusedError while none is known."""
         ...
 
     def figures(self) -> Figures:

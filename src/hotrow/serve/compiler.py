@@ -44,6 +44,7 @@ from hotrow.serve.artifacts import ArtifactCache, compiler, key_of
 from hotrow.serve.native import ArtifactError
 from hotrow.serve.pieces import CannotCutError, Cut, Refusal, cut, search
 from hotrow.serve.tower_graph import Shape, TowerGraph
+from hotrow.undocumented import ChangedError
 
 log = logging.getLogger("hotrow.serve")
 
@@ -87,6 +88,7 @@ class Compiler:
         self._saved: TowerGraph | None = None
         self._aside: tuple[str, ...] | None = None  # nodes that were found to be refused
         self._hopeless = ""  # why no shape will be compiled
+        self._said = ""  # the last reason in the log
         self._thread = threading.Thread(target=self._work, name="compile-manager", daemon=True)
         self._thread.start()
         if self.missing:
@@ -128,10 +130,15 @@ class Compiler:
                 break
             try:
                 state, why = self._bring(shape)
+            except ChangedError as error:
+                state, why = "failed", str(error)
+                self._hopeless = why
             except Exception as error:  # a full disk, say: this shape stays eager, the next may work
                 state, why = "failed", f"{type(error).__name__}: {error}"
             if state in ("failed", "mismatch"):
-                log.warning("bucket %s stays on the original graph: %s: %s", shape, state, why)
+                if why != self._said:  # once, where it holds for all shapes
+                    log.warning("bucket %s stays on the original graph: %s: %s", shape, state, why)
+                self._said = why
                 if self._device.type == "cuda":  # even so, all its kernels can be launched at once
                     with contextlib.suppress(Exception):
                         why = f"{why}; captured: {' '.join(self._adopt(shape, None, None))}"
@@ -224,6 +231,8 @@ class Compiler:
             raise _FinalError("the compile process died; see compiler.log in the cache folder")
         if answer["ok"]:
             return None
+        if answer.get("changed"):
+            raise CannotCutError(str(answer["error"]))
         if answer.get("over"):
             raise _FinalError(f"it took longer than limit={self._limit:g} seconds")
         if answer.get("final"):

@@ -10,6 +10,9 @@ a shape are kept for its next job, which is one more attempt at it.
 The server may have ops that this process lacks. They are declared here by their `schemas`, so that the graph can be
 read, and cut around; no more is known of them.
 
+torch documents neither the functions that compile here nor their options. Without one of them the answer says
+`changed`, and the original graph serves every shape.
+
 It takes what others leave: nice 19, idle I/O, one thread of torch's and one of the compiler's. It dies with the
 server's thread that started it.
 """
@@ -18,17 +21,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Collection, Mapping
 from typing import Any, TextIO
 
 import psutil  # type: ignore[import-untyped]
+
+from hotrow.child_process import end_with_parent
+from hotrow.undocumented import ChangedError, describe, look_up
+
+OPTIONS = {"aot_inductor.package": True, "cpp.threads": 1}  # of the compiler; a job has its own number of threads
 
 
 def main() -> None:
@@ -46,8 +52,7 @@ def step_back() -> None:
     os.nice(19)
     with contextlib.suppress(psutil.Error, AttributeError, OSError, ValueError):
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    end_with_parent(os.getppid())
 
 
 class RefusedError(Exception):
@@ -68,6 +73,8 @@ def serve(jobs: TextIO, reply: TextIO) -> None:
             answer: dict[str, Any] = {"ok": True}
         except RefusedError as refused:
             answer = refused.answer
+        except ChangedError as error:
+            answer = {"ok": False, "error": str(error), "changed": True}
         except Exception as error:  # no program, no space: no other cut will help
             answer = {"ok": False, "error": _short(error), "final": True}
         reply.write(json.dumps({**answer, "seconds": time.monotonic() - begin}) + "\n")
@@ -85,6 +92,7 @@ class Bench:
         """Write the package of `job`."""
         import torch
 
+        check_compiler()
         from hotrow.serve.native import WHOLE
         from hotrow.serve.pieces import cut
         from hotrow.serve.tower_graph import Shape, TowerGraph
@@ -126,18 +134,24 @@ class Bench:
         return [op for op in schemas if op in self._declared]
 
 
-def _package(path: str, files: Mapping[str, Any]) -> None:
-    from torch._inductor.package.package import package_aoti
+def check_compiler() -> None:
+    """Raise ChangedError where torch's compiler lacks what is used of it."""
+    look_up("torch._inductor:aot_compile")
+    look_up("torch._inductor.package:package_aoti")
+    for option in sorted(set(OPTIONS) - set(look_up("torch._inductor:list_options")())):
+        raise ChangedError(describe("torch", f"has no compiler option {option!r}"))
 
-    package_aoti(path, dict(files))
+
+def _package(path: str, files: Mapping[str, Any]) -> None:
+    look_up("torch._inductor.package:package_aoti")(path, dict(files))
 
 
 def _compile(module: Any, inputs: list[Any], job: Mapping[str, Any], nodes: Collection[str]) -> Any:
     """The files of a module at the shapes of `inputs`."""
     import torch
-    from torch._inductor import aot_compile
 
-    options = {"aot_inductor.package": True, "cpp.threads": job["threads"], **job.get("options", {})}
+    aot_compile = look_up("torch._inductor:aot_compile")
+    options = {**OPTIONS, "cpp.threads": job["threads"], **job.get("options", {})}
     ops = {str(node.target) for node in module.graph.nodes}
     try:
         with torch.no_grad():

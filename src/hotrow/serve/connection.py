@@ -1,224 +1,74 @@
-"""HTTP/1.1 connections: bytes in, one handler call at a time, bytes out, within limits of size and time.
+"""One client's HTTP/1.1 connection: bytes in, one handler call at a time, bytes out, within limits of size and time.
 
-The parser is aiohttp's (llhttp in C); the connection around it is ours. aiohttp's own server was measured first: it
-takes 45 to 70 µs more for a request of 11 KB (a stream, a Request and a Response object, and several wake-ups each;
-6,900 against 12,700 requests/s at 4 connections on 2 cores of an AMD EPYC, client included), and has no limit on the
-time a client takes to send its request. `python benchmarks/frontend.py` shows both.
+httptools parses (public API over llhttp, in C); this class is its callback object and keeps the connection's state. A
+ready-made server was measured first and costs more: docs/decisions/0007-http-front-end.md has the table, and
+`python benchmarks/frontend.py` measures it again.
 
-Invariants. A connection runs one handler at a time; what a client pipelines behind it waits, unread beyond a few
-requests. All memory for bodies is counted in `HttpServer.held` before it grows past the limit. A connection is IDLE (no
-byte of a request yet), READING or BUSY, and one sweep a second closes those that stay too long: no timer per request.
+States:
+    IDLE     no byte of a request yet
+    READING  a request has begun and is not complete
+    BUSY     a handler answers the first request
+
+One handler runs at a time. Pipelined requests wait in `_waiting`; past a few, the socket is not read. An error ends the
+connection: requests that were complete before it are answered first, then the error is, then the connection closes.
 Everything runs on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-import json
 import logging
-import math
-import re
 import socket
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
-from aiohttp.base_protocol import BaseProtocol
-from aiohttp.http import HttpRequestParser
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from hotrow.serve.door import AWAY, Door
-from hotrow.serve.limits import Limits
-from hotrow.serve.metrics import Counts
+from hotrow.serve.http_message import HttpRequest, headers_too_large, refusal, too_large
 from hotrow.serve.request import RefusedError
 from hotrow.serve.tensors import shown
 
+if TYPE_CHECKING:
+    from hotrow.serve.http_server import HttpServer
+
 log = logging.getLogger("hotrow.serve")
 
-_PHRASES = {
-    200: "OK",
-    400: "Bad Request",
-    401: "Unauthorized",
-    403: "Forbidden",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    408: "Request Timeout",
-    413: "Content Too Large",
-    415: "Unsupported Media Type",
-    417: "Expectation Failed",
-    429: "Too Many Requests",
-    431: "Request Header Fields Too Large",
-    500: "Internal Server Error",
-    501: "Not Implemented",
-    503: "Service Unavailable",
-    504: "Gateway Timeout",
-}
-_JSON = b"application/json"
-_BACKLOG, _ACCEPTED = 4096, 16  # connections that may wait, and that are taken in one turn
 _PIPELINED = 16  # requests that may wait behind the one being answered
+_REQUEST_BYTES = 1024  # memory of a request beside its bytes, roughly: pipelined ones can be 30 bytes long
+_LINGER_SECONDS, _LINGER_ROUNDS = 1.0, 10  # of reading and dropping what a client still sends behind its last reply
 _IDLE, _READING, _BUSY = 0, 1, 2
-_PLAIN = re.compile(rb"POST /v2/models/[^ \r\n]{1,300}/infer HTTP/1\.1\r\n")
-_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,12})[ \t]*(?=\r\n|$)")
-_SPECIAL = re.compile(rb"\r\n(?:transfer-encoding|expect|upgrade|connection|content-length[^:]|[ \t])")
-_TOLD_BYTES, _LAST_CAME_AT, _LAST_CAME = 56, 52, struct.Struct("=I")  # of Linux's tcp_info: tcpi_last_data_recv, ms
-_PARSER_BUFFER = 1 << 30  # we bound bodies ourselves; the parser must not pause the transport under us
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_TCP_INFO_BYTES, _LAST_RECEIVED_AT, _LAST_RECEIVED = 56, 52, struct.Struct("=I")  # tcp_info.tcpi_last_data_recv, ms
 
 
-class Call(NamedTuple):
-    """A request as a handler sees it. Header names are found in any case."""
-
-    method: str
-    path: str
-    headers: Mapping[str, str]
-    body: bytes
-    waited: float = 0.0  # seconds that it lay in the socket
-
-
-class Reply(NamedTuple):
-    """What a handler gives back; `headers` are whole lines."""
-
-    body: bytes = b""
-    status: int = 200
-    kind: bytes = _JSON
-    headers: bytes = b""
-
-
-Handler = Callable[[Call], Awaitable[Reply]]
-
-
-def refusal(error: RefusedError) -> Reply:
-    """The reply of an error: its status, Retry-After where it has one, and JSON with the cure."""
-    headers = b""
-    if error.retry_after is not None:
-        headers += b"Retry-After: %d\r\n" % max(1, math.ceil(error.retry_after))
-    if error.status == 401:
-        headers += b"WWW-Authenticate: Bearer\r\n"
-    return Reply(json.dumps({"error": error.message}).encode(), error.status, _JSON, headers)
-
-
-class HttpServer:
-    """A port, its connections and their limits."""
-
-    def __init__(self, handler: Handler, limits: Limits, counts: Counts, name: str, door: Door | None = None) -> None:
-        self.handler, self.limits, self.counts, self.name = handler, limits, counts, name
-        self.door = door or Door(limits.connections)  # those who ask to infer come through it
-        self.body_bytes, self.header_bytes = limits.body_bytes, limits.header_bytes
-        self.buffered_bytes = limits.buffered_bytes
-        refused = refusal(AWAY)
-        self.turning_away = _head(refused, False, False) + refused.body
-        self.connections: set[Connection] = set()
-        self.held = 0
-        self.draining = False
-        self._listening: list[socket.socket] = []
-        self._welcoming: set[asyncio.Task[None]] = set()
-        self._sweeper: asyncio.Task[None] | None = None
-
-    async def start(self, host: str, port: int, reuse_port: bool = False) -> int:
-        """Listen; gives the port, for those who asked for port 0."""
-        loop = asyncio.get_running_loop()
-        self._listening = listen(host, port, reuse_port)
-        for each in self._listening:
-            loop.add_reader(each.fileno(), self._accept, each)
-        self._sweeper = loop.create_task(self._sweep())
-        bound: int = self._listening[0].getsockname()[1]
-        return bound
-
-    def _accept(self, listening: socket.socket) -> None:
-        """Take all who wait. The loop's own server takes one a turn, and in a flood turns are long: clients waited for
-        seconds to be let in."""
-        loop = asyncio.get_running_loop()
-        for _ in range(_ACCEPTED):
-            try:
-                accepted, _ = listening.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:  # a client that went away, or no file left
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    log.warning("a connection cannot be taken: %s", error)
-                    loop.remove_reader(listening.fileno())
-                    loop.call_later(1.0, self._accept_again, listening)
-                    return
-                continue
-            accepted.setblocking(False)
-            task = loop.create_task(self._welcome(accepted))
-            self._welcoming.add(task)
-            task.add_done_callback(self._welcoming.discard)
-
-    async def _welcome(self, accepted: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(OSError):
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await loop.connect_accepted_socket(lambda: Connection(self, loop, accepted), accepted)
-
-    def hold_back(self) -> None:
-        """A flood has begun: those who have not asked are not heard for a moment (door.py)."""
-        held = [connection for connection in self.connections if connection.stop_hearing()]
-        self.door.hold_back(held, asyncio.get_running_loop())
-
-    def _accept_again(self, listening: socket.socket) -> None:
-        if listening.fileno() >= 0:
-            asyncio.get_running_loop().add_reader(listening.fileno(), self._accept, listening)
-
-    async def close(self, grace: float) -> None:
-        """Take no new connection or request, finish what is in flight for up to `grace` seconds, close."""
-        self.draining = True
-        while self._listening:
-            each = self._listening.pop()
-            asyncio.get_running_loop().remove_reader(each.fileno())
-            each.close()
-        for connection in list(self.connections):
-            connection.drain()
-        until = asyncio.get_running_loop().time() + grace
-        while self.connections and asyncio.get_running_loop().time() < until:
-            await asyncio.sleep(0.01)
-        for connection in list(self.connections):
-            connection.abort()
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-
-    def figures(self) -> dict[tuple[str, ...], float]:
-        """What a moment's look shows."""
-        return {("hotrow_connections", self.name): len(self.connections), ("hotrow_buffered_bytes",): self.held}
-
-    async def _sweep(self) -> None:
-        loop = asyncio.get_running_loop()
-        period = min(1.0, self.limits.read_seconds / 2, self.limits.idle_seconds / 2, self.limits.answer_seconds / 2)
-        while True:
-            await asyncio.sleep(period)
-            now = loop.time()
-            for connection in list(self.connections):
-                connection.check(now)
-
-
-class Connection(BaseProtocol):
-    """One client's connection."""
+class Connection(asyncio.Protocol):
+    """One client's connection, and the parser's callbacks (`on_...`)."""
 
     def __init__(self, server: HttpServer, loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> None:
-        super().__init__(loop)
-        self._server, self._socket = server, accepted
-        self._http = HttpRequestParser(
-            self,
-            loop,
-            _PARSER_BUFFER,
-            max_line_size=min(server.header_bytes, 8190),
-            max_field_size=min(server.header_bytes, 8190),
-            auto_decompress=False,
-        )
+        self._server, self._loop, self._socket = server, loop, accepted
+        self._parser = HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
         self._state, self._since = _IDLE, loop.time()
-        self._waiting: deque[tuple[Any, Any]] = deque()  # message, payload: the first is next
+        self._request = HttpRequest()  # the one being read, or the last one
+        self._request.complete = True
+        self._in_head = False  # whether its head has begun and is not complete
+        self._head_bytes = self._header_size = 0  # of a head that has begun: as received, and as parsed
+        self._waiting: deque[HttpRequest] = deque()  # the first is next; the last may be incomplete
         self._task: asyncio.Task[None] | None = None
         self._held = 0  # bytes that count in server.held
-        self._head = 0  # bytes of a message whose headers are not complete
-        self._body = 0  # bytes since the last message's headers were
-        self._unread = 0  # bytes to come of a request that is turned away
-        self._waited = 0.0  # seconds that a request lay in the socket
-        self._last = False  # close after what is waiting
-        self._stuck = 0.0  # when the client stopped reading its answers
+        self._shedding = False  # whether requests to infer that come now are shed
+        self._waited = 0.0  # seconds that the request lay in the socket
+        self._ending = False  # read nothing more; close behind what is waiting
+        self._final: RefusedError | None = None  # what to say last
+        self._eof = False
+        self._dropped = 0  # bytes that came after the end
+        self._writing_paused_at: float | None = None
 
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+    # --- the event loop's calls ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
         server = self._server
         server.connections.add(self)
         if len(server.connections) > server.limits.connections:
@@ -232,225 +82,297 @@ class Connection(BaseProtocol):
         self._waiting.clear()
         if self._task is not None:
             self._task.cancel()
-        super().connection_lost(exc)
+        self._transport = None
+        del self._parser  # it refers to us; without this each connection would wait for the garbage collector
 
     def data_received(self, data: bytes) -> None:
-        if self._last:
+        if self._ending:
+            self._dropped += len(data)
             return
-        server, size = self._server, len(data)
-        if self._unread:
-            return self._throw_away(data)
+        server = self._server
         server.door.read(self._loop)
         if self._state == _IDLE:
-            self._state, self._since, self._waited = _READING, self._loop.time(), lain(self._socket)
-            if server.door.shut_for(self._waited) and (length := plain_length(data, server.body_bytes)):
-                if not server.door.crowded:
-                    server.hold_back()
-                self._unread = length
-                return self._throw_away(data)
-        self._held += size
-        server.held += size
-        if server.held > server.buffered_bytes:
-            self._refuse(RefusedError(503, "all memory for requests is taken (buffered=); ask again", 1.0))
-            return
+            self._state, self._since = _READING, self._loop.time()
+            self._waited = seconds_since_last_received(self._socket)
+            self._shedding = server.door.shut_for(self._waited)
+        self._hold(len(data))
+        if self._in_head:
+            self._head_bytes += len(data)
+        elif not self._request.complete:
+            self._request.received += len(data)
         try:
-            messages, upgraded, _ = self._http.feed_data(data)
-        except Exception as error:
-            server.counts.add("hotrow_connections_refused_total", "bad")
-            status = 431 if "too long" in str(error).lower() or type(error).__name__ == "LineTooLong" else 400
-            self._refuse(RefusedError(status, f"this is no HTTP/1.1 request: {shown(str(error))}; see RFC 9112"))
-            return
-        if messages:
-            long = self._head + size > server.header_bytes  # then the headers themselves may be
-            self._head, self._body = 0, 0
-            for message, payload in messages:
-                if not self._accept(message, payload, long):
-                    return
-            if upgraded:
-                self._last = True
-        elif self._waiting and not self._waiting[-1][1].is_eof():
-            self._body += size
-            if self._body > server.body_bytes:  # chunked: no length was announced
-                self._refuse(too_large(self._body, server.limits))
-                return
-        else:
-            self._head += size
-            if self._head > server.header_bytes:
-                self._refuse(_headers_too_large(server.limits))
-                return
+            self._parse(data)
+            if self._in_head and self._head_bytes > server.header_bytes:
+                raise headers_too_large(server.limits)
+            if self._request.overhead > server.header_bytes:
+                raise RefusedError(400, "the chunked body has more framing and trailers than data; send larger chunks")
+            if server.held > server.buffered_bytes:
+                raise RefusedError(503, "all memory for requests is taken (buffered=); ask again", 1.0)
+        except RefusedError as error:
+            return self._refuse(error)
         if self._state != _BUSY:
             self._next()
-        elif len(self._waiting) > _PIPELINED and self.transport is not None:
-            self.transport.pause_reading()
+        elif len(self._waiting) > _PIPELINED and self._transport is not None:
+            self._transport.pause_reading()
 
-    def _throw_away(self, data: bytes) -> None:
-        """Bytes of a request that is turned away unread; behind the last of them it gets its answer."""
-        more, self._unread = data[self._unread :], max(0, self._unread - len(data))
-        if self._unread:
+    def eof_received(self) -> bool:
+        """The client sends no more; complete requests are still answered."""
+        self._eof = True
+        if not self._ending:
+            self._ending = True
+            if self._in_head or (self._waiting and not self._waiting[-1].complete):
+                ended = "the request ended before its headers and the length that they announce; send it whole"
+                self._refuse(RefusedError(400, ended))
+        return self._state == _BUSY
+
+    def pause_writing(self) -> None:
+        self._writing_paused_at = self._loop.time()
+
+    def resume_writing(self) -> None:
+        self._writing_paused_at = None
+
+    # --- the parser ---
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser. Raises RefusedError for what is no acceptable request."""
+        while True:
+            try:
+                return self._parser.feed_data(data)
+            except HttpParserUpgrade as upgrade:  # the offer of another protocol is ignored, as RFC 9110, 7.8 allows
+                data = data[upgrade.args[0] :]
+                if self._request.body_skipped:
+                    self._expect_body(self._request)
+                if not data:
+                    return
+            except HttpParserError as error:
+                if self._ending:  # bytes behind a request with "Connection: close"
+                    return
+                if isinstance(error.__context__, RefusedError):
+                    raise error.__context__ from None
+                self._server.counts.add("hotrow_connections_refused_total", "bad")
+                message = f"this is no HTTP/1.1 request: {shown(str(error))}; see RFC 9112"
+                raise RefusedError(400, message) from None
+
+    def _expect_body(self, request: HttpRequest) -> None:
+        """Read the body of a request with an Upgrade header. httptools takes what follows such a head for the other
+        protocol, so a new parser is given a head with the same framing and no Upgrade."""
+        length = request.headers.get("content-length")
+        lines = [
+            b"POST / HTTP/1.1",
+            b"Transfer-Encoding: chunked" if length is None else b"Content-Length: " + length.encode(),
+        ]
+        lines += [] if request.keep_alive else [b"Connection: close"]
+        self._parser = HttpRequestParser(self)
+        self._parser.feed_data(b"\r\n".join([*lines, b"", b""]))
+        request.body_skipped = False
+
+    def on_message_begin(self) -> None:
+        if self._request.body_skipped:
             return
-        self._state, self._since = _IDLE, self._loop.time()
-        if self.transport is not None and not self.transport.is_closing():
-            self.transport.write(self._server.turning_away)
-            self.transport.pause_reading()
-            self._server.door.shut_out(self, self._loop)
-        if more:
-            self.data_received(more)
+        self._request, self._in_head = HttpRequest(), True
+        self._head_bytes = self._header_size = 0
+        self._hold(_REQUEST_BYTES)
 
-    def stop_hearing(self) -> bool:
-        """Not to be read for a while, unless it has begun to say something. Whether that is so now."""
-        if self._state != _IDLE or self._last or self.transport is None or self.transport.is_closing():
+    def on_url(self, part: bytes) -> None:
+        if self._in_head:
+            self._request.target += part
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # a trailer is dropped
+            self._request.add_header(name, value)
+            self._header_size += len(name) + len(value) + 4
+
+    def on_headers_complete(self) -> None:
+        request, parser, server = self._request, self._parser, self._server
+        if request.body_skipped:
+            return
+        self._in_head = False
+        version = parser.get_http_version()
+        request.method = parser.get_method().decode("latin-1")
+        line = len(f"{request.method}  HTTP/{version}\r\n\r\n") + len(request.target)  # and the empty line at the end
+        if line + self._header_size > server.header_bytes:
+            raise headers_too_large(server.limits)
+        request.http10 = version == "1.0"
+        request.keep_alive = parser.should_keep_alive() and not request.asks_to_close
+        request.check(version, server.limits)
+        request.body_skipped = parser.should_upgrade() and request.announces_body
+        request.shed = self._shedding and request.is_inference
+        self._waiting.append(request)
+
+    def on_body(self, part: bytes) -> None:
+        request = self._request
+        if request.shed:
+            self._release(len(part))
+        else:
+            request.parts.append(part)
+        request.size += len(part)
+        if request.size > self._server.body_bytes:  # chunked: no length was announced
+            raise too_large(request.size, self._server.limits)
+
+    def on_message_complete(self) -> None:
+        if self._request.body_skipped:
+            return
+        self._request.keep_alive = self._request.keep_alive and self._parser.should_keep_alive()
+        self._request.complete = True
+        if not self._request.keep_alive:
+            self._ending = True
+
+    # --- requests ---
+
+    def _next(self) -> None:
+        """Answer the first request that waits, if it is complete; else read on, or end."""
+        waiting = self._waiting
+        while waiting and waiting[0].complete and waiting[0].shed:
+            self._shed(waiting.popleft())
+        if waiting and waiting[0].complete:
+            self._state = _BUSY
+            self._task = self._loop.create_task(self._answer(waiting.popleft()))
+        elif self._final is not None:
+            self._send_final(self._final)
+        elif self._ending:
+            self._close()
+        elif waiting:
+            self._state = _READING
+            if waiting[0].expects_continue and self._transport is not None:
+                del waiting[0].headers["expect"]
+                self._transport.write(_CONTINUE)
+        else:
+            self._state = _READING if self._in_head else _IDLE
+            self._release(self._held)
+
+    async def _answer(self, request: HttpRequest) -> None:
+        call = request.call(self._waited)
+        request.parts.clear()
+        try:
+            reply = await self._server.handler(call)
+        except RefusedError as error:
+            reply = refusal(error)
+        except Exception:
+            log.exception("%s %s failed", request.method, shown(call.path))
+            reply = refusal(RefusedError(500, "the server failed to answer; its log says why"))
+        self._task = None
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        more = self._final is not None or (self._waiting and self._waiting[0].complete)
+        close = not request.keep_alive or self._server.draining or (self._ending and not more)
+        head = reply.head(close, request.http10)
+        transport.write(head if request.method == "HEAD" else head + reply.body)
+        self._since = self._loop.time()
+        if close:
+            self._ending = True
+            self._waiting.clear()
+            self._state = _IDLE
+            return self._close()
+        self._release(request.size + _REQUEST_BYTES if self._waiting else self._held)
+        if not self._ending and len(self._waiting) <= _PIPELINED // 2:
+            transport.resume_reading()
+        self._next()
+
+    # --- load shedding (door.py) ---
+
+    def _shed(self, request: HttpRequest) -> None:
+        """Refuse a request whose body was dropped as it came, and read nothing more for a moment."""
+        server, transport = self._server, self._transport
+        if transport is None or transport.is_closing():
+            return
+        if not server.door.crowded:
+            server.hold_back()
+        self._since = self._loop.time()
+        if request.keep_alive and not server.draining:
+            transport.write(server.shed_reply)
+            transport.pause_reading()
+            server.door.shut_out(self, self._loop)
+        else:
+            reply = server.door.refusal()
+            self._ending, self._final = True, reply
+            self._waiting.clear()
+
+    def pause_if_idle(self) -> bool:
+        """Stop reading, unless a request has begun; whether reading has stopped."""
+        if self._state != _IDLE or self._ending or self._transport is None or self._transport.is_closing():
             return False
-        self.transport.pause_reading()
+        self._transport.pause_reading()
         return True
 
     def let_in(self) -> None:
-        """One that was shut out is read again."""
-        if self.transport is not None and not self.transport.is_closing():
-            self.transport.resume_reading()
+        """Read again after `pause_if_idle` or a refusal."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
-    def eof_received(self) -> bool:
-        """The client sends no more; what it sent whole is still answered."""
-        if self._last:
-            return True
-        if self._waiting and not self._waiting[0][1].is_eof() and self._state != _BUSY:
-            self._refuse(RefusedError(400, "the body ended before the length that its headers announce; send it whole"))
-            return True
-        self._last = True
-        return self._state == _BUSY
-
-    def pause_reading(self) -> None:
-        """Nothing: the parser's streams ask for it by their own limits, and this class pauses by its own."""
-
-    def resume_reading(self, resume_parser: bool = True) -> None:
-        """Nothing; the parser's base would feed the parser again from within, while a request is being taken."""
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stuck = self._loop.time()
+    # --- the end ---
 
     def check(self, now: float) -> None:
-        """Close a connection that has taken too long."""
+        """Close the connection if it has taken too long."""
         limits, counts = self._server.limits, self._server.counts
-        waited = now - self._since
-        if self._paused and now - self._stuck > limits.answer_seconds:
+        elapsed = now - self._since
+        if self._writing_paused_at is not None and now - self._writing_paused_at > limits.answer_seconds:
             counts.add("hotrow_connections_refused_total", "slow")
             self.abort()
-        elif self._last:
-            if self._state != _BUSY and waited > limits.read_seconds:
+        elif self._ending:
+            if self._state != _BUSY and elapsed > limits.read_seconds:
                 self.abort()
-        elif self._state == _READING and waited > limits.read_seconds:
+        elif self._state == _READING and elapsed > limits.read_seconds:
             counts.add("hotrow_connections_refused_total", "slow")
             self._refuse(
                 RefusedError(408, f"the request was not whole after {limits.read_seconds:g} s; send it in one go")
             )
-        elif self._state == _IDLE and waited > limits.idle_seconds:
+        elif self._state == _IDLE and elapsed > limits.idle_seconds:
             counts.add("hotrow_connections_refused_total", "idle")
             self._close()
 
     def drain(self) -> None:
         """Close when nothing is in flight."""
         if self._state == _BUSY:
-            self._last = True
-        elif not self._last:
+            self._ending = True
+        elif not self._ending:
+            self._ending = True
             self._close()
 
     def abort(self) -> None:
         """Close now, whatever is in flight."""
-        if self.transport is not None:
-            self.transport.abort()
-
-    def _accept(self, message: Any, payload: Any, long: bool) -> bool:
-        """Whether a request whose headers have come may send its body."""
-        server = self._server
-        announced = message.headers.get("Content-Length")  # the parser has seen that it is a number
-        if announced is not None and int(announced) > server.body_bytes:
-            self._refuse(too_large(int(announced), server.limits))
-            return False
-        if long and sum(len(name) + len(value) + 4 for name, value in message.raw_headers) > server.header_bytes:
-            self._refuse(_headers_too_large(server.limits))
-            return False
-        if message.upgrade or message.method == "CONNECT":
-            self._refuse(RefusedError(501, "this server speaks HTTP/1.1 alone; send no Upgrade and no CONNECT"))
-            return False
-        if "Expect" in message.headers and self.transport is not None and not payload.is_eof():
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._waiting.append((message, payload))
-        return True
-
-    def _next(self) -> None:
-        """Answer the first request that waits, if it is whole."""
-        if not self._waiting:
-            self._state = _IDLE if self._head == 0 else _READING
-            self._release(self._held)
-            return
-        message, payload = self._waiting[0]
-        if not payload.is_eof():
-            self._state = _READING
-            return
-        self._waiting.popleft()
-        self._state = _BUSY
-        try:
-            body = payload.read_nowait()
-        except Exception as error:
-            self._state = _READING
-            self._refuse(RefusedError(400, f"the body cannot be read: {shown(str(error))}; send it as its headers say"))
-            return
-        self._task = self._loop.create_task(self._answer(message, body))
-
-    async def _answer(self, message: Any, body: bytes) -> None:
-        try:
-            reply = await self._server.handler(Call(message.method, message.path, message.headers, body, self._waited))
-        except RefusedError as error:
-            reply = refusal(error)
-        except Exception:
-            log.exception("%s %s failed", message.method, shown(message.path))
-            reply = refusal(RefusedError(500, "the server failed to answer; its log says why"))
-        self._task = None
-        transport = self.transport
-        if transport is None or transport.is_closing():
-            return
-        more = self._waiting and self._waiting[0][1].is_eof()
-        last = message.should_close or self._server.draining or (self._last and not more)
-        transport.write(_head(reply, last, message.version == (1, 0)) + reply.body)
-        self._since = self._loop.time()
-        if last:
-            self._last = True
-            self._close()
-            return
-        self._release(len(body) if self._waiting else self._held)
-        if self._waiting and len(self._waiting) <= _PIPELINED // 2:
-            transport.resume_reading()
-        self._next()
+        if self._transport is not None:
+            self._transport.abort()
 
     def _refuse(self, error: RefusedError) -> None:
-        """Say why, and close once it is said; nothing more is read."""
-        self._last = True
-        self._waiting.clear()
+        """Read nothing more; answer what is complete, say why, close."""
+        self._ending, self._final = True, error
+        while self._waiting and not self._waiting[-1].complete:
+            self._waiting.pop()
+        if self._state != _BUSY:
+            self._next()
+
+    def _send_final(self, error: RefusedError) -> None:
+        transport = self._transport
         self._release(self._held)
-        transport = self.transport
+        self._state, self._since, self._final = _IDLE, self._loop.time(), None
         if transport is None or transport.is_closing():
             return
-        if self._state == _BUSY:  # an earlier request is being answered: its answer comes first, then the end
-            return
         reply = refusal(error)
-        transport.write(_head(reply, True, False) + reply.body)
-        self._state, self._since = _IDLE, self._loop.time()
-        self._close_gently()
+        transport.write(reply.head(True, False) + reply.body)
+        if self._eof or not transport.can_write_eof():
+            return transport.close()
+        transport.write_eof()
+        transport.resume_reading()
+        self._loop.call_later(_LINGER_SECONDS, self._linger, self._dropped, _LINGER_ROUNDS)
+
+    def _linger(self, dropped: int, rounds: int) -> None:
+        """Go on dropping what the client sends. Closing at once would reset the connection, and a client that is still
+        sending would lose the refusal."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if rounds and self._dropped > dropped and not self._server.draining:
+            self._loop.call_later(_LINGER_SECONDS, self._linger, self._dropped, rounds - 1)
+        else:
+            self._transport.abort()
 
     def _close(self) -> None:
-        if self.transport is not None:
-            self.transport.close()
+        if self._transport is not None:
+            self._transport.close()
 
-    def _close_gently(self) -> None:
-        """Close what we send and throw away what the client still sends for a moment: closing at once would reset the
-        connection, and the client would lose the reason with it."""
-        transport = self.transport
-        assert transport is not None
-        if transport.can_write_eof():
-            transport.write_eof()
-            self._loop.call_later(1.0, transport.abort)
-        else:
-            transport.close()
+    def _hold(self, size: int) -> None:
+        self._held += size
+        self._server.held += size
 
     def _release(self, size: int) -> None:
         size = min(size, self._held)
@@ -458,90 +380,11 @@ class Connection(BaseProtocol):
         self._server.held -= size
 
 
-def lain(accepted: socket.socket) -> float:
-    """Seconds since the last bytes came to this socket, as the kernel knows it, to some milliseconds; 0 where it does
-    not say. What was just read came then: in a flood that is where requests grow old."""
+def seconds_since_last_received(accepted: socket.socket) -> float:
+    """Seconds since the kernel received this socket's last bytes, to some milliseconds; 0 where it does not say. Under
+    overload this is where a request waits longest, and nothing else measures it."""
     try:
-        told = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TOLD_BYTES)
+        info = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     except (OSError, AttributeError):  # closed, or another system
         return 0.0
-    return _LAST_CAME.unpack_from(told, _LAST_CAME_AT)[0] / 1000 if len(told) == _TOLD_BYTES else 0.0
-
-
-def plain_length(data: bytes, most: int) -> int:
-    """The length of a request to infer, head and body, as its first bytes announce it; 0 for one that is not plain,
-    or not of at most so many bytes: such a one is read with care.
-
-    >>> plain_length(b"POST /v2/models/ctr/infer HTTP/1.1\\r\\nContent-Length: 3\\r\\n\\r\\nab", 100)
-    60
-    """
-    end = data.find(b"\r\n\r\n", 0, 8192)
-    if end < 0 or _PLAIN.match(data) is None:
-        return 0
-    head = data[:end].lower()
-    lengths = _LENGTH.findall(head)
-    if len(lengths) != 1 or _SPECIAL.search(head) or int(lengths[0]) > most:
-        return 0
-    return end + 4 + int(lengths[0])
-
-
-def too_large(size: int, limits: Limits) -> RefusedError:
-    """The error of a body beyond the limit."""
-    return RefusedError(413, f"a body of {size} bytes or more is over the limit body={limits.body}; send fewer rows")
-
-
-def _headers_too_large(limits: Limits) -> RefusedError:
-    return RefusedError(431, f"the headers are over the limit headers={limits.headers}; send fewer or shorter ones")
-
-
-def _head(reply: Reply, last: bool, old: bool) -> bytes:
-    ending = b"Connection: close\r\n\r\n" if last else b"Connection: keep-alive\r\n\r\n" if old else b"\r\n"
-    return b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n%b%b" % (
-        reply.status,
-        _PHRASES.get(reply.status, "Error").encode(),
-        reply.kind,
-        len(reply.body),
-        reply.headers,
-        ending,
-    )
-
-
-def listen(host: str, port: int, reuse_port: bool) -> list[socket.socket]:
-    """A socket that listens on each of the host's addresses, all on one port."""
-    found: list[socket.socket] = []
-    kinds = dict.fromkeys(
-        info[0::4] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    )
-    try:
-        for family, address in kinds:
-            each = socket.socket(family, socket.SOCK_STREAM)
-            found.append(each)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if reuse_port:
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if family == socket.AF_INET6:
-                each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            each.bind((address[0], port, *address[2:]))
-            port = each.getsockname()[1]
-            each.listen(_BACKLOG)
-            each.setblocking(False)
-    except OSError:
-        for each in found:
-            each.close()
-        raise
-    return found
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server on this address.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0")
-    (True, False)
-    """
-    import ipaddress
-
-    try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
-    return bool(found) and all(ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in found)
+    return _LAST_RECEIVED.unpack_from(info, _LAST_RECEIVED_AT)[0] / 1000 if len(info) == _TCP_INFO_BYTES else 0.0

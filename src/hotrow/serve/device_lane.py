@@ -5,8 +5,8 @@
 A lane has a *room* for each bucket of its ladder: static inputs (keys, pooled vectors, dense features), both graphs and
 a pinned place for the logits. A batch takes the smallest room it fits. Between the graphs the host learns what HBM
 lacked and has it filled in (table/hot_read.py). All that is one call of the core, which needs no lock of Python's
-(core/device/room.h). Rows of a room behind the batch hold what was there before: a tower is row-wise, and nobody reads
-them.
+(core/device/graph_runner.h). Rows of a room behind the batch hold what was there before: a tower is row-wise, and
+nobody reads them.
 
 A batch of more than PIECE rows is cut, and its pieces go through rooms in turn: the device has been asked for the next
 piece's rows before it gets this one's tower, so the cores gather what is missing of one while the tower of the one

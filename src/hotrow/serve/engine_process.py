@@ -12,7 +12,8 @@ To the supervisor the process writes a line of JSON on stdout for each event (li
 it ends when its stdin does: no engine outlives its supervisor. SIGTERM drains: what was admitted is answered, then it
 ends with 0.
 
-Started as `python -m hotrow.serve.engine_process '{"socket": ..., "repository": ...}'` (EngineOptions as JSON).
+Started as `python -m hotrow.serve.engine_process`, with its EngineOptions as JSON in the first line on stdin: addresses
+among them may have passwords, which must not be seen in the arguments.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from hotrow import _core
 from hotrow.errors import OptionError
 from hotrow.serve import frames
+from hotrow.serve.engine_options import EngineOptions
 from hotrow.serve.engine_socket import Connection
 from hotrow.serve.freshness import Alarm
 from hotrow.serve.lanes import Frame, Lanes, LineKey, refuse
 from hotrow.serve.misses import Misses
-from hotrow.serve.processes import spare_collection
+from hotrow.serve.processes import read_options, spare_collection
 from hotrow.serve.request import POLICIES, RefusedError
+from hotrow.serve.restore import Restore
 from hotrow.serve.tensorbatch import Ask, Line, QueueLimits, TensorBatch
 from hotrow.serve.versions import Loader, Model, Models, Version
 
@@ -51,29 +53,6 @@ log = logging.getLogger(__name__)
 FIGURES_SECONDS = 1.0
 SWITCH_SECONDS = 0.0005  # a thread keeps the interpreter from others no longer: a lane that has its logits wants it
 DEADLINE = 1.0  # seconds, where neither request nor version nor option says
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What an engine is told by its supervisor."""
-
-    socket: str
-    repository: str
-    models: tuple[str, ...] = ()  # () is all that the repository has
-    loader: str = "hotrow.serve.servable:open_version"  # module:function(folder, options) -> Servable
-    options: dict[str, Any] = field(default_factory=dict)  # the loader's: dram, ssd, hbm
-    lanes: int = 1
-    threads: int = 1  # of each lane
-    policy: str | None = None  # instead of the versions' own
-    max_rows: int = 1024
-    max_wait: float = 0.002
-    deadline: float | None = None  # likewise
-    queue_rows: int = 262_144
-    queue_bytes: int = 512 << 20
-    miss_workers: int = 4
-    stale_after: float | None = None  # seconds: an alarm when what a version answers from is older
-    poll: float = 0.0  # seconds between looks at the repository; 0: never
-    drain: float = 10.0  # seconds
 
 
 class Target(NamedTuple):
@@ -105,6 +84,7 @@ class EngineProcess:
             {"max_rows": options.max_rows, **options.options},
             self._models_changed,
         )
+        self.restore = Restore(self.models, tell)
         self.lanes = Lanes(options.lanes, options.threads, self.queue)
         self.alarms: dict[str, Alarm] = {}
         self.connections: set[Connection] = set()
@@ -121,12 +101,7 @@ class EngineProcess:
         sys.setswitchinterval(SWITCH_SECONDS)
         self._listen()
         self.lanes.start()
-        for name in self.options.models or self.models.names():
-            try:
-                version = self.models.load(name)
-                self.tell("loaded", model=name, version=version.name)
-            except RefusedError as error:
-                self.tell("refused", model=name, why=str(error))
+        self.restore.begin(self.options.restore, self.options.models or self.models.names())
         self.loaded = True
         self._models_changed()
         threading.Thread(target=self._tick, name="hotrow-clock", daemon=True).start()
@@ -156,7 +131,7 @@ class EngineProcess:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.options.socket)
         os.chmod(self.options.socket, 0o600)
-        self._listener.listen(64)
+        self._listener.listen(64)  # before this nobody can connect, whoever may see the socket
         threading.Thread(target=self._accept, name="hotrow-accept", daemon=True).start()
         self.tell("listening", socket=self.options.socket)
 
@@ -179,6 +154,7 @@ class EngineProcess:
         polled = time.monotonic()
         while not self._stopped.wait(FIGURES_SECONDS):
             self._look_at_ages()
+            self.restore.retry()
             figures = self.figures()
             self._broadcast({"figures": figures})
             self.tell("figures", **figures)
@@ -308,6 +284,7 @@ class EngineProcess:
         raise RefusedError(400, f"unknown command {op!r}")
 
     def _unload(self, name: str) -> None:
+        self.restore.forget(name)
         model = self.models.unload(name)
         until = time.monotonic() + self.options.drain
         while self.queue.busy(model.group) and time.monotonic() < until:  # its last answers leave
@@ -389,6 +366,8 @@ class EngineProcess:
         self._lines = {}
         self.queue.forget(self._stale)
         self._broadcast(self.describe())
+        if self.loaded:
+            self.tell("models", versions=self.restore.in_service())
 
     def _stale(self, key: LineKey) -> bool:
         """Whether a line's model or version is no longer loaded."""
@@ -475,21 +454,15 @@ def tell(event: str, **content: Any) -> None:
         sys.stdout.flush()
 
 
-def parse_options(text: str) -> EngineOptions:
-    """EngineOptions from JSON."""
-    found = json.loads(text)
-    found["models"] = tuple(found.get("models", ()))
-    return EngineOptions(**found)
-
-
-def main(arguments: list[str]) -> int:
+def main() -> int:
     """The process."""
-    options = parse_options(arguments[0])
+    given, said = read_options()
+    options = EngineOptions(**{**given, "models": tuple(given.get("models", ()))})
     logging.basicConfig(level=logging.INFO, format="engine %(process)d: %(message)s", stream=sys.stderr)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    threading.Thread(target=_end_with_supervisor, args=(stop,), name="hotrow-stdin", daemon=True).start()
+    threading.Thread(target=_end_with_supervisor, args=(stop, said), name="hotrow-stdin", daemon=True).start()
     torch.set_num_threads(options.threads)
     _core.set_threads(max(1, options.threads))
     sys.setswitchinterval(0.001)
@@ -503,14 +476,14 @@ def main(arguments: list[str]) -> int:
     return 0 if engine.stop() else 1
 
 
-def _end_with_supervisor(stop: threading.Event) -> None:
-    while os.read(0, 4096):
+def _end_with_supervisor(stop: threading.Event, said: BinaryIO) -> None:
+    for _ in said:
         pass
     stop.set()
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    code = main()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # all that matters has ended; daemon threads inside torch need no finalizing

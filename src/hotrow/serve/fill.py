@@ -13,8 +13,9 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hotrow.credentials import public
 from hotrow.serve.repository import Version
-from hotrow.table.remote_plan import is_local, named, share_remote, unshare_remote
+from hotrow.table.remote_tables import is_local, share_remote, unshare_remote
 from hotrow.tiers.host import scan_snapshot
 from hotrow.tiers.remote import Keys, RemoteStore, TableFormat, bits_for, fill
 
@@ -58,6 +59,6 @@ def fill_local(version: Version, url: str) -> None:
         marks = store.marks()
         if not marks.filled or marks.complete < int(version.manifest["publication"]):
             rows = fill_from_export(store, version)
-            log.info("filled %s with %d rows of %s", named(url), rows, version.path)
+            log.info("filled %s with %d rows of %s", public(url), rows, version.path)
     finally:
         unshare_remote(url)

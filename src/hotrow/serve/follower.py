@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from hotrow.credentials import public
 from hotrow.errors import BusError, HotRowError, PublishError
 from hotrow.publish.bus import open_bus
 from hotrow.publish.history import newest_commit
@@ -76,6 +77,7 @@ class Follower:
     def __init__(self, served: Served, bus: str, exports: Path | None, quarantine: Path | None = None) -> None:
         open_bus(bus).close()  # a wrong address is an error now
         self.served, self.bus, self.exports, self.quarantine = served, bus, exports, quarantine
+        self.where = public(bus)
         self.counts = FollowerCounts()
         self.state, self.why = STARTING, ""
         self.heard = time.time()  # of anything whole on the bus
@@ -126,7 +128,7 @@ class Follower:
             except (PublishError, HotRowError) as error:
                 self._be(STUCK, str(error))
             except Exception as error:
-                log.exception("following %s failed", self.bus)
+                log.exception("following %s failed", self.where)
                 self._be(STUCK, f"{type(error).__name__}: {error}")
             wait = RETRY[0] if self.served.fresh.publication != before else min(2 * wait, RETRY[1])
             self._stop.wait(wait)
@@ -218,7 +220,8 @@ class Follower:
     def _be(self, state: str, why: str = "") -> None:
         if state != self.state or why != self.why:
             level = logging.WARNING if state in (BEHIND, AWAY, STUCK) else logging.INFO
-            log.log(level, "bus %s: %s at publication %d%s", self.bus, state, self.served.fresh.publication, _why(why))
+            at = self.served.fresh.publication
+            log.log(level, "bus %s: %s at publication %d%s", self.where, state, at, _why(why))
         self.state, self.why = state, why
         if state not in (STARTING, CATCHING_UP, BEHIND):
             self._settled.set()

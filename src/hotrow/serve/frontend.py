@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from hotrow.errors import OptionError
 from hotrow.serve.backend import Backend, Figures
-from hotrow.serve.connection import HttpServer, is_loopback
 from hotrow.serve.http import HttpProtocol, MetricsPage
+from hotrow.serve.http_server import HttpServer, is_loopback
 from hotrow.serve.limits import Limits
 from hotrow.serve.metrics import added
 from hotrow.serve.service import Service
@@ -47,7 +47,7 @@ class FrontendOptions:
     http_port: int | None = 8000
     grpc_port: int | None = 8001
     metrics_port: int | None = 8002
-    token: str | None = None  # for loading and unloading; needed off loopback
+    token: str | None = field(default=None, repr=False)  # for loading and unloading; needed off loopback
     limits: Limits = field(default_factory=Limits)
     drain_seconds: float = 30.0
     reuse_port: bool = False
@@ -58,7 +58,9 @@ class FrontendOptions:
             if port is not None and (type(port) is not int or not 0 <= port < 65536):
                 raise OptionError(f"{option}={port!r}; give a port from 0 to 65535, or None")
         if self.token is not None and (len(self.token) < 16 or not self.token.isascii() or " " in self.token):
-            raise OptionError("token= is short or has spaces; give 16 or more ASCII characters: openssl rand -hex 32")
+            raise OptionError(
+                "the token is short or has spaces; give 16 or more ASCII characters: openssl rand -hex 32"
+            )
 
 
 class Frontend:

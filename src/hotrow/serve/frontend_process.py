@@ -1,10 +1,12 @@
 """A front end as a process: a RemoteBackend over the engines' sockets, and the ports of frontend.py over it.
 
 It writes lines of JSON for its supervisor on stdout (ready with its ports, figures once a second), and reads lines from
-stdin: `{"others": [...]}`, the figures of the other front ends, for the metrics page of the one that has that port. It
-ends when stdin does. SIGTERM drains: no new connections, what was asked is answered, then it ends with 0.
+stdin: first its options (`{"sockets": [...], "options": {...}}`, FrontendOptions with the token, which must not be seen
+among the arguments), then `{"others": [...]}`, the figures of the other front ends, for the metrics page of the one
+that has that port. It ends when stdin does. SIGTERM drains: no new connections, what was asked is answered, then it
+ends with 0.
 
-Started as `python -m hotrow.serve.frontend_process '{"sockets": [...], "options": {...}}'`.
+Started as `python -m hotrow.serve.frontend_process`.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ import os
 import signal
 import sys
 import threading
-from typing import Any
+from typing import Any, BinaryIO
 
 from hotrow.errors import OptionError
 from hotrow.serve.backend import Figures
 from hotrow.serve.frontend import Frontend, FrontendOptions
 from hotrow.serve.limits import Limits
-from hotrow.serve.processes import spare_collection
+from hotrow.serve.processes import read_options, spare_collection
 from hotrow.serve.remote_backend import RemoteBackend
 
 
@@ -35,14 +37,14 @@ def tell(event: str, **content: Any) -> None:
         pass
 
 
-async def serve(sockets: list[str], options: FrontendOptions) -> int:
+async def serve(sockets: list[str], options: FrontendOptions, said: BinaryIO) -> int:
     """Until told to stop."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     others: list[Figures] = []
-    threading.Thread(target=_listen, args=(loop, stop, others), daemon=True).start()
+    threading.Thread(target=_listen, args=(loop, stop, others, said), daemon=True).start()
     backend = RemoteBackend(sockets)
     await backend.open()
     frontend = Frontend(backend, options, lambda: others)
@@ -64,29 +66,28 @@ async def serve(sockets: list[str], options: FrontendOptions) -> int:
     return 0
 
 
-def _listen(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, others: list[Figures]) -> None:
+def _listen(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, others: list[Figures], said: BinaryIO) -> None:
     """What the supervisor says; its end is ours."""
-    with os.fdopen(os.dup(0), "rb") as lines:
-        for line in lines:
-            said = json.loads(line)
-            others[:] = [{tuple(key): value for *key, value in figures} for figures in said["others"]]
+    for line in said:
+        figures = json.loads(line)["others"]
+        others[:] = [{tuple(key): value for *key, value in front_end} for front_end in figures]
     loop.call_soon_threadsafe(stop.set)
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     """The process."""
     logging.basicConfig(level=logging.INFO, format="front end %(process)d: %(message)s", stream=sys.stderr)
-    says = json.loads(arguments[0])
-    options = FrontendOptions(**{**says["options"], "limits": Limits(**says.get("limits", {}))})
+    given, said = read_options()
+    options = FrontendOptions(**{**given["options"], "limits": Limits(**given["options"]["limits"])})
     try:
         import uvloop
     except ModuleNotFoundError:
-        return asyncio.run(serve(says["sockets"], options))
-    code: int = uvloop.run(serve(says["sockets"], options))
+        return asyncio.run(serve(given["sockets"], options, said))
+    code: int = uvloop.run(serve(given["sockets"], options, said))
     return code
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    code = main()
     sys.stdout.flush()
     os._exit(code)

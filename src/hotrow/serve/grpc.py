@@ -5,6 +5,9 @@ each input in order, or as typed contents, not both; answers have raw_output_con
 as gRPC's code, its message as the details, and its retry_after as trailing metadata `retry-after` in seconds. A
 client's own gRPC deadline is the request's deadline when it names none.
 
+A message over the limit `body` is refused by name, with INVALID_ARGUMENT. grpc itself refuses to read one of more than
+twice the limit (RESOURCE_EXHAUSTED), and its words name no option.
+
 Message classes are made once in `_messages`; importing this module needs grpcio and protobuf.
 """
 
@@ -23,9 +26,11 @@ from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 
 from hotrow.serve.grpc_messages import METHODS, SERVICE, build
+from hotrow.serve.http_message import too_large
+from hotrow.serve.limits import Limits
 from hotrow.serve.protocol import ModelInputs, Recipe, Wishes, answer_parameters, outputs_of, read_wishes
 from hotrow.serve.request import Answer, RefusedError, Request
-from hotrow.serve.service import Service, model_config, model_metadata, server_metadata
+from hotrow.serve.service import Caller, Service, model_config, model_metadata, server_metadata
 from hotrow.serve.tensors import BYTES, Declared, Elements, as_type, bad, declare, decoded, from_bytes, shown
 
 log = logging.getLogger("hotrow.serve")
@@ -35,7 +40,7 @@ _CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
-    413: grpc.StatusCode.OUT_OF_RANGE,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -56,6 +61,7 @@ _CONTENTS = {
 }
 _PARAMETERS = ("bool_param", "int64_param", "string_param", "double_param", "uint64_param")
 _LONGEST = 3600.0
+_LARGEST_MESSAGE = (1 << 31) - 1  # bytes, by the type of grpc's option
 
 
 @functools.cache
@@ -75,7 +81,7 @@ class GrpcServer:
         limits = self.service.limits
         self._server = grpc.aio.server(
             options=[
-                ("grpc.max_receive_message_length", limits.body_bytes),
+                ("grpc.max_receive_message_length", min(2 * limits.body_bytes, _LARGEST_MESSAGE)),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_metadata_size", limits.header_bytes),
                 ("grpc.max_concurrent_streams", limits.in_flight),
@@ -102,7 +108,7 @@ class GrpcServer:
         classes, calls, methods = _messages(), Calls(self.service), {}
         for name, (request, response) in METHODS.items():
             make = grpc.unary_unary_rpc_method_handler
-            behaviour: Any = _refusing(getattr(calls, name), classes[request])
+            behaviour: Any = _refusing(getattr(calls, name), classes[request], self.service.limits)
             if name == "ModelStreamInfer":
                 make, behaviour = grpc.stream_stream_rpc_method_handler, calls.ModelStreamInfer
             # Bytes are parsed by us: grpc answers what it cannot parse with UNKNOWN and a traceback in the log.
@@ -110,12 +116,14 @@ class GrpcServer:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
-def _refusing(call: Callable[[Any, Any], Awaitable[Any]], kind: Any) -> Callable[[bytes, Any], Awaitable[Any]]:
+def _refusing(
+    call: Callable[[Any, Any], Awaitable[Any]], kind: Any, limits: Limits
+) -> Callable[[bytes, Any], Awaitable[Any]]:
     """The call of a message's bytes, with errors as gRPC tells them."""
 
     async def answer(data: bytes, context: Any) -> Any:
         try:
-            return await call(_parsed(kind, data), context)
+            return await call(_parsed(kind, data, limits), context)
         except RefusedError as error:
             trailing = (
                 () if error.retry_after is None else (("retry-after", str(max(1, math.ceil(error.retry_after)))),)
@@ -130,7 +138,9 @@ def _refusing(call: Callable[[Any, Any], Awaitable[Any]], kind: Any) -> Callable
     return answer
 
 
-def _parsed(kind: Any, data: bytes) -> Any:
+def _parsed(kind: Any, data: bytes, limits: Limits) -> Any:
+    if len(data) > limits.body_bytes:
+        raise too_large(len(data), limits)
     try:
         return kind.FromString(data)
     except DecodeError as error:
@@ -184,12 +194,12 @@ class Calls:
             raise bad(
                 "a model is loaded from its folder as it is; export a new version instead of sending config or files"
             )
-        await self.service.load(request.model_name, _authorization(context), None)
+        await self.service.load(request.model_name, Caller(_authorization(context)))
         return self._make["RepositoryModelLoadResponse"]()
 
     async def RepositoryModelUnload(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Unload a model."""
-        await self.service.unload(request.model_name, _authorization(context), None)
+        await self.service.unload(request.model_name, Caller(_authorization(context)))
         return self._make["RepositoryModelUnloadResponse"]()
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -210,7 +220,7 @@ class Calls:
         async for data in requests:
             name = ""
             try:
-                request = _parsed(self._make["ModelInferRequest"], data)
+                request = _parsed(self._make["ModelInferRequest"], data, self.service.limits)
                 name = request.id
                 yield make(infer_response=await self.ModelInfer(request, context))
             except RefusedError as error:

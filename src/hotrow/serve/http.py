@@ -10,18 +10,19 @@ compressed when the client accepts it and they are long enough to gain (`_WORTH`
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 from urllib.parse import unquote
 
-from hotrow.serve.connection import Call, Reply, too_large
+from hotrow.serve.http_message import Call, Reply, too_large
 from hotrow.serve.limits import Limits
 from hotrow.serve.metrics import added, render
 from hotrow.serve.protocol import ModelInputs, parse_json, write
 from hotrow.serve.request import Request
-from hotrow.serve.service import Service, model_config, model_metadata, server_metadata
+from hotrow.serve.service import Caller, Service, model_config, model_metadata, server_metadata
 from hotrow.serve.tensors import bad, shown
 
 _WORTH = 1024
@@ -46,8 +47,8 @@ class HttpProtocol:
     async def _infer(self, call: Call, parts: list[str]) -> Reply:
         _method(call, "POST")
         name, version, _ = _model(parts)
-        body = unpacked(call.body, call.headers.get("Content-Encoding"), self.service.limits)
-        header = _header_length(call.headers.get("Inference-Header-Content-Length"))
+        body = unpacked(call.body, call.headers.get("content-encoding"), self.service.limits)
+        header = _header_length(call.headers.get("inference-header-content-length"))
         self.service.counts.add("hotrow_request_bytes_total", "http", by=len(call.body))
 
         def read(inputs: ModelInputs, wanted: str | None) -> tuple[Request, Any]:
@@ -55,7 +56,7 @@ class HttpProtocol:
 
         answer, wishes = await self.service.infer(name, version, len(body), read, call.waited)
         text, length = write(answer, wishes)
-        return packed(text, length, call.headers.get("Accept-Encoding"))
+        return packed(text, length, call.headers.get("accept-encoding"))
 
     async def _rest(self, call: Call, parts: list[str]) -> Reply:
         service = self.service
@@ -92,7 +93,8 @@ class HttpProtocol:
 
     async def _repository(self, call: Call, parts: list[str]) -> Reply:
         _method(call, "POST")
-        authorization, origin = call.headers.get("Authorization"), call.headers.get("Origin")
+        headers = call.headers
+        caller = Caller(headers.get("authorization"), headers.get("origin"), headers.get("host"))
         match parts[2:]:
             case ["index"]:
                 asked = parse_json(call.body) if call.body else {}
@@ -100,10 +102,10 @@ class HttpProtocol:
                 return _json([asdict(entry) for entry in entries])
             case ["models", name, "load"]:
                 _no_parameters(call)
-                await self.service.load(name, authorization, origin)
+                await self.service.load(name, caller)
                 return Reply()
             case ["models", name, "unload"]:
-                await self.service.unload(name, authorization, origin)
+                await self.service.unload(name, caller)
                 return Reply()
         raise bad(f"there is nothing at {shown(call.path)}; ask for index, models/<name>/load or .../unload", 404)
 
@@ -125,7 +127,8 @@ class MetricsPage:
 
 def unpacked(body: bytes, encoding: str | None, limits: Limits) -> bytes:
     """A body without its compression; it never grows beyond the limit."""
-    if not encoding or encoding == "identity":
+    encoding = (encoding or "identity").lower()
+    if encoding == "identity":
         return body
     if encoding not in _ENCODINGS:
         raise bad(f"the body's Content-Encoding is {shown(encoding)}; send gzip, deflate or none", 415)
@@ -147,13 +150,18 @@ def packed(body: bytes, header: int | None, accepted: str | None) -> Reply:
     headers = b"" if header is None else b"Inference-Header-Content-Length: %d\r\n" % header
     kind = b"application/json" if header is None else _BYTES
     if accepted is not None and len(body) >= _WORTH:
-        offered = [part.split(";")[0].strip() for part in accepted.split(",")]
-        encoding = next((name for name in _ENCODINGS if name in offered), None)
+        encoding = next((name for name in _ENCODINGS if name in _wanted(accepted)), None)
         if encoding is not None:
             packer = zlib.compressobj(1, zlib.DEFLATED, 31 if encoding == "gzip" else 15)
             body = packer.compress(body) + packer.flush()
             headers += b"Content-Encoding: %b\r\n" % encoding.encode()
     return Reply(body, 200, kind, headers)
+
+
+def _wanted(accepted: str) -> list[str]:
+    """The codings that an Accept-Encoding names, without those of weight 0."""
+    offers = [part.partition(";") for part in accepted.lower().split(",")]
+    return [name.strip() for name, _, weight in offers if re.fullmatch(r"q=0(\.0*)?", weight.strip()) is None]
 
 
 def _parts(path: str) -> list[str]:

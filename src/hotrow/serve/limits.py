@@ -11,6 +11,7 @@ small body and 10^11 ids after it is spread over its rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from hotrow.config import parse_size
 from hotrow.errors import OptionError
@@ -30,7 +31,7 @@ class Limits:
     """
 
     body: str | int = "64MiB"  # one request, after decompression
-    json: str | int = "8MiB"  # the JSON part of it: JSON takes up to 20 times its length in memory
+    json: str | int = "32MiB"  # the JSON part of it: JSON takes up to 20 times its length in memory
     headers: str | int = "32KiB"  # the request line and all headers
     buffered: str | int = "1GiB"  # bodies that are being read or answered, all connections together
     rows: int = 131_072  # candidates of a request
@@ -49,22 +50,22 @@ class Limits:
             elif isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise OptionError(f"{field.name}={value!r}; give a number above 0")
 
-    @property
+    @cached_property
     def body_bytes(self) -> int:
         """Bytes of a body."""
         return parse_size(self.body, "body")
 
-    @property
+    @cached_property
     def json_bytes(self) -> int:
         """Bytes of a body's JSON."""
         return parse_size(self.json, "json")
 
-    @property
+    @cached_property
     def header_bytes(self) -> int:
         """Bytes of a request's headers."""
         return parse_size(self.headers, "headers")
 
-    @property
+    @cached_property
     def buffered_bytes(self) -> int:
         """Bytes of all bodies."""
         return parse_size(self.buffered, "buffered")

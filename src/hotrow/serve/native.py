@@ -10,6 +10,9 @@ inside the library.
 An artifact that calls ops for which torch has no C function needs torch's proxy executor, and so torch's loader. So
 does CUDA, where a run only launches: there every thread has a loader of its own, without locks, as CUDA graphs want
 it.
+
+torch documents neither the C interface nor the handles. They are used with the torch versions that were tested; with
+another, torch's loader runs the artifact, and where that has changed too, the original graph answers.
 """
 
 from __future__ import annotations
@@ -21,15 +24,19 @@ import threading
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hotrow.errors import HotRowError
+from hotrow.undocumented import ChangedError, describe, is_tested, look_up, warn_once
 
 Runner = Callable[[Sequence[Tensor]], Tensor]  # weights, then inputs
 PieceRunner = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # what a piece reads; what it gives
+Handles = tuple[Callable[[list[Tensor]], list[Any]], Callable[[Any], Tensor]]  # from tensors, and back to one
 WHOLE = "model"  # the name, in its package, of an artifact of a whole tower
+SLOWER = "Compiled towers are run by torch's own loader: the same results, but the lanes of a CPU take turns"
 
 
 class ArtifactError(HotRowError, RuntimeError):
@@ -45,11 +52,31 @@ def load(path: Path, device: torch.device, lanes: int) -> Runner:
 def load_piece(path: Path, piece: str, device: torch.device, lanes: int) -> PieceRunner:
     """One artifact of a package, as a function that any thread may call."""
     try:
-        if device.type != "cpu" or _needs_proxy(path, piece):
-            return _PackageRunner(path, piece, device)
-        return _LibraryRunner(path, piece, lanes)
+        handles = _find_handles() if device.type == "cpu" and not _needs_proxy(path, piece) else None
+        if handles is not None:
+            try:
+                return _LibraryRunner(path, piece, lanes, handles)
+            except AttributeError as error:
+                warn_once(f"{describe('torch', f'compiles libraries of another interface ({error})')}. {SLOWER}")
+        return _PackageRunner(path, piece, device)
+    except ChangedError:
+        raise  # to compile it again would not help
     except (OSError, RuntimeError, zipfile.BadZipFile, AttributeError) as error:
         raise ArtifactError(f"the artifact {path.name} cannot be loaded: {error}") from None
+
+
+def _find_handles() -> Handles | None:
+    """What makes handles of tensors and tensors of handles; None if this torch may do it in another way."""
+    try:
+        if not is_tested("torch"):
+            raise ChangedError(describe("torch", "may have another C interface of AOTInductor"))
+        return (
+            look_up("torch._C._aoti:unsafe_alloc_void_ptrs_from_tensors"),
+            look_up("torch._C._aoti:alloc_tensor_by_stealing_from_void_ptr"),
+        )
+    except ChangedError as error:
+        warn_once(f"{error}. {SLOWER}")
+        return None
 
 
 def _files(package: zipfile.ZipFile, piece: str, ending: str) -> list[str]:
@@ -63,9 +90,12 @@ def _needs_proxy(path: Path, piece: str) -> bool:
 
 
 class _LibraryRunner:
-    def __init__(self, path: Path, piece: str, lanes: int) -> None:
+    def __init__(self, path: Path, piece: str, lanes: int, handles: Handles) -> None:
+        self._make_handles, self._take_handle = handles
         self._library = _open(path, piece)
         self._run = self._library.AOTInductorModelContainerRun
+        self._delete = self._library.AOTInductorModelContainerDelete
+        count_outputs = self._library.AOTInductorModelContainerGetNumOutputs
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         self._run.argtypes = [pointer, pointer, size, pointer, size, pointer, pointer]
         self._container = ctypes.c_void_p()
@@ -73,21 +103,21 @@ class _LibraryRunner:
         if create(ctypes.byref(self._container), size(max(1, lanes)), b"cpu", None):
             raise ArtifactError(f"the artifact {path.name} cannot be set up")
         count = ctypes.c_size_t()
-        if self._library.AOTInductorModelContainerGetNumOutputs(self._container, ctypes.byref(count)):
+        if count_outputs(self._container, ctypes.byref(count)):
             raise ArtifactError(f"the artifact {path.name} does not say how many tensors it gives")
         self._outputs = count.value
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        handles = [_pointer(capsule, None) for capsule in _make_handles(list(tensors))]
+        handles = [_pointer(capsule, None) for capsule in self._make_handles(list(tensors))]
         out = (ctypes.c_void_p * self._outputs)()
         taken = (ctypes.c_void_p * len(handles))(*handles)
         if self._run(self._container, taken, len(handles), out, self._outputs, None, None):
             raise ArtifactError("an artifact's run failed; the library wrote why to stderr")
-        return [_take_handle(_capsule(handle, None, None)) for handle in out]
+        return [self._take_handle(_capsule(handle, None, None)) for handle in out]
 
     def __del__(self) -> None:
         if getattr(self, "_container", None):
-            self._library.AOTInductorModelContainerDelete(self._container)
+            self._delete(self._container)
 
 
 def _open(path: Path, piece: str) -> ctypes.CDLL:
@@ -109,25 +139,24 @@ class _PackageRunner:
         self._shared = None if self._alone else self._load()
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        loader = self._shared
-        if loader is None:
-            loader = getattr(self._lane, "loader", None)
-            if loader is None:
-                loader = self._lane.loader = self._load()
-        given: list[Tensor] = loader.boxed_run(list(tensors))
-        return given
+        run = self._shared
+        if run is None:
+            run = getattr(self._lane, "run", None)
+            if run is None:
+                run = self._lane.run = self._load()
+        return run(list(tensors))
 
-    def _load(self):  # type: ignore[no-untyped-def]  # torch has no type for it
-        from torch._inductor.package.package import load_package
-
+    def _load(self) -> Callable[[list[Tensor]], list[Tensor]]:
+        # The model itself cannot be called: it wants to know a nesting of inputs, which our flat graphs do not have.
+        load_package = look_up("torch._inductor.package:load_package")
         index = -1 if self._device.index is None else self._device.index
-        return load_package(
-            os.fspath(self._path), self._piece, run_single_threaded=self._alone, device_index=index
-        ).loader
+        model = load_package(os.fspath(self._path), self._piece, run_single_threaded=self._alone, device_index=index)
+        run: Callable[[list[Tensor]], list[Tensor]] | None = getattr(getattr(model, "loader", None), "boxed_run", None)
+        if run is None:
+            raise ChangedError(describe("torch", "loads artifacts that have no loader.boxed_run"))
+        return run
 
 
-_make_handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
-_take_handle = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
 _capsule = ctypes.pythonapi.PyCapsule_New

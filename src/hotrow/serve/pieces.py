@@ -38,7 +38,9 @@ from torch.fx.passes.split_module import split_module
 
 from hotrow.errors import HotRowError
 from hotrow.serve.native import ArtifactError, PieceRunner, Runner
-from hotrow.serve.tower_graph import Shape, TowerGraph
+from hotrow.serve.quick_graph import ASSERTS_METADATA
+from hotrow.serve.tower_graph import Operator, Shape, TowerGraph, schema_of
+from hotrow.undocumented import ChangedError, describe
 
 TRIES = 20  # compilations of one search: two culprits among 60 nodes, found by halves
 ALIGNED = 16  # bytes: generated code may assume as much of its inputs
@@ -250,7 +252,7 @@ def _fix_sizes(graph: TowerGraph, shape: Shape) -> tuple[fx.Graph, dict[str, Any
 
 def _is_met(node: fx.Node) -> bool:
     """Whether it asserts what is known by now: types, which the engine has checked, or sizes that became numbers."""
-    if node.target is torch.ops.aten._assert_tensor_metadata.default:
+    if str(node.target) == ASSERTS_METADATA:
         return True
     return str(node.target).startswith(_SIZE_CHECKS) and not node.all_input_nodes
 
@@ -270,7 +272,10 @@ def _number(value: Any, symbols: Mapping[Any, int]) -> int | float | bool | None
         return value
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return None
-    found = value.node.expr.subs(symbols)
+    formula = getattr(getattr(value, "node", None), "expr", None)
+    if formula is None:
+        raise ChangedError(describe("torch", f"has a {type(value).__name__} without node.expr"))
+    found = formula.subs(symbols)
     if found.free_symbols:
         return None
     kind = int if isinstance(value, torch.SymInt) else float if isinstance(value, torch.SymFloat) else bool
@@ -289,7 +294,7 @@ def _given(value: Any, symbols: Mapping[Any, int]) -> Any:
 
 def _refuse_writes(calls: Sequence[fx.Node]) -> None:
     for node in calls:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if isinstance(node.target, Operator) and schema_of(node.target).is_mutable:
             raise CannotCutError(f"the tower calls {_op(node)}, which writes in place, so it is not cut into pieces")
 
 
@@ -297,7 +302,7 @@ def _compilable(node: fx.Node, known: Mapping[str, Any]) -> bool:
     """Whether a compiler could take it: tensors of known sizes in and out."""
     if node.target is operator.getitem:
         return True  # goes with what it reads
-    return isinstance(node.target, torch._ops.OpOverload) and all(
+    return isinstance(node.target, Operator) and all(
         known.get(seen.name) is not None and seen.op != "get_attr" for seen in (node, *node.all_input_nodes)
     )
 
@@ -318,7 +323,7 @@ def _piece(call: fx.Node, module: nn.Module, known: Mapping[str, Any]) -> Piece 
     """None for one that computes nothing, or reads nothing: it is left as it is."""
     assert isinstance(module, fx.GraphModule)
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
-    computes = any(isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view for node in calls)
+    computes = any(isinstance(node.target, Operator) and not getattr(node.target, "is_view", False) for node in calls)
     if not computes or not call.args:
         return None
     reads = tuple(known[node.name] for node in module.graph.nodes if node.op == "placeholder")

@@ -2,7 +2,7 @@
 
 A saved graph is a list of torch's operators. Two runs of them are replaced when it is loaded, and nothing is compiled:
 
-    on a CPU   stack → bmm with itself → the triangle picked → cat    one call of the core (core/serve/pairs.h)
+    on a CPU   stack → bmm with itself → the triangle picked → cat    one call (core/serve/dot_interaction.h)
     on a GPU   linear → relu                                          one launch of cuBLAS, the same bits
 
 A pattern that is not exactly that is left alone. Logits are those of the operators to the last bits of a float32: sums
@@ -20,8 +20,10 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from hotrow import _core
+from hotrow.undocumented import find
 
 ATEN = torch.ops.aten
+ASSERTS_METADATA = "aten._assert_tensor_metadata.default"  # what torch.export puts before casts
 
 
 def pair_dots(lead: Tensor | None, vectors: Sequence[Tensor]) -> Tensor:
@@ -122,6 +124,9 @@ def _constant(node: Any, program: ExportedProgram) -> Tensor | None:
 def join_activations(module: fx.GraphModule) -> int:
     """Have the product of a layer on a GPU end with its ReLU; returns how many."""
     graph, joined = module.graph, 0
+    both_at_once = find("torch:ops.aten._addmm_activation.default", "A layer and its ReLU are two launches on a GPU")
+    if both_at_once is None:
+        return 0
     for relu in list(graph.nodes):
         layer = relu.args[0] if relu.target is ATEN.relu.default else None
         if layer is None or layer.target is not ATEN.linear.default or len(layer.users) > 1:
@@ -131,7 +136,7 @@ def join_activations(module: fx.GraphModule) -> int:
         rows, weight, bias = layer.args
         with graph.inserting_before(relu):
             turned = graph.call_function(ATEN.t.default, (weight,))
-            both = graph.call_function(ATEN._addmm_activation.default, (bias, rows, turned))
+            both = graph.call_function(both_at_once, (bias, rows, turned))
         both.meta = dict(relu.meta)
         relu.replace_all_uses_with(both)
         joined += 1

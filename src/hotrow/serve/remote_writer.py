@@ -15,7 +15,6 @@ The follower's thread writes; figures may be read from any.
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from hotrow.credentials import public
 from hotrow.errors import OptionError, StorageError
 from hotrow.publish.bus import open_bus
 from hotrow.publish.history import newest_commit, snapshot_of
@@ -33,7 +33,8 @@ from hotrow.serve.follower import FOLLOWING, STUCK, Follower
 from hotrow.serve.repository import candidates, open_version
 from hotrow.serve.rows_view import RowsView
 from hotrow.serve.switch import Fresh, TornError
-from hotrow.table.remote_plan import is_local, named
+from hotrow.signals import StopSignals
+from hotrow.table.remote_tables import is_local
 from hotrow.tiers.remote import LostError, RemoteStore, check_kind, open_remote, write_publication
 
 Wrote = Callable[[str, int, int], object]
@@ -97,7 +98,7 @@ def first_export(bus: str, export: str | None) -> Path:
     place = None if newest is None else snapshot_of(newest.words)
     if place is None:
         raise OptionError(
-            f"the store has no rows, and the bus {named(bus)} tells of no snapshot: pass --export repository/ctr, the "
+            f"the store has no rows, and the bus {public(bus)} tells of no snapshot: pass --export repository/ctr, the "
             "folder of the model that the trainer was exported to"
         )
     return Path(place.path)
@@ -107,24 +108,23 @@ def run(bus: str, url: str, export: str | None, values: str | None, once: bool, 
     """What `hotrow publish-remote` does."""
     if is_local(url):
         raise OptionError(
-            f"{named(url)}: a RocksDB folder belongs to the server that reads it, and that server writes it: "
-            f"hotrow serve repository/ --remote {url} --bus {named(bus)}"
+            f"{public(url)}: a RocksDB folder belongs to the server that reads it, and that server writes it: "
+            f"hotrow serve repository/ --remote {public(url)} --bus {public(bus)}"
         )
     if values is not None:
         check_kind(values)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     console, stop = Console(stderr=True, quiet=quiet), threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     store = open_remote(url)
     try:
         writer = RemoteWriter(store, values)
         if not store.marks().filled:
             _fill(writer, first_export(bus, export), console)
         follower = Follower(writer, bus, None if export is None else Path(export))
-        follower.start()
-        done = _watch(follower, writer, once, stop, console)
-        follower.close()
+        with StopSignals(lambda _: stop.set()):
+            follower.start()
+            done = _watch(follower, writer, once, stop, console)
+            follower.close()
         return done
     finally:
         store.close()

@@ -20,143 +20,22 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from hotrow.config import parse_size
-from hotrow.errors import OptionError, choices
-from hotrow.publish.bus import SCHEMES
+from hotrow.errors import HotRowError, OptionError
 from hotrow.serve.load import percentile
 from hotrow.serve.mps import Mps
 from hotrow.serve.processes import Child, end
-from hotrow.serve.request import POLICIES
-from hotrow.table.remote_plan import is_local, named
-from hotrow.tiers.remote import SCHEMES as REMOTE_SCHEMES
+from hotrow.serve.serve_options import PORTS, ServeOptions
 
 POLL_SECONDS = 0.05
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """The options of `hotrow serve`. Sizes are as a person writes them; times in seconds."""
-
-    repository: str
-    models: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    http: int | None = 8000
-    grpc: int | None = 8001
-    metrics: int | None = 8002
-    lanes: int = 1
-    threads: int | None = None  # of each lane; None shares the cores
-    processes: int = 1
-    frontends: int = 1
-    dram: str | None = None
-    ssd: str | None = None
-    hbm: str | None = None
-    deadline: float | None = None  # None: the version's
-    policy: str | None = None  # likewise
-    compile: bool = True
-    artifacts: str | None = None  # the folder of compiled buckets; None: the user's cache
-    precision: str = "fp32"  # of towers on a GPU
-    max_batch: int = 1024  # rows
-    max_wait: float = 0.002
-    poll: float = 0.0
-    bus: tuple[str, ...] = ()  # addresses, or model=address
-    remote: tuple[str, ...] = ()  # likewise
-    stale_after: float | None = None
-    token: str | None = None
-    drain: float = 10.0
-    loader: str | None = None
-    limits: dict[str, Any] = field(default_factory=dict)  # the front ends', limits.py
-
-    def __post_init__(self) -> None:
-        if not os.path.isdir(self.repository):
-            raise OptionError(
-                f"there is no repository {self.repository!r}; export a model into it: hr.export(model, "
-                f"'{self.repository}/ctr')"
-            )
-        for name in ("lanes", "processes", "frontends", "max_batch"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"--{name.replace('_', '-')} {getattr(self, name)}: give 1 or more")
-        for name in ("deadline", "drain"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise OptionError(f"--{name} {getattr(self, name)}: give seconds above 0")
-        if self.precision not in PRECISIONS:
-            raise OptionError(f"--precision {self.precision}: {choices(self.precision, PRECISIONS)}")
-        if self.policy is not None and self.policy not in POLICIES:
-            raise OptionError(f"--policy {self.policy}: {choices(self.policy, POLICIES)}")
-        for name in ("dram", "hbm"):
-            if (size := getattr(self, name)) is not None:
-                parse_size(size, name)
-        if self.stale_after is not None and not (self.stale_after > 0 and self.bus):
-            raise OptionError(
-                f"--stale-after {self.stale_after:g}s: give seconds above 0, and the bus that the model follows (--bus)"
-            )
-        self.buses()
-        self.remotes()
-        if self.remote and self.dram is None:
-            raise OptionError("--remote without --dram: say how much memory the cache over it may take: --dram 4GiB")
-        for name in ("ssd", "hbm"):
-            if self.remote and getattr(self, name) is not None:
-                raise OptionError(
-                    f"--{name} with --remote: over a remote store DRAM is the cache; leave one of them out"
-                )
-        if self.processes > 1 and any(is_local(url) for url in self.remotes().values()):
-            raise OptionError(
-                f"--remote rocksdb:... with --processes {self.processes}: RocksDB lets one process open a folder; use "
-                "more --lanes instead"
-            )
-        if self.ssd is not None and self.dram is None:
-            raise OptionError("--ssd without --dram: say how much memory rows may take, such as --dram 4GiB")
-
-    def buses(self) -> dict[str, str]:
-        """The bus of each model that follows one. An address without a model is for the only one there is."""
-        return self._by_model("bus", self.bus, SCHEMES, "dir:/data/publications")
-
-    def remotes(self) -> dict[str, str]:
-        """The remote store of each model that has one; likewise."""
-        return self._by_model("remote", self.remote, REMOTE_SCHEMES, "redis://10.0.0.1:6379")
-
-    def _by_model(self, option: str, all_given: Sequence[str], schemes: Sequence[str], example: str) -> dict[str, str]:
-        from hotrow.serve.repository import Repository
-
-        found: dict[str, str] = {}
-        names = list(self.models) or Repository(self.repository).models() if all_given else []
-        for given in all_given:
-            name, _, address = given.partition("=")
-            if ":" in name or not address:
-                name, address = "", given
-            shown = f"--{option} {name + '=' if name else ''}{named(address)}"
-            if not name:
-                if len(names) != 1:
-                    raise OptionError(
-                        f"{shown}: the repository has {', '.join(names) or 'no model'}; say which model follows it, "
-                        f"such as --{option} ctr={example}"
-                    )
-                name = names[0]
-            elif name not in names:
-                raise OptionError(f"{shown}: there is no model {name!r}; {choices(name, names)}")
-            if name in found:
-                raise OptionError(f"{shown}: model {name!r} follows {named(found[name])} already")
-            if address.partition(":")[0] not in schemes:
-                raise OptionError(f"{shown}: {choices(address.partition(':')[0], schemes)}, such as {example}")
-            found[name] = address
-        return found
-
-    def lane_threads(self) -> int:
-        """Of each lane: what it was told, or its share of the cores. Front ends get cores of their own where there are
-        more than four; with fewer, a lane that uses them all is faster (2,400 against 2,150 requests/s on two)."""
-        if self.threads is not None:
-            return max(1, self.threads)
-        cores = len(os.sched_getaffinity(0))
-        return max(1, (cores - self.frontends if cores > 4 else cores) // (self.lanes * self.processes))
 
 
 class Server:
@@ -207,7 +86,7 @@ class Server:
 
     def _hold_ports(self) -> dict[str, int]:
         ports = {}
-        for name in ("http", "grpc", "metrics"):
+        for name in PORTS:
             if (port := getattr(self.options, name)) is not None:
                 held = hold_port(self.options.host, port, name)
                 self._held.append(held)
@@ -218,15 +97,16 @@ class Server:
         if self.options.hbm is not None and self.options.processes > 1:
             self._say(self.mps.start())
         for number in range(self.options.processes):
-            options = self._engine_options(number)
-            child = Child(f"engine {number}", "hotrow.serve.engine_process", options, self._heard)
+            told = asdict(self.options.engine(number, self._socket(number)))
+            child = Child(f"engine {number}", "hotrow.serve.engine_process", told, self._heard)
             child.environment = self.mps.environment
             self.engines.append(child)
             child.start()
         self._wait_for(self.engines)
+        sockets = [self._socket(number) for number in range(self.options.processes)]
         for number in range(self.options.frontends):
-            options = self._frontend_options(ports, number)
-            child = Child(f"front end {number}", "hotrow.serve.frontend_process", options, self._heard)
+            told = {"sockets": sockets, "options": asdict(self.options.front_end(ports, number == 0))}
+            child = Child(f"front end {number}", "hotrow.serve.frontend_process", told, self._heard)
             self.frontends.append(child)
             child.start()
         self._wait_for(self.frontends)
@@ -235,55 +115,9 @@ class Server:
         while not self._stop and not all(child.ready for child in children):
             for child in children:
                 if child.failed is not None:
-                    raise OptionError(child.failed)
+                    raise HotRowError(child.failed)
                 self._tend(child)
             time.sleep(POLL_SECONDS)
-
-    def _engine_options(self, number: int) -> dict[str, Any]:
-        options = self.options
-        tiers = {name: value for name in ("dram", "ssd", "hbm") if (value := getattr(options, name)) is not None}
-        if "ssd" in tiers and options.processes > 1:
-            tiers["ssd"] = os.path.join(tiers["ssd"], f"engine-{number}")
-        says = {
-            "socket": self._socket(number),
-            "repository": options.repository,
-            "models": list(options.models),
-            "stale_after": options.stale_after,
-            "options": {
-                **tiers,
-                "bus": options.buses(),
-                "remote": options.remotes(),
-                "compile": options.compile,
-                "artifacts": options.artifacts,
-                "precision": options.precision,
-                "lanes": options.lanes,
-                "threads": options.lane_threads(),
-            },
-            "lanes": options.lanes,
-            "threads": options.lane_threads(),
-            "policy": options.policy,
-            "max_rows": options.max_batch,
-            "max_wait": options.max_wait,
-            "deadline": options.deadline,
-            "poll": options.poll,
-            "drain": options.drain,
-        }
-        return says if options.loader is None else {**says, "loader": options.loader}
-
-    def _frontend_options(self, ports: dict[str, int], number: int) -> dict[str, Any]:
-        return {
-            "sockets": [self._socket(engine) for engine in range(self.options.processes)],
-            "limits": self.options.limits,
-            "options": {
-                "host": self.options.host,
-                "http_port": ports.get("http"),
-                "grpc_port": ports.get("grpc"),
-                "metrics_port": ports.get("metrics") if number == 0 else None,  # one page has the figures of all
-                "token": self.options.token,
-                "drain_seconds": self.options.drain,
-                "reuse_port": True,
-            },
-        }
 
     def _socket(self, number: int) -> str:
         return os.path.join(self.folder, f"engine-{number}.sock")
@@ -321,6 +155,8 @@ class Server:
             self._say(f"[bold red]{escape(said['model'])} is {said['age']:.1f} s old[/] {escape(str(said['why']))}")
         elif event == "fresh":
             self._say(f"{escape(said['model'])} is fresh again: {said['age']:.1f} s")
+        elif event == "models":
+            child.options["restore"] = said["versions"]  # its next life has what this one has
         elif event == "loaded":
             self.versions[said["model"]] = said["version"]
             self._say(f"{child.name}: model [bold]{escape(said['model'])}[/] version {escape(said['version'])}")

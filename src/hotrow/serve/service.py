@@ -4,22 +4,26 @@ A transport turns bytes into calls of this object and its results into bytes; ev
 here, once. All of it runs on the front end's event loop.
 
 **Who may change the server.** Loading and unloading need the token wherever one is set. Without a token they are open
-on loopback and closed elsewhere. A request that a browser sent for some page (it has an Origin) is refused where no
-token is asked, because a page can post to a port of its reader's machine.
+on loopback and closed elsewhere. A browser can send requests to loopback for any web page, so without a token a call is
+refused when its Origin is not this server, or when its Host is not a loopback name (a page whose domain resolves to
+127.0.0.1, known as DNS rebinding).
 
-**Large bodies** (over `_LARGE` bytes) are read in a thread, so that one client's 50 MiB do not hold up everybody's
-answers; small ones are read at once, which is quicker than handing them over.
+**Large bodies** (over `_LARGE` bytes) are parsed by `_LARGE_READERS` threads, so that one client's 50 MiB do not delay
+every answer, and so that only a few large JSON documents are in memory as Python objects at once. Small bodies are
+parsed on the loop, which is faster than handing them to a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import re
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import hotrow
 from hotrow.serve.backend import READY, Backend, Figures, IndexEntry, ModelInfo
@@ -32,12 +36,20 @@ from hotrow.serve.request import Answer, RefusedError, Request
 from hotrow.serve.tensors import bad, shown
 
 EXTENSIONS = ("binary_tensor_data", "model_repository", "model_configuration", "statistics")
-_LARGE = 1 << 20
+_LARGE, _LARGE_READERS = 1 << 20, 2
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 _RETRY_SECONDS = 1.0
 
 Result = TypeVar("Result")
 Reader = Callable[[ModelInputs, str | None], tuple[Request, Wishes]]
+
+
+class Caller(NamedTuple):
+    """What a call says about who sends it: the HTTP headers of these names."""
+
+    authorization: str | None = None
+    origin: str | None = None
+    host: str | None = None
 
 
 class Service:
@@ -50,13 +62,16 @@ class Service:
         self._token = None if token is None else token.encode()
         self._loopback = loopback
         self._inputs: dict[tuple[str, str], ModelInputs] = {}
+        self._large_readers = ThreadPoolExecutor(_LARGE_READERS, "hotrow-large-body")
 
     def model(self, name: str, version: str | None) -> ModelInfo:
-        """The model in service under this name and version, or 404."""
+        """The model under this name and version: 404 if there is none, 503 if there is and it never was in service."""
         info = self.backend.models().get(name)
         if info is None:
             known = ", ".join(map(repr, sorted(self.backend.models())[:20])) or "none"
             raise bad(f"there is no model {shown(name)} in service; these are: {known}", 404)
+        if not info.version:
+            raise _unavailable(info)
         if version and version != info.version:
             if version not in info.versions and version not in info.others:
                 raise bad(
@@ -73,7 +88,8 @@ class Service:
         kept = self._inputs.get((info.name, info.version))
         if kept is None or kept.info is not info:
             if info.state != READY:
-                raise RefusedError(503, f"model {name!r} is {info.state}: {info.reason}", _RETRY_SECONDS)
+                self.counts.failed(info.name, info.version, 503)
+                raise _unavailable(info)
             self._forget()
             kept = self._inputs[info.name, info.version] = ModelInputs(info, self.limits)
         return kept
@@ -95,7 +111,8 @@ class Service:
         under_way, end, ordinary = door.entered(), door.left, False
         try:
             if size > _LARGE:
-                request, wishes = await asyncio.to_thread(read, inputs, version or None)
+                loop = asyncio.get_running_loop()
+                request, wishes = await loop.run_in_executor(self._large_readers, read, inputs, version or None)
             else:
                 request, wishes = read(inputs, version or None)
             ordinary = door.ordinary(request)
@@ -114,14 +131,14 @@ class Service:
         self.counts.answered(answer.model, answer.version, request.rows, time.perf_counter() - began)
         return answer, wishes
 
-    async def load(self, name: str, authorization: str | None, origin: str | None) -> None:
+    async def load(self, name: str, caller: Caller) -> None:
         """Load a model, if the caller may."""
-        self._authorize(authorization, origin)
+        self._authorize(caller)
         await self.backend.load(_checked_name(name))
 
-    async def unload(self, name: str, authorization: str | None, origin: str | None) -> None:
+    async def unload(self, name: str, caller: Caller) -> None:
         """Unload a model, if the caller may."""
-        self._authorize(authorization, origin)
+        self._authorize(caller)
         await self.backend.unload(_checked_name(name))
 
     async def index(self, ready: bool) -> list[IndexEntry]:
@@ -161,22 +178,48 @@ class Service:
         for key in [key for key, kept in self._inputs.items() if id(kept.info) not in live]:
             del self._inputs[key]
 
-    def _authorize(self, authorization: str | None, origin: str | None) -> None:
+    def _authorize(self, caller: Caller) -> None:
         if self._token is None:
             if not self._loopback:
                 raise bad(
                     "this server listens beyond loopback and has no token, so models cannot be loaded or unloaded; "
-                    "start it with --token, or load models at its start",
+                    "start it with --token-file, or load models at its start",
                     403,
                 )
-            if origin:
-                raise bad("a web page may not load or unload models here; start the server with --token", 403)
+            if caller.host is not None and not is_loopback_host(caller.host):
+                raise bad(
+                    f"Host is {shown(caller.host)}, which is not this machine's loopback; call localhost, or start the "
+                    "server with --token-file",
+                    403,
+                )
+            if caller.origin is not None and caller.origin.lower() != f"http://{caller.host}".lower():
+                raise bad("a web page may not load or unload models here; start the server with --token-file", 403)
             return
-        scheme, _, given = (authorization or "").partition(" ")
+        scheme, _, given = (caller.authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token):
             raise bad(
                 "loading and unloading need the header 'Authorization: Bearer <token>' with the server's token", 401
             )
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether a Host header names loopback. No name is resolved: a name can resolve to anything.
+
+    >>> [is_loopback_host(host) for host in ("localhost:8000", "127.0.0.1", "[::1]:8000", "evil.example:8000")]
+    [True, True, True, False]
+    """
+    name = host.rpartition(":")[0] if re.search(r":\d*$", host) and not host.endswith("]") else host
+    name = name.strip("[]").rstrip(".").lower()
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _unavailable(info: ModelInfo) -> RefusedError:
+    return RefusedError(503, f"model {info.name!r} is not in service: {info.reason}", _RETRY_SECONDS)
 
 
 def server_metadata() -> dict[str, Any]:

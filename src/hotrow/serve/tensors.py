@@ -11,7 +11,7 @@ the body. Everything here is a pure function; any thread may call it.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -237,5 +237,9 @@ def _flat(data: Any) -> list[Any]:
 
 
 def finite_number(value: object) -> bool:
-    """Whether a parameter is a number that one can count with."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a parameter is a number that a float can hold. JSON's integers have any length.
+
+    >>> [finite_number(value) for value in (1.5, 10**400, float("nan"), True)]
+    [True, False, False, False]
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

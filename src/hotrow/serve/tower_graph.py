@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from hotrow.errors import BatchError, OptionError
 from hotrow.serve import quick_graph
+from hotrow.undocumented import ChangedError, describe
 
 Weights = tuple[Tensor, ...]
+Operator: type[Any] = type(torch.ops.aten.relu.default)  # with its types of arguments
 
 
 @dataclass(frozen=True, order=True)
@@ -132,8 +133,8 @@ class TowerGraph:
     @property
     def foreign(self) -> dict[str, str]:
         """Ops that are not torch's own, and their schemas: another process may not know them."""
-        ops = [node.target for node in self.module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-        return {str(op): str(op._schema) for op in ops if op.namespace not in ("aten", "prims")}
+        ops = [node.target for node in self.module.graph.nodes if isinstance(node.target, Operator)]
+        return {str(op): str(schema_of(op)) for op in ops if op.namespace not in ("aten", "prims")}
 
     def flatten(self, vectors: Mapping[str, Tensor], dense: Tensor | None) -> list[Tensor]:
         """The tensors in the graph's order. Vectors that the tower does not read are left out."""
@@ -181,6 +182,14 @@ class TowerGraph:
         return tuple(state.get(name, known[name]).detach().to(device).contiguous() for name in self.names)
 
 
+def schema_of(op: Any) -> Any:
+    """The types of an operator's arguments and which of them it writes to. torch does not document where it is."""
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        raise ChangedError(describe("torch", "has operators without _schema"))
+    return schema
+
+
 def _quick(program: torch.export.ExportedProgram, module: torch.fx.GraphModule) -> Callable[..., Any]:
     """What runs the graph: on a CPU with fewer calls (quick_graph.py)."""
     made = [node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder"]
@@ -213,7 +222,7 @@ def _drawn(given: Input, sizes: tuple[int, ...], generator: torch.Generator) -> 
 def _arguments(program: torch.export.ExportedProgram) -> dict[str, Any]:
     """The numbers of the user inputs, by argument: weights (where they are one), vectors and dense."""
     spec = program.call_spec.in_spec
-    args, kwargs = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    args, kwargs = spec.unflatten(range(spec.num_leaves))
     both = len(args) > 1 and isinstance(args[0], dict) and isinstance(args[1], dict)
     return {**dict(zip(("weights", "vectors", "dense")[not both :], args, strict=False)), **kwargs}
 

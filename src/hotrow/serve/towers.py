@@ -48,6 +48,7 @@ from hotrow.serve.graphs import BucketGraph, CaptureError, LanePool
 from hotrow.serve.native import ArtifactError, Runner
 from hotrow.serve.pieces import Cut, assemble, uncapturable
 from hotrow.serve.tower_graph import Input, Shape, TowerGraph, Weights
+from hotrow.undocumented import find
 
 log = logging.getLogger("hotrow.serve")
 
@@ -478,7 +479,16 @@ class _Padded:
             for given, tensor in zip(self._inputs, self.tensors, strict=True):
                 if given.jagged:
                     tensor.zero_()
-        torch._foreach_copy_(views, list(inputs))
+        _copy_all(views, list(inputs))
+
+
+def _copy_each(into: list[Tensor], tensors: list[Tensor]) -> None:
+    for one, tensor in zip(into, tensors, strict=True):
+        one.copy_(tensor)
+
+
+# All in one call, which torch does not document.
+_copy_all = find("torch:_foreach_copy_", "A tower's inputs are copied one by one") or _copy_each
 
 
 class _Lane(threading.local):

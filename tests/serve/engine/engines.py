@@ -26,8 +26,11 @@ class EngineUnderTest:
     def __init__(self, repository: Path, socket: Path, **options: Any) -> None:
         self.socket = str(socket)
         says = {"socket": self.socket, "repository": str(repository), "loader": "plain_servable:load", **options}
-        code = "import sys; from hotrow.serve.engine_process import main; sys.exit(main(sys.argv[1:]))"
-        self.process = forked.python(code, json.dumps(says), log=socket.with_suffix(".log"), pipes=True)
+        code = "import sys; from hotrow.serve.engine_process import main; sys.exit(main())"
+        self.process = forked.python(code, log=socket.with_suffix(".log"), pipes=True)
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(says) + "\n")
+        self.process.stdin.flush()
 
     def wait_for(self, event: str) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -100,8 +103,8 @@ def start_engine(tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
     engines: list[EngineProcess] = []
 
     def start(repository: Path, **options: Any) -> EngineProcess:
-        socket = str(tmp_path / f"inside-{len(engines)}.sock")
-        engine = EngineProcess(EngineOptions(socket, str(repository), drain=2.0, **options), load)
+        socket = options.pop("socket", tmp_path / f"inside-{len(engines)}.sock")
+        engine = EngineProcess(EngineOptions(str(socket), str(repository), drain=2.0, **options), load)
         engines.append(engine)
         engine.start()
         return engine

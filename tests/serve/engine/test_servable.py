@@ -13,9 +13,10 @@ import torch
 from engines import make_request, with_backend
 
 import hotrow as hr
+from hotrow.serve.engine_figures import add_figures
 from hotrow.serve.engine_process import EngineOptions, EngineProcess
 from hotrow.serve.metrics import render
-from hotrow.serve.remote_backend import RemoteBackend, add_figures
+from hotrow.serve.remote_backend import RemoteBackend
 from hotrow.serve.request import Answer, Request
 from hotrow.serve.versions import Version
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ class Served:
             log=repository.parent / "serve.log",
             env={"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         )
+        self.repository = repository
         self.ports = self._ports()
 
     def _ports(self) -> dict[str, int]:
@@ -45,16 +47,17 @@ class Served:
     def text(self) -> str:
         return self.process.text()
 
-    def get(self, path: str, port: str = "http") -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[port]}{path}", timeout=30) as answer:
+    def get(self, path: str, port: str = "http", data: bytes | None = None) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[port]}{path}", data, timeout=30) as answer:
             return str(answer.read().decode())
 
-    def infer(self) -> Any:
+    def infer(self, version: str = "") -> Any:
         names = ["f0", "f1", "f2"]
         inputs = [{"name": name, "shape": [2], "datatype": "INT64", "data": [1, 2]} for name in names]
         inputs.append({"name": "dense", "shape": [2, 4], "datatype": "FP32", "data": [0.5] * 8})
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.ports['http']}/v2/models/ctr/infer", json.dumps({"inputs": inputs}).encode()
+            f"http://127.0.0.1:{self.ports['http']}/v2/models/ctr{version}/infer",
+            json.dumps({"inputs": inputs}).encode(),
         )
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.loads(answer.read())
@@ -79,22 +82,27 @@ def test_server_answers_survives_its_engines_death_and_drains(served: Served) ->
     assert answer["model_name"] == "ctr" and answer["model_version"] == "1"
     assert len(answer["outputs"][0]["data"]) == 2
     assert "ctr (version 1)" in served.text()
+    write_version(served.repository, "ctr", 2)
+    served.get("/v2/repository/models/ctr/load", data=b"{}")
+    assert served.infer()["model_version"] == "2"
 
     (engine,) = served.children("engine_process")
     engine.kill()
     until = time.monotonic() + 120
     while time.monotonic() < until:
         try:
-            again = served.infer()
+            again = served.infer("/versions/1")  # its next life has what the last one had
             break
-        except OSError:  # 503 while it starts again
+        except urllib.error.HTTPError as error:
+            assert error.code == 503
             time.sleep(0.1)
-    assert again["outputs"] == answer["outputs"]
+    assert again["outputs"] == answer["outputs"] and served.infer()["model_version"] == "2"
     assert "engine 0 ended with -9; it starts again" in served.text()
     time.sleep(2.5)
     metrics = served.get("/metrics", "metrics")
     assert "hotrow_engine_restarts_total 1" in metrics
     assert 'nv_inference_count{model="ctr",version="1"} 2' in metrics
+    assert 'nv_inference_request_failure{model="ctr",version="2",reason="REFUSED"}' in metrics
 
     family = psutil.Process(served.process.pid).children(recursive=True)
     served.process.send_signal(signal.SIGTERM)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import time
 import uuid
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -111,3 +113,42 @@ def test_what_a_writer_cannot_do_is_said(tmp_path: Path, redis: RedisServers) ->
         first_export(f"dir:{tmp_path}", None)
     with pytest.raises(OptionError, match="fp32"):
         run(f"dir:{tmp_path}", redis.url, None, "fp8", True, True)
+
+
+WRITER = """
+import sys, time
+from hotrow.cli import main
+from hotrow.serve import remote_writer
+
+where = sys.argv.pop()
+
+def fill(*arguments):
+    print("filling", flush=True)
+    while where == "filling":
+        time.sleep(0.05)
+
+class Follower:
+    state = remote_writer.FOLLOWING
+    def __init__(self, *arguments):
+        pass
+    def start(self):
+        print("following", flush=True)
+    def close(self):
+        print("closed", flush=True)
+
+remote_writer._fill, remote_writer.Follower = fill, Follower
+remote_writer.first_export = lambda *_: None
+sys.argv = ["hotrow", "publish-remote", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize(("where", "code"), [("filling", 143), ("following", 0)])
+def test_sigterm_ends_a_writer(tmp_path: Path, redis: RedisServers, where: str, code: int) -> None:
+    """A fill begins anew the next time, so it is not waited for; a publication is written to its end."""
+    url = f"{redis.url}?namespace={uuid.uuid4().hex}"
+    process = forked.python(WRITER, f"dir:{tmp_path}", url, where, log=tmp_path / "log")
+    until(lambda: where in process.text() or process.poll() is not None, where)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == code, process.text()
+    assert ("closed" in process.text()) == (where == "following")
