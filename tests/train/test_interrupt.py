@@ -1,4 +1,4 @@
-"""Ctrl-C while training: a whole step, a valid checkpoint, no thread left, and the run goes on from there."""
+"""Ctrl-C and SIGTERM while training: a whole step, a valid checkpoint, no thread left; the run goes on from there."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from runs import bits, clicks, make_trainer, names
 
 import hotrow as hr
+from hotrow import signals
 from hotrow.data import Cursor
 from hotrow.job import load_job
 from hotrow.train import flow, interrupt
@@ -41,7 +42,7 @@ every = 5
 """
 
 
-def press_ctrl_c(trainer: hr.Trainer, batch: int) -> None:
+def press_ctrl_c(trainer: hr.Trainer, batch: int, number: int = signal.SIGINT) -> None:
     """In the middle of that batch's computation."""
     real, calls = trainer._forward_backward, [0]
 
@@ -49,32 +50,34 @@ def press_ctrl_c(trainer: hr.Trainer, batch: int) -> None:
         calls[0] += 1
         result = real(lookup)
         if calls[0] == batch:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             time.sleep(0.05)
         return result
 
     trainer._forward_backward = compute  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize(("lookahead", "number"), [(0, signal.SIGINT), (2, signal.SIGTERM)])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_ctrl_c_saves_the_last_whole_step_and_the_run_goes_on_from_it(
-    tmp_path: Path, lookahead: int, accumulate: int
+def test_a_signal_saves_the_last_whole_step_and_the_run_goes_on_from_it(
+    tmp_path: Path, lookahead: int, number: signal.Signals, accumulate: int
 ) -> None:
     whole = make_trainer(accumulate=accumulate)
     losses = whole.fit(clicks(), progress=False).losses
     expected = bits(whole)
     trainer = make_trainer(tmp_path, accumulate=accumulate, lookahead=lookahead)
-    press_ctrl_c(trainer, 8)
+    press_ctrl_c(trainer, 8, number)
     with pytest.raises(KeyboardInterrupt) as caught:
         trainer.fit(clicks(), progress=False)
     stop = caught.value
+    assert isinstance(stop, Interrupted) and stop.signal == number
     step = -(-8 // accumulate)  # the batches of a step that has begun are finished
-    assert isinstance(stop, Interrupted) and stop.step == trainer.steps == step
+    assert stop.step == trainer.steps == step
     assert stop.checkpoint == tmp_path / f"step-{step:012}" and stop.checkpoint.is_dir()
     assert names(tmp_path) == [stop.checkpoint.name]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("hotrow ", "save "))]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     resumed = make_trainer(tmp_path, torch_seed=9, accumulate=accumulate, lookahead=lookahead)
     report = resumed.fit(clicks(), resume=True, progress=False)
     assert report.losses == losses[step * accumulate :]
@@ -132,14 +135,15 @@ def test_ctrl_c_does_not_wait_for_a_source_that_blocks(tmp_path: Path, monkeypat
     opened.set()
 
 
-def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "SAME_SECONDS", 0.0)
     trainer = make_trainer(tmp_path)
     press_ctrl_c(trainer, 3)
     inner = trainer._forward_backward
 
     def twice(lookup: Any) -> Any:
         result = inner(lookup)
-        if trainer._interrupts.asked:
+        if trainer._interrupts.number:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
         return result

@@ -35,7 +35,7 @@ from hotrow.data import Cursor, Source
 from hotrow.errors import MemoryBudgetError
 from hotrow.nn import EmbeddingCollection
 from hotrow.table import Lookup, stream_trace
-from hotrow.tiers.host_plan import Moved
+from hotrow.tiers.batch_values import Moved
 from hotrow.train.flow import Flow, Stage
 from hotrow.train.stages import Moment, Stages, now
 

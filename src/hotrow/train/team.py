@@ -5,9 +5,9 @@ All ranks make the same calls in the same order, on the same model: that is comp
 its share of them, so that sums over ranks are that mean. Every rank has the same tower, the same dense optimizer and
 the same bits in both; its metrics and its random state are its own, and are put together only when somebody looks.
 
-A rank never stops alone: the others would wait for it in the next exchange. Ctrl-C on one of them is a wish, which all
-hear of in the step that it falls into (`Ranks.wants_to_stop`, plan.py); all stop behind that step. Where no step is
-made, in an evaluation and at the end, they ask each other.
+A rank never stops alone: the others would wait for it in the next exchange. Ctrl-C or SIGTERM on one of them is a wish,
+which all hear of in the step that it falls into (`Ranks.wants_to_stop`, plan.py); all stop behind that step. Where no
+step is made, in an evaluation and at the end, they ask each other.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ class Team:
         torch.manual_seed(torch.initial_seed() + ranks.rank)
 
     @contextmanager
-    def fitting(self, wants_to_stop: Callable[[], bool]) -> Iterator[None]:
+    def fitting(self, wants_to_stop: Callable[[], int]) -> Iterator[None]:
         """While `fit` runs: whether this rank wants to stop is heard by all."""
         ranks = self.ranks
-        ranks.wants_to_stop, ranks.stopping, ranks.failing, self._fits = wants_to_stop, False, False, True
+        ranks.wants_to_stop, ranks.stopping, ranks.failing, self._fits = wants_to_stop, 0, False, True
         try:
             yield
         finally:
-            ranks.wants_to_stop, ranks.stopping, self._fits = lambda: False, False, False
+            ranks.wants_to_stop, ranks.stopping, self._fits = lambda: 0, 0, False
 
     @property
-    def stopping(self) -> bool:
-        """Whether all stop here: a rank wanted to, and all have heard of it."""
+    def stopping(self) -> int:
+        """The number of the signal for which all stop here: it came to a rank, and all have heard of it. Else 0."""
         return self.ranks.stopping
 
-    def ask(self) -> bool:
+    def ask(self) -> int:
         """The same, after they have asked each other once more. All ranks call it, between two batches."""
         if self._fits:
             words = self.ranks.rows.gather_numbers(self.ranks.wants_to_stop())
-            self.ranks.stopping |= any(wants for (wants,) in words)
+            self.ranks.stopping = max(self.ranks.stopping, *(wants for (wants,) in words))
         return self.ranks.stopping
 
     def compare(self, call: str, source: Source, options: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ class Team:
 
     def check_first(self, lookup: Lookup) -> None:
         """Refuse a source that has not even one batch for every rank."""
-        sizes = getattr(lookup.plan, "sizes", [1])
+        sizes = lookup.routed.sizes
         if min(sizes) == 0:
             self.ranks.failing = True
             raise OptionError(

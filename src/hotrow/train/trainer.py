@@ -8,16 +8,16 @@ anything has changed.
 
 A checkpoint is taken between two steps (saving.py) and holds everything that decides what comes next, so a run that was
 interrupted and resumed (loading.py) computes the same bits as one that was not. What is counted (cursor, metrics,
-examples) is counted when its step is whole, so that a run can stop between any two batches and be saved: Ctrl-C does
-(interrupt.py).
+examples) is counted when its step is whole, so that a run can stop between any two batches and be saved: Ctrl-C and
+SIGTERM do that (interrupt.py).
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -67,8 +67,9 @@ class Trainer:
 
     `checkpoints` is the folder of this run's checkpoints. With `checkpoint_every`, `fit` saves there at every so many
     steps while training goes on; the last `keep` stay (None keeps all). A scheduler that changes the dense optimizer's
-    learning rate is yours to save: the checkpoint has the rate that it last set, not its own counters. Ctrl-C ends
-    `fit` after a whole step and saves there too; it raises KeyboardInterrupt.
+    learning rate is yours to save: the checkpoint has the rate that it last set, not its own counters. Ctrl-C or
+    SIGTERM ends `fit` after a whole step and saves there too; it raises KeyboardInterrupt. Signal handlers of your own
+    stay.
 
     `lookahead` is how many batches are read, routed and fetched while one is computed; results are the same for any
     number, and 0 does one thing after another. `trace` is a file for a trace of every `fit`, which
@@ -211,13 +212,11 @@ class Trainer:
         progress = progress and self._speaks
         stages = Stages()
         view = ProgressView("train", total, progress, done=self.place.examples)
-        self._interrupts = Interrupts(ends)
         windows = self.windows
         seen = 0 if windows is None else len(windows.points)
         running = trace.recording(self.trace) if self.team is None else self.team.running(self.trace)
-        together = nullcontext() if self.team is None else self.team.fitting(lambda: self._interrupts.asked)
         hbm = Hbm(self.model.embeddings)
-        with running, Traffic(self.model.embeddings) as traffic, self._interrupts, together, view:
+        with running, Traffic(self.model.embeddings) as traffic, self.stoppable(ends), view:
             while not self._stops(steps):
                 with closing(self._batches(source, steps, stages)) as batches:
                     for computed in batches:
@@ -244,8 +243,8 @@ class Trainer:
                 self.publisher.finish()
             if windows is not None:
                 report.windows = windows.points[seen:]
-            if self._asks_to_stop():
-                self._interrupted(report)
+            if number := self.asked_to_stop():
+                self._interrupted(report, number)
             if progress:
                 self._show(view, report, stages)
             self.saver.wait()
@@ -272,7 +271,7 @@ class Trainer:
         try:
             with torch.inference_mode(), ProgressView("evaluate", source.examples, progress) as view:
                 for step, (batch, _) in enumerate(source.batches()):
-                    if (steps is not None and step >= steps) or self._asks_to_stop():
+                    if (steps is not None and step >= steps) or self.asked_to_stop():
                         break
                     lookup = embeddings.route(batch, ahead=False)
                     if lookup.over:
@@ -430,29 +429,44 @@ class Trainer:
         Ranks wait for them all the same: none can know whether another has them.
         """
         if self.team is not None:
-            return self.team.stopping
+            return self.team.stopping > 0
         asked = self._interrupts.seconds
         return asked is not None and (not self._waiting or asked > interrupt.PATIENCE)
 
-    def _asks_to_stop(self) -> bool:
-        """Whether Ctrl-C ends what is going on, where no step is made; ranks ask each other."""
-        return self._interrupts.asked if self.team is None else self.team.ask()
+    @contextmanager
+    def stoppable(self, end_source: Callable[[], None] | None = None) -> Iterator[None]:
+        """Hold Ctrl-C and SIGTERM back: the work inside asks for them (`asked_to_stop`) where it can stop.
+
+        `fit` is such work by itself; several calls may be one, too (job.py). All ranks come here.
+        """
+        if self._interrupts.held:
+            with self._interrupts.ending(end_source):
+                yield
+            return
+        self._interrupts = Interrupts()
+        together = nullcontext() if self.team is None else self.team.fitting(lambda: self._interrupts.number)
+        with self._interrupts, self._interrupts.ending(end_source), together:
+            yield
+
+    def asked_to_stop(self) -> int:
+        """The number of the signal that ends what is going on, or 0. For places where no step is made: ranks ask each
+        other, so all ranks call it."""
+        return self._interrupts.number if self.team is None else self.team.ask()
 
     def stop(self) -> None:
         """End a running `fit` as Ctrl-C does: after a whole step, with a checkpoint, by `Interrupted`. Any thread."""
         self._interrupts.ask()
 
-    def _interrupted(self, report: Report) -> NoReturn:
-        """Ctrl-C: save what is whole, and say where it is."""
+    def _interrupted(self, report: Report, number: int) -> NoReturn:
+        """A signal came: save what is whole, and say where it is."""
         half, folder = len(self._waiting), self.checkpoints
         self.forget()
         if folder is None:
-            raise Interrupted(self.steps, None, "nothing was saved: there is no checkpoints=", report)
+            raise Interrupted(self.steps, None, "nothing was saved: there is no checkpoints=", report, number)
         if half:  # they drew from the random state, which a checkpoint would have
             why = f"{half} of {self.accumulate} batches of the next step had been computed, and no more came"
-            raise Interrupted(
-                self.steps, None, f"nothing was saved: {why}. Earlier checkpoints are as they were", report
-            )
+            why = f"nothing was saved: {why}. Earlier checkpoints are as they were"
+            raise Interrupted(self.steps, None, why, report, number)
         try:
             self.saver.wait()
             newest = self._newest(folder)
@@ -460,8 +474,8 @@ class Trainer:
                 self._check_home(folder)
                 newest = self.save(notes={"interrupted": True}).path
         except HotRowError as error:
-            raise Interrupted(self.steps, None, f"no checkpoint was written: {error}", report) from error
-        raise Interrupted(self.steps, newest, report=report)
+            raise Interrupted(self.steps, None, f"no checkpoint was written: {error}", report, number) from error
+        raise Interrupted(self.steps, newest, report=report, number=number)
 
     def _newest(self, folder: Path) -> Path | None:
         """The newest checkpoint, as rank 0 sees it."""
@@ -521,8 +535,8 @@ class Trainer:
             self.save(wait=False)
 
     def _stops(self, steps: int | None) -> bool:
-        stopping = self._interrupts.asked if self.team is None else self.team.stopping
-        return stopping or (steps is not None and self.steps - self.place.first_step >= steps)
+        stopping = self._interrupts.number if self.team is None else self.team.stopping
+        return stopping > 0 or (steps is not None and self.steps - self.place.first_step >= steps)
 
     def _forward_backward(self, lookup: Lookup) -> tuple[Tensor, Tensor, int]:
         """Logits, loss (with ranks, what this one adds to it) and the number of examples, all ranks' together."""
