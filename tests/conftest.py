@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+import forked
 import pytest
 import quick_interpreter
 
@@ -18,6 +19,18 @@ from hotrow.bench.redis_cluster import RedisServers, installed
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     quick_interpreter.install()
+
+
+@pytest.fixture(autouse=True)
+def default_signals() -> None:
+    """Every test starts with the default handlers, whatever the parent ignores or an earlier test's library installed."""
+    forked.default_signals()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def default_signals_at_start() -> None:
+    """Session fixtures start servers before the first test's fixtures run; those servers need Ctrl-C, too."""
+    forked.default_signals()
 
 
 @pytest.fixture(scope="session")

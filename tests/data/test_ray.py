@@ -26,7 +26,7 @@ import pytest
 import torch
 
 import hotrow as hr
-from hotrow import data
+from hotrow import child_process, data
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.data import Cursor, Source
 from hotrow.data.cluster import connect
@@ -542,6 +542,21 @@ def test_one_process_is_on_one_cluster(cluster: Cluster, monkeypatch: pytest.Mon
         data.on_ray(data.on_ray(data.synthetic(examples=1)))
 
 
+JOINS = """
+import os, signal, sys
+from hotrow import data
+data.on_ray(data.synthetic(examples=1), sys.argv[1])
+print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, flush=True)
+"""
+
+
+def test_joining_a_cluster_leaves_sigterm_to_the_trainer(cluster: Cluster, tmp_path: Path) -> None:
+    """Ray's own handler exits at once, so `fit` would lose the training since the last checkpoint."""
+    process = forked.python(JOINS, cluster.address, log=tmp_path / "log")
+    assert process.wait(120) == 0, process.text()
+    assert process.text().split()[-1] == "True"
+
+
 def test_without_ray_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(OptionError, match=r"pip install 'hotrow\[ray\]'"):
@@ -670,7 +685,7 @@ for number, (batch, cursor) in enumerate(there.batches(), 1):
 
 def test_ranks_have_streams_of_their_own_and_take_their_workers_along(cluster: Cluster) -> None:
     ranks = [
-        subprocess.Popen(
+        child_process.start(
             [sys.executable, "-c", RANK, cluster.address, str(rank)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

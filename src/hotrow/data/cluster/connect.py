@@ -81,8 +81,8 @@ def _join(ray: ModuleType, address: str, cpus: int | None, store_bytes: int) -> 
     except (OSError, RuntimeError, ValueError, AssertionError) as error:
         raise ClusterError(f"the Ray cluster at {address!r} cannot be joined: {error}") from error
     finally:
-        # Ray takes SIGTERM for itself; a program that has its own plans for it keeps them.
-        if handler not in (None, signal.SIG_DFL) and threading.current_thread() is threading.main_thread():
+        # Ray installs a handler that exits at once, before a trainer could save. A local Ray ends with this process anyway.
+        if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
 
 
