@@ -8,11 +8,13 @@ CORE_BUILD := build/core
 EDITABLE := $(PIP) --no-build-isolation -C build-dir=build/venv -C cmake.define.HOTROW_TESTS=ON -e
 FORMATTED := $(shell find core -name '*.cpp' -o -name '*.h')
 
-.PHONY: help demo test redis-server bench lint sanitize core-test wheel soak format clean
+.PHONY: help demo test test-oldest test-newest redis-server bench lint sanitize core-test wheel soak format clean
 
 help:
 	@echo "make demo      learn, spill to SSD, serve and publish, in about two minutes; KEEP=1 goes on serving"
 	@echo "make test      lint, C++ tests, Python tests"
+	@echo "make test-oldest, make test-newest"
+	@echo "               what touches a dependency, with the lowest and the newest versions that pyproject.toml allows"
 	@echo "make bench     hotrow bench rows, beside FBGEMM and torch"
 	@echo "make lint      ruff, mypy, import-linter, clang-format"
 	@echo "make sanitize  the C++ tests under ASan + UBSan, then TSan"
@@ -51,6 +53,37 @@ $(VENV)/.stamp-bench: $(VENV)/.stamp-hotrow
 	@$(EDITABLE) '.[bench]'
 	@touch $@
 
+# --- the lowest and the newest dependencies ---------------------------------------------------------------------------
+
+# Each in an environment of its own, with all that users install: every extra but lint and bench. The second pip command
+# takes each package at its own edge where another package asks for something else, without what that one needs.
+EXTRAS := test hbm rocksdb tensorboard ray redis kafka serve
+# Left out is what only our own code decides: rows and tables, kernels under the interpreter, ranks, faults.
+EDGE_TESTS := $(wildcard tests/test_*.py) tests/features tests/data tests/models tests/inspect tests/publish tests/tiers \
+  tests/serve tests/train/test_trainer.py tests/train/test_resume.py tests/kernels/test_launch.py \
+  tests/kernels/test_compile.py tests/parallel/test_rank_backend.py
+OLDEST_PYTHON ?= $(shell python3.10 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
+NEWEST_PYTHON ?= $(PYTHON)
+OLDEST := .venv-oldest
+NEWEST := .venv-newest
+EDGE = $(patsubst .venv-%,%,$(@D))
+EDGE_PYTHON = $(if $(filter oldest,$(EDGE)),$(OLDEST_PYTHON),$(NEWEST_PYTHON))
+EDGE_PIP = $(@D)/bin/pip install --quiet --disable-pip-version-check
+EDGE_EDITABLE = $(EDGE_PIP) --no-deps --no-build-isolation -C build-dir=build/$(EDGE) -e .
+
+$(OLDEST)/.stamp-pins $(NEWEST)/.stamp-pins: pyproject.toml tools/dependency_pins.py
+	@$(EDGE_PYTHON) -m venv $(@D) && $(EDGE_PIP) --upgrade pip packaging tomli
+	@$(@D)/bin/python tools/dependency_pins.py $(EDGE) $(EXTRAS) >$(@D)/pins.txt
+	@echo "installing the $(EDGE) versions of $$(wc -l <$(@D)/pins.txt) packages in $(@D)"
+	@$(EDGE_PIP) --upgrade --upgrade-strategy eager cmake ninja -r $(@D)/pins.txt
+	@$(EDGE_PIP) --upgrade --no-deps -r $(@D)/pins.txt
+	@touch $@
+
+$(OLDEST)/.stamp-hotrow $(NEWEST)/.stamp-hotrow: %/.stamp-hotrow: %/.stamp-pins $(SOURCES)
+	@echo "building hotrow in $(@D)"
+	@PATH="$(CURDIR)/$(@D)/bin:$$PATH" $(EDGE_EDITABLE)
+	@touch $@
+
 # --- what people run ------------------------------------------------------------------------------------------------
 
 demo: $(VENV)/.stamp-serve
@@ -58,6 +91,10 @@ demo: $(VENV)/.stamp-serve
 
 test: lint core-test redis-server
 	@$(BIN)/python -m pytest -m "not soak and not gpu" -n 2 --dist loadfile
+
+test-oldest test-newest: test-%: .venv-%/.stamp-hotrow redis-server
+	@echo "testing with $$(.venv-$*/bin/python --version) and the $* version of each package of .venv-$*/pins.txt"
+	@.venv-$*/bin/python -m pytest -m "not soak and not gpu" -n 2 --dist loadfile $(EDGE_TESTS)
 
 # The tests of the remote tier and of the Redis bus start servers of their own. Without the program they are skipped;
 # root on a Debian gets it here, and nobody else is asked for a password.
@@ -101,4 +138,4 @@ soak: $(VENV)/.stamp-test
 	@$(BIN)/python -m pytest -m soak
 
 clean:
-	rm -rf $(VENV) build dist wheelhouse
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist wheelhouse

@@ -22,6 +22,7 @@ from dataclasses import replace
 import torch
 
 from hotrow import optim
+from hotrow.bench.device_clock import idle
 from hotrow.kernels import reference
 from hotrow.kernels.finite import check
 from hotrow.kernels.gather import gather
@@ -334,7 +335,7 @@ def timed(call: Callable[[int], object]) -> tuple[float, float, float]:
     host = []
     torch.cuda.synchronize()
     for i, (start, end) in enumerate(events):
-        torch.cuda._sleep(1_000_000)  # about 0.5 ms, so that the host is ahead
+        idle(1_000_000)  # about 0.5 ms, so that the host is ahead
         start.record()
         begun = time.perf_counter()
         call(i + WARM_UP)

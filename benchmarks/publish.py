@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +22,8 @@ from pathlib import Path
 import torch
 
 import hotrow as hr
+from hotrow import child_process
+from hotrow.bench.freshness import open_bus_of
 
 STEPS = 30  # of a turn
 READER = """
@@ -39,13 +39,6 @@ while True:
     if sys.argv[2] and __import__("os").path.exists(sys.argv[2]):
         break
 print(json.dumps({"late": late, "rows": rows, "corrupt": subscriber.counters.corrupt}), flush=True)
-"""
-KAFKA = """
-import sys, confluent_kafka
-owner = confluent_kafka.Producer({"test.mock.num.brokers": 1, "bootstrap.servers": "none", "log_level": 0})
-broker = next(iter(owner.list_topics(timeout=30).brokers.values()))
-print(f"{broker.host}:{broker.port}", flush=True)
-sys.stdin.read()
 """
 
 
@@ -66,7 +59,7 @@ def fit(trainer: hr.Trainer, source: hr.data.Source, steps: int) -> tuple[float,
 
 def measure(address: str, turns: int, dim: int) -> dict[str, float]:
     done = Path(tempfile.mkdtemp()) / "done"
-    reader = subprocess.Popen([sys.executable, "-c", READER, address, str(done)], stdout=subprocess.PIPE, text=True)
+    reader = child_process.start([sys.executable, "-c", READER, address, str(done)], stdout=subprocess.PIPE, text=True)
     assert reader.stdout is not None and reader.stdout.readline().strip() == "ready"
     publishing, source = trainer_of(hr.Publish(address, every_seconds=0.2), dim)
     plain, _ = trainer_of(None, dim)
@@ -107,29 +100,13 @@ def main() -> None:
     options.add_argument("--buses", default="dir,redis,kafka")
     given = options.parse_args()
     for name in given.buses.split(","):
-        folder = tempfile.mkdtemp()
-        server: subprocess.Popen[str] | None = None
-        address = f"dir:{folder}/bus"
-        if name == "redis":
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
-            server = subprocess.Popen(command, stdout=subprocess.DEVNULL, text=True)
-            time.sleep(1)
-            address = f"redis://127.0.0.1:{port}/0?stream=bench"
-        elif name == "kafka":
-            server = subprocess.Popen(
-                [sys.executable, "-c", KAFKA], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            assert server.stdout is not None
-            address = f"kafka://{server.stdout.readline().strip()}/bench?create=no"
-        print(name)
-        for what, value in measure(address, given.turns, given.dim).items():
-            print(f"  {what:34} {value:,.4f}")
-        if server is not None:
-            server.terminate()
-        shutil.rmtree(folder, ignore_errors=True)
+        with tempfile.TemporaryDirectory() as folder, open_bus_of(name, Path(folder)) as address:
+            if address is None:
+                print(f"{name}: its server or its client is not installed")
+                continue
+            print(name)
+            for what, value in measure(address, given.turns, given.dim).items():
+                print(f"  {what:34} {value:,.4f}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Processes for tests, forked from one that has torch and hotrow imported: a new interpreter takes five to ten seconds
-of a core to get there, and the whole suite starts a hundred.
+of a core to get there, and the whole suite starts a hundred. All of them end when this process ends, SIGKILL included.
 
     process = forked.python(code, "argument", log=tmp_path / "log")    # as python -c
     process = forked.hotrow("train", str(job), log=tmp_path / "log")   # as python -m hotrow
@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,11 +26,37 @@ import torch
 PRELOADED = ["torch", "torch._dynamo", "hotrow.cli", "hotrow.job", "hotrow.serve.server", "hotrow.serve.engine_process"]
 
 
-def context() -> Any:
-    """Where processes are forked; one server for all, started by the first one who asks."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(PRELOADED)
-    return made
+_forkserver = multiprocessing.get_context("forkserver")  # one server, started by the first who starts a process
+_forkserver.set_forkserver_preload(PRELOADED)
+Pipe, Queue = _forkserver.Pipe, _forkserver.Queue
+
+
+class Process(_forkserver.Process):
+    """multiprocessing's, that ends when this process is gone. The server is no sign of that: it lives as long as any
+    process that it has forked."""
+
+    def run(self) -> None:
+        threading.Thread(target=_end_with_tests, daemon=True).start()
+        super().run()
+
+
+def _end_with_tests() -> None:
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    tests.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def default_signals() -> None:
+    """Undo what this process has inherited: a shell starts background jobs of a script with SIGINT and SIGQUIT ignored,
+    and our children would inherit that again. Requires: the main thread, before it starts processes.
+
+    SIGHUP is left alone: who ignores it (nohup) wants to outlive a terminal, and no test sends it.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT})
 
 
 class Forked:
@@ -80,9 +107,9 @@ def _start(code: str, argv: list[str], log: Path, env: Mapping[str, str] | None,
     theirs: tuple[Any, ...] = ()
     ours: tuple[Any, ...] = ()
     if pipes:
-        (their_in, our_in), (our_out, their_out) = context().Pipe(False), context().Pipe(False)
+        (their_in, our_in), (our_out, their_out) = Pipe(False), Pipe(False)
         theirs, ours = (their_in, their_out), (our_in, our_out)
-    process = context().Process(target=_work, args=(code, argv, log, env, theirs), daemon=True)
+    process = Process(target=_work, args=(code, argv, log, env, theirs), daemon=True)
     process.start()
     if not pipes:
         return Forked(process, log)

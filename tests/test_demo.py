@@ -28,7 +28,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.usefixtures("threads")
 def test_the_short_demo_makes_a_report_with_its_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three seconds of clicks that happen are enough for all it shows; most of the rest is processes that start."""
-    pytest.importorskip("aiohttp", reason="pip install hotrow[serve]")
+    pytest.importorskip("httptools", reason="pip install hotrow[serve]")
     home = tmp_path / "demo"
     monkeypatch.setenv("HOTROW_DEMO_SECONDS", "6")
     done = hotrow("demo", "--output", str(home))

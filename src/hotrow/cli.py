@@ -4,7 +4,10 @@ learning: `rollback | release | publish-remote`."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hotrow.errors import HotRowError, OptionError
+from hotrow.signals import exit_code, exit_on_sigterm, ignores_ctrl_c
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -64,7 +68,8 @@ Examples:
 
     hotrow train job.toml --follow   # wait for more events (a growing folder of Parquet, Kafka, Redis Streams)
 
-Ctrl-C stops after a whole step, and saves there; with --follow, SIGTERM does too.
+Ctrl-C or SIGTERM (kill PID) stops after a whole step, saves there, and exits with 130 or 143 (with --follow: 0). A
+second one ends it at once.
 """)
 
 
@@ -80,7 +85,8 @@ def demo(
     """
     from hotrow.demo import demo as run
 
-    run(output, seconds, keep)
+    with _exits_by_its_signal():
+        run(output, seconds, keep)
 
 
 @app.command(help=TRAIN_HELP)
@@ -105,6 +111,7 @@ def train(
     if ranks > 1 and "RANK" not in os.environ:
         from hotrow.parallel.launch import launch
 
+        _say_if_ctrl_c_is_ignored()
         raise typer.Exit(launch(ranks, [sys.executable, "-m", "hotrow", *sys.argv[1:]]))
     from dataclasses import replace
 
@@ -121,6 +128,8 @@ def train(
         loaded = replace(loaded, steps=steps)
     if trace is not None:
         loaded.trainer.trace = Path(trace)
+    if ranks == 1 and not console.quiet:
+        _say_if_ctrl_c_is_ignored()
     console.print(f"{loaded.source.describe()}", highlight=False)
     try:
         report, tested = loaded.run(progress=not quiet, resume=resume)
@@ -130,7 +139,7 @@ def train(
         console.print(f"[bold]stopped[/] after step {stop.step:,}; {where}", highlight=False, soft_wrap=True)
         if stop.report is not None and stop.report.windows:
             console.print(_curve(stop.report.windows), highlight=False)
-        raise typer.Exit(0 if loaded.follows and stop.checkpoint is not None else 130) from None
+        raise typer.Exit(0 if loaded.follows and stop.checkpoint is not None else exit_code(stop.signal)) from None
     if report.resumed_from is not None:
         console.print(f"[bold]resumed[/] after step {report.resumed_from:,}", highlight=False)
     console.print(
@@ -152,6 +161,26 @@ def train(
         )
     if loaded.output:
         console.print(f"saved to [bold]{loaded.output}[/]; look inside with `hotrow inspect {loaded.output}`")
+
+
+@contextmanager
+def _exits_by_its_signal() -> Iterator[None]:
+    """A command whose `fit` was stopped by SIGTERM exits with 143, not with Ctrl-C's 130."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise typer.Exit(exit_code(getattr(stop, "signal", signal.SIGINT))) from None
+
+
+def _say_if_ctrl_c_is_ignored() -> None:
+    """Before a run that may take long: how it is ended."""
+    if ignores_ctrl_c():
+        Console(stderr=True).print(
+            "Ctrl-C is ignored because the parent process ignores SIGINT; "
+            f"SIGTERM (kill {os.getpid()}) ends the run in order",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _curve(windows: list[Window]) -> str:
@@ -243,7 +272,8 @@ def bench(
     """
     from hotrow.bench import run
 
-    run(name, json, record)
+    with _exits_by_its_signal():
+        run(name, json, record)
 
 
 SERVE_HELP = """Serve the models of a repository: HTTP and gRPC (Open Inference Protocol v2), and Prometheus metrics.
@@ -260,7 +290,7 @@ Examples:
 
     hotrow serve repository/ --bus redis://10.0.0.5:6379/0?stream=ctr --dram 8GiB --remote redis+cluster://10.0.0.1:7000
 
-    hotrow serve repository/ --host 0.0.0.0 --token $(openssl rand -hex 16) --poll 5s
+    hotrow serve repository/ --host 0.0.0.0 --token-file /run/secrets/token --poll 5s
 
 Ctrl-C or SIGTERM answers what was asked, and ends.
 """
@@ -268,6 +298,7 @@ Ctrl-C or SIGTERM answers what was asked, and ends.
 
 @app.command(help=SERVE_HELP)
 def serve(
+    context: typer.Context,
     repository: Annotated[str, typer.Argument(help="the folder with exported models")],
     model: Annotated[list[str] | None, typer.Option(help="only this model; may be given several times")] = None,
     host: Annotated[str, typer.Option(help="where to listen")] = "127.0.0.1",
@@ -310,16 +341,34 @@ def serve(
         str | None, typer.Option(help="an alarm when answers are made from data older than this, such as 10s")
     ] = None,
     token: Annotated[
-        str | None, typer.Option(help="for loading and unloading off loopback", envvar="HOTROW_TOKEN")
+        str | None,
+        typer.Option(
+            help="for loading and unloading off loopback; every user of this machine can read it in the command line, "
+            "so use --token-file or HOTROW_TOKEN",
+            envvar="HOTROW_TOKEN",
+        ),
+    ] = None,
+    token_file: Annotated[
+        str | None, typer.Option(metavar="PATH", help="a file with the token in one line, which others cannot read")
     ] = None,
     drain: Annotated[str, typer.Option(help="the longest that the end may take")] = "10s",
     loader: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Serve a repository."""
-    from hotrow.serve.server import ServeOptions
+    from hotrow.credentials import read_secret
+    from hotrow.serve.serve_options import ServeOptions
     from hotrow.serve.server import serve as run
     from hotrow.serve.times import parse_seconds
 
+    source = context.get_parameter_source("token")
+    typed = source is not None and source.name == "COMMANDLINE"
+    if token_file is not None and typed:
+        raise OptionError("--token and --token-file: give one of them")
+    if token_file is not None:
+        token = read_secret(token_file, "--token-file ")
+    elif typed:
+        _warn("every user of this machine can read --token in the command line (ps): use --token-file or HOTROW_TOKEN")
+    _warn_of_passwords(*(bus or ()), *(remote or ()))
     options = ServeOptions(
         repository,
         tuple(model or ()),
@@ -352,6 +401,20 @@ def serve(
     raise typer.Exit(run(options))
 
 
+def _warn(words: str) -> None:
+    Console(stderr=True).print(f"[yellow]{escape(words)}[/]", highlight=False, soft_wrap=True)
+
+
+def _warn_of_passwords(*addresses: str) -> None:
+    from hotrow.credentials import public, shows_password
+
+    for address in filter(shows_password, addresses):
+        _warn(
+            f"every user of this machine can read the password for {public(address)} in the command line (ps): put it "
+            "into a file, and ?password_file=/path behind the address"
+        )
+
+
 @app.command()
 def rollback(
     bus: Annotated[str, typer.Argument(help="the bus: dir:/path, redis://host/0?stream=name or kafka://host/topic")],
@@ -361,13 +424,16 @@ def rollback(
 
     Example: hotrow rollback dir:/data/publications --to 1200
     """
+    from hotrow.credentials import public, shows_password
     from hotrow.publish.rollback import default_snapshot_reader
     from hotrow.publish.rollback import rollback as run
 
+    _warn_of_passwords(bus)
     done = run(bus, to, default_snapshot_reader)
+    again = public(bus) if shows_password(bus) else bus
     Console().print(
         f"[bold]publication {done.number}[/] restores {done.restores}: {done.rows:,} rows as they were, "
-        f"{done.deleted:,} removed. The publisher is held; let it go on with `hotrow release {bus}`",
+        f"{done.deleted:,} removed. The publisher is held; let it go on with `hotrow release {again}`",
         highlight=False,
         soft_wrap=True,
     )
@@ -381,6 +447,7 @@ def release(bus: Annotated[str, typer.Argument(help="the bus")]) -> None:
     """
     from hotrow.publish.rollback import release as run
 
+    _warn_of_passwords(bus)
     words = "released" if run(bus) else "it was not held"
     Console().print(words, highlight=False)
 
@@ -399,8 +466,8 @@ Examples:
 
     hotrow publish-remote dir:/data/publications redis://10.0.0.1:6379 --export repository/ctr --once   # and end
 
-Ctrl-C or SIGTERM ends it after the publication that it is at. A folder of RocksDB belongs to the server that reads it,
-and that server writes it: hotrow serve --remote rocksdb:/folder --bus BUS.
+Ctrl-C or SIGTERM ends it after the publication that it is at, with 0; while it fills the store, at once. A folder of
+RocksDB belongs to the server that reads it, and that server writes it: hotrow serve --remote rocksdb:/folder --bus BUS.
 """
 
 
@@ -418,13 +485,15 @@ def publish_remote(
     """Keep a remote store up to date with a bus."""
     from hotrow.serve.remote_writer import run
 
+    _warn_of_passwords(bus, url)
     raise typer.Exit(run(bus, url, export, values, once, quiet))
 
 
 def main() -> None:
     """Run the command line; HotRow's own errors become one line and exit code 2."""
     try:
-        app(prog_name="hotrow")
+        with exit_on_sigterm():
+            app(prog_name="hotrow")
     except HotRowError as error:
         from hotrow.parallel.ranks import joined
 

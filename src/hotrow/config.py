@@ -175,7 +175,7 @@ class Initial:
         return Initial("normal", mean, std)
 
     def to_core(self) -> tuple[int, float, float]:
-        """For core/random/initial.h: the kind's number and its two values."""
+        """For core/random/initializer.h: the kind's number and its two values."""
         return _INITIAL_KINDS.index(self.kind), self.a, self.b
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 Where `hotrow serve` follows a bus (--bus), publications flow into it. Where it does not, new versions are exported
 every few seconds and found by --poll: `flow_options` and `Versions` are the one place that knows the difference.
+
+The server and the load generator end with this process, however it ends (child_process.py).
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hotrow import child_process
 from hotrow.data.synthetic import SyntheticClicks
 from hotrow.errors import HotRowError
 from hotrow.nn import Recommender
@@ -26,7 +30,7 @@ CANDIDATES = 20  # of a request
 
 def follows_a_bus() -> bool:
     """Whether `hotrow serve` of this release has --bus."""
-    from hotrow.serve.server import ServeOptions
+    from hotrow.serve.serve_options import ServeOptions
 
     return "bus" in ServeOptions.__dataclass_fields__
 
@@ -43,7 +47,7 @@ class DemoServer:
     repository: Path
     bus: str
     log: Path
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[Any] | None = None
     port: int = 0
     metrics: int = 0
 
@@ -58,7 +62,8 @@ class DemoServer:
         command = [sys.executable, "-m", "hotrow", "serve", str(self.repository), "--http", str(self.port)]
         command += ["--grpc", "-1", "--metrics", str(self.metrics), "--no-compile", "--max-wait", "1ms"]
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen([*command, *flow_options(self.bus)], stdout=log, stderr=log)
+            whole = [*command, *flow_options(self.bus)]
+            self.process = child_process.start(whole, signal.SIGTERM, stdout=log, stderr=log)
         end = time.monotonic() + patience
         while time.monotonic() < end and self.process.poll() is None:
             if self.ready():
@@ -117,7 +122,7 @@ class Load:
     bodies: list[str]
     rate: float = 40.0
     answers: list[dict[str, Any]] = field(default_factory=list)
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[Any] | None = None
     _read: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -128,7 +133,7 @@ class Load:
         self.out.write_text("")
         program = str(Path(__file__).with_name("demo_load.py"))
         command = [sys.executable, program, self.address, str(requests), str(self.out)]
-        self.process = subprocess.Popen([*command, str(seconds), str(self.rate)])
+        self.process = child_process.start([*command, str(seconds), str(self.rate)])
         end = time.monotonic() + patience
         while not self.poll() and self.process.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
@@ -150,8 +155,8 @@ class Load:
     def stop(self) -> None:
         """End it."""
         if self.process is not None:
-            self.process.terminate()
-            self.process.wait(10)
+            self.process.kill()
+            self.process.wait()
 
 
 def requests(log: SyntheticClicks, start: int, count: int = 200) -> list[str]:

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -42,7 +42,8 @@ from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.parallel.ranks import Ranks, join_ranks
 from hotrow.publish.publisher import Publish
 from hotrow.table import Table
-from hotrow.train.report import Report
+from hotrow.train.interrupt import Interrupted
+from hotrow.train.report import Report, SaveReport
 from hotrow.train.trainer import Trainer
 
 if sys.version_info >= (3, 11):
@@ -126,21 +127,34 @@ class Job:
             )
         if resume and self.trainer.checkpoints is None:
             raise OptionError('--resume needs checkpoints: give the job [checkpoints] with folder = "runs/ctr"')
-        report = self.trainer.fit(
-            self.source,
-            steps=self.steps,
-            epochs=self.epochs,
-            evaluate=self.test,
-            evaluate_every=self.evaluate_every,
-            resume=resume,
-            progress=progress,
-        )
-        tested = self.trainer.evaluate(self.test, progress=progress) if self.test is not None else None
-        if self.output is not None:
-            self.trainer.save(self.output, notes={"metrics": {"test": tested}})
-        if self.trainer.team is not None:
-            self.trainer.team.ranks.barrier()  # nobody leaves while others still need an answer
+        with self.trainer.stoppable():
+            report = self.trainer.fit(
+                self.source,
+                steps=self.steps,
+                epochs=self.epochs,
+                evaluate=self.test,
+                evaluate_every=self.evaluate_every,
+                resume=resume,
+                progress=progress,
+            )
+            tested = self.trainer.evaluate(self.test, progress=progress) if self.test is not None else None
+            number = self.trainer.asked_to_stop()
+            if number:
+                tested = None  # of some of the examples
+            saved = None if self.output is None else self.trainer.save(self.output, notes={"metrics": {"test": tested}})
+            if self.trainer.team is not None:
+                self.trainer.team.ranks.barrier()  # nobody leaves while others still need an answer
+            if number:
+                self._stopped_after_training(report, saved, number)
         return report, tested
+
+    def _stopped_after_training(self, report: Report, saved: SaveReport | None, number: int) -> NoReturn:
+        """A signal came in the evaluation at the end: it is cut short, and the model is saved."""
+        checkpoint, why = None, "nothing was saved: the job has neither [checkpoints] nor [output]"
+        if saved is not None:
+            checkpoint = saved.path if self.trainer.checkpoints is not None else None
+            why = f"the model is in {saved.path}, and was not evaluated"
+        raise Interrupted(self.trainer.steps, checkpoint, why, report, number)
 
 
 def load_job(path: str | os.PathLike[str], ray: str | None = None, follow: bool = False) -> Job:

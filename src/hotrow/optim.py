@@ -84,7 +84,7 @@ class Optimizer(ABC):
     clip_value: float | None = None
     clip_norm: float | None = None
 
-    code: ClassVar[int]  # RuleKind in core/optim/rules_kind.h
+    code: ClassVar[int]  # RuleKind in core/optim/rule_kind.h
 
     def __post_init__(self) -> None:
         if not isinstance(self.lr, Schedule):

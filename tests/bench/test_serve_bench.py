@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("aiohttp")
+pytest.importorskip("httptools")
 
 from hotrow.bench import serve, serve_model
 from hotrow.bench.harness import Result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hotrow import _core
+from hotrow import _core, child_process
 from hotrow.bench import pipeline, ssd, tiers
 from hotrow.bench.harness import Result
 from hotrow.nn import EmbeddingCollection
@@ -31,13 +30,13 @@ def test_the_ssd_bench_stands_beside_raw_reads_and_rocksdb(monkeypatch: pytest.M
     few = {"ROWS": 60_000, "BATCH": 2000, "BATCHES": 3, "WRITTEN": 65_536, "PAUSE_ROWS": 20_000}
     for name, value in few.items():
         monkeypatch.setattr(ssd, name, value)
-    run = subprocess.run
+    run = child_process.run
 
     def run_with_few(command: list[str], **options: Any) -> Any:
         """The child that measures RAM: enough rows for some of them to be cold."""
         return run([*command[:-1], "import hotrow.bench.ssd as s; s.ROWS = 500_000; " + command[-1]], **options)
 
-    monkeypatch.setattr(ssd.subprocess, "run", run_with_few)
+    monkeypatch.setattr(child_process, "run", run_with_few)
     monkeypatch.setattr(ssd, "collection_in", small_dram(ssd.collection_in))
     rows = [row for row in ssd.results() if isinstance(row, Result)]
     assert [(row.name, row.peer) for row in rows] == [

@@ -135,8 +135,8 @@ class Run:
 
     def __init__(self, folder: Path, options: Options) -> None:
         self.folder = folder
-        self.pipe, theirs = forked.context().Pipe(duplex=False)
-        self.process = forked.context().Process(target=train, args=(folder, options, theirs))
+        self.pipe, theirs = forked.Pipe(duplex=False)
+        self.process = forked.Process(target=train, args=(folder, options, theirs))
         self.process.start()
         theirs.close()
 
@@ -196,8 +196,8 @@ def use_folder(folder: Path, kind: str, pipe: Connection) -> None:
 
 def as_nobody(folder: Path, kind: str) -> str:
     """What `use_folder` says in a process of its own."""
-    ours, theirs = forked.context().Pipe(duplex=False)
-    process = forked.context().Process(target=use_folder, args=(folder, kind, theirs))
+    ours, theirs = forked.Pipe(duplex=False)
+    process = forked.Process(target=use_folder, args=(folder, kind, theirs))
     process.start()
     theirs.close()
     words = str(ours.recv()) if ours.poll(60) else "it hangs"

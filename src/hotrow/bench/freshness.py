@@ -104,29 +104,31 @@ def measure(model: Recommender, log: SyntheticClicks, bodies: list[str], bus: st
     server, load = DemoServer(home / "repository", bus, home / "server.log"), Load("", home, bodies, pace.requests)
     begun, done, changed = 0.0, 0.0, 0.0
 
+    publish = Publish(bus, every_seconds=0.1, spool=str(home / "spool"))
+    trainer = Trainer(model, torch.optim.Adam(model.tower.parameters(), lr=1e-3), publish=publish)
+    publisher = trainer.publisher
+    assert publisher is not None
+
     def train() -> None:
         nonlocal begun, done, changed
-        publish = Publish(bus, every_seconds=0.1, spool=str(home / "spool"))
-        trainer = Trainer(model, torch.optim.Adam(model.tower.parameters(), lr=1e-3), publish=publish)
-        publisher = trainer.publisher
-        assert publisher is not None
         begun, settled = time.time(), list[int]()
         timer = threading.Timer(pace.settle, lambda: settled.append(publisher.counters.rows))
         timer.start()
         try:
             trainer.fit(Live(log, pace.updates + pace.settle, pace.clicks), progress=False)
-            done = time.time()
-            changed = (publisher.counters.rows - settled[0]) / (done - begun - pace.settle)
         finally:
-            publisher.close()
+            timer.cancel()
+        done = time.time()
+        changed = (publisher.counters.rows - settled[0]) / (done - begun - pace.settle)
 
     try:
         server.start()
         load.address = server.address
         load.start(3600)
         time.sleep(pace.still)
-        behind_others(train)
+        behind_others(train, trainer.stop)
     finally:
+        publisher.close()
         load.stop()
         server.stop()
     answers = [answer for answer in load.poll() if "error" not in answer]
@@ -139,15 +141,20 @@ def measure(model: Recommender, log: SyntheticClicks, bodies: list[str], bus: st
     )
 
 
-def behind_others(work: Callable[[], None]) -> None:
-    """Run it, and the threads that it starts, with less right to the cores than everybody else here has."""
+def behind_others(work: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Run it, and the threads that it starts, with less right to the cores than everybody else here has. When Ctrl-C
+    or SIGTERM ends this thread, `stop` ends the work."""
 
     def lowly() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # of this thread, on Linux
         work()
 
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(lowly).result()
+        try:
+            thread.submit(lowly).result()
+        except BaseException:
+            stop()
+            raise
 
 
 def _percentile(values: list[float], part: float) -> float:

@@ -13,7 +13,8 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -108,12 +109,13 @@ def run(name: str, json_file: str | None = None, record: str | None = None) -> l
     console.print(f"[bold]hotrow bench {name}[/]  {BENCHES[name]}\n{hardware()}", highlight=False)
     results: list[Result] = []
     with console.status("setting up") as status:
-        produced: Iterator[Result | str] = module.results()
-        for item in produced:
-            if isinstance(item, str):
-                status.update(item)
-            else:
-                results.append(item)
+        produced: Generator[Result | str, None, None] = module.results()
+        with closing(produced):  # Ctrl-C and SIGTERM find us here as well as there, and what it started has to end
+            for item in produced:
+                if isinstance(item, str):
+                    status.update(item)
+                else:
+                    results.append(item)
     console.print(table(results))
     if json_file:
         Path(json_file).write_text(json.dumps([result.to_json() for result in results], indent=1) + "\n")

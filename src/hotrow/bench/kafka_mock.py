@@ -1,7 +1,7 @@
 """Kafka without a Kafka, for benchmarks and tests: librdkafka's mock cluster in a process of its own.
 
 Everything else reaches it over the network, as it would brokers. It keeps a few MiB of a partition, in memory, makes
-topics when they are used but not when asked to (`?create=no`), and ends with the `with` block.
+topics when they are used but not when asked to (`?create=no`), and ends with the `with` block, or with this process.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hotrow import child_process
 from hotrow.errors import StorageError
 
 _CLUSTER = """
@@ -26,7 +27,7 @@ sys.stdin.read()
 def brokers() -> Iterator[str]:
     """HOST:PORT of its one broker. Requires: confluent_kafka is installed."""
     command = [sys.executable, "-c", _CLUSTER]
-    cluster = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    cluster = child_process.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert cluster.stdout is not None
     try:
         address = cluster.stdout.readline().strip()

@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from hotrow import child_process
 from hotrow.bench.harness import Result, higher, lower
 from hotrow.errors import OptionError
 
@@ -104,7 +105,7 @@ class _Side:
         for rank in range(world):
             here, there = context.Pipe()
             process = context.Process(
-                target=_rank, args=(rank, world, cores[rank], port, (tower, steps), there), daemon=True
+                target=_rank, args=(rank, world, cores[rank], port, (tower, steps), there, os.getpid()), daemon=True
             )
             process.start()
             self.pipes.append(here)
@@ -122,13 +123,13 @@ class _Side:
     def __enter__(self) -> _Side:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for pipe in self.pipes:
-            pipe.send(False)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            for pipe in self.pipes:
+                pipe.send(False)
         for process in self.processes:
-            process.join(30)
-            if process.is_alive():
-                process.kill()
+            process.join(30 if kind is None else 0)
+            process.kill()
 
 
 def _rank(
@@ -138,7 +139,9 @@ def _rank(
     port: int,
     work: tuple[tuple[tuple[int, ...], tuple[int, ...]], int],
     pipe: Any,
+    parent: int,
 ) -> None:
+    child_process.end_with_parent(parent)
     tower, steps = work
     os.sched_setaffinity(0, {core})
     where = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

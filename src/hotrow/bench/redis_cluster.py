@@ -1,6 +1,7 @@
 """Real Redis servers on this machine, for benchmarks and tests: one, or a cluster of masters and replicas.
 
-They listen on loopback on ports that were free, keep nothing on disk, and end with the `with` block.
+They listen on loopback on ports that were free, keep nothing on disk, and end with the `with` block, or with this
+process.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from types import TracebackType
 from typing import Any
 
+from hotrow import child_process
 from hotrow.errors import OptionError, StorageError
 from hotrow.tiers.remote_wire import Access, Connection, Reply, ReplyError, command
 
@@ -47,12 +49,12 @@ class Server:
         where = ["--port", "0", "--tls-port", str(port)] if tls else ["--port", str(port)]
         fixed = ["--bind", HOST, "--dir", folder, "--save", "", "--appendonly", "no", "--logfile", f"{port}.log"]
         self.arguments = ["redis-server", *where, *fixed, *options]
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[Any] | None = None
         self.start()
 
     def start(self) -> None:
         """Start it and wait until it answers."""
-        self.process = subprocess.Popen(self.arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = child_process.start(self.arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until(lambda: self.call("PING") == b"PONG", f"redis-server on port {self.port} to answer")
 
     def call(self, *parts: bytes | str | int, timeout: float = 5.0) -> Reply:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotrow import _core
+from hotrow import _core, child_process
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.bench.harness import Result, alternate, higher, lower, timing
 from hotrow.errors import OptionError
@@ -177,7 +176,7 @@ def time_of(call: Callable[..., object], *args: Any) -> float:
 def overhead() -> Result:
     """Worst bytes a row over its payload, measured from a process that does nothing else."""
     code = "from hotrow.bench.rows import measure_overhead; print(measure_overhead())"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    out = child_process.run([sys.executable, "-c", code], check=True)
     return lower("rows/overhead_bytes", "bytes a row", float(out.stdout.split()[-1]), "bar", OVERHEAD_BAR)
 
 

@@ -9,6 +9,7 @@ that is compared is up at the same time and asked in turns, so that noise falls 
     serve/tensorbatch   one candidate a request: joined, against one request at a time, at no worse p99
     serve/tower         requests/s with the large tower, beside that tower in a loop on the same cores
     serve/burst         ten times the capacity: p99 of what was accepted, of what was refused, and speed right after it
+    serve/large         10,000 rows a request, as bytes: requests/s beside hr.Engine called in a process, same cores
     serve/unseen_shape  the first request of a shape without a bucket; seconds until its artifact answers
 
 HOTROW_BENCH_SCALE scales the seconds of every load (1 is 4 s a point), HOTROW_BENCH_ONLY names the rows that are wanted
@@ -45,7 +46,8 @@ SECONDS, WARM, ROUNDS = 4.0, 0.5, 3
 PEERS = {"litserve": "litserve", "ray": "ray.serve"}
 BURST, BURST_CONNECTIONS, DEADLINE_MS = 10, 1024, 100
 COMPILE_SECONDS = 300.0
-PARTS = ("same", "requests", "tensorbatch", "tower", "burst", "unseen_shape")
+LARGE, LARGE_CONNECTIONS = 10_000, 4
+PARTS = ("same", "requests", "tensorbatch", "tower", "burst", "large", "unseen_shape")
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ def results() -> Iterator[Result | str]:
             yield from tensorbatch(bench)
         if "tower" in wanted:
             yield from tower(Path(folder) / "dlrm")
+        if "large" in wanted:
+            yield from large(bench)
         if "unseen_shape" in wanted:
             yield from unseen_shape(bench)
 
@@ -211,6 +215,27 @@ def burst(bench: Bench, server: ServerProcess) -> Iterator[Result | str]:
         yield lower("serve/burst/refused", "p99 of refused, ms", refused, "deadline", float(DEADLINE_MS))
     yield higher("serve/burst/accepted", "requests/s", during["rate"], "capacity", steady["rate"])
     yield higher("serve/burst/after", "requests/s", recovered["rate"], "capacity", steady["rate"])
+
+
+def large(bench: Bench) -> Iterator[Result | str]:
+    """Large requests: the server, and the engine in this process while the server is idle, in turns."""
+    asked = model.questions(LARGE, 8)
+    path = bench.folder / "requests-large"
+    write_requests(str(path), model.for_hotrow(asked))
+    batches = [question.batch() for question in asked]
+    load_of = {"connections": LARGE_CONNECTIONS, "seconds": SECONDS * scale(), "warm": WARM}
+    with bench.serve(ROWS) as server, hr.Engine(bench.folder / "repository" / "ctr") as engine:
+        rates: list[float] = []
+        loops: list[float] = []
+        for turn in range(ROUNDS):
+            yield f"{LARGE:,} rows a request, turn {turn + 1}"
+            rates.append(load(server, path, load_of)[0]["rate"])
+            count, began = 0, time.perf_counter()
+            while time.perf_counter() - began < SECONDS * scale():
+                engine.predict(batches[count % len(batches)])
+                count += 1
+            loops.append(count / (time.perf_counter() - began))
+    yield higher("serve/large", "requests/s", median(rates), "engine", median(loops), spread(rates))
 
 
 def unseen_shape(bench: Bench) -> Iterator[Result | str]:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotrow import optim
+from hotrow import child_process, optim
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.bench.harness import Result, higher, lower
 from hotrow.bench.hbm import Ids, scale
@@ -246,7 +246,7 @@ def processes(folder: str, count: int, mps: Mps | None) -> float:
     try:
         command = [sys.executable, "-m", "hotrow.bench.serve_gpu", folder]
         workers = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+            child_process.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
             for _ in range(count)
         ]
         for worker in workers:

@@ -1,8 +1,8 @@
 """Servers under test as processes (HotRow's and its peers'), and the load that asks them, each in its own.
 
 A server is a context: it starts on a port that the system chose, is asked until it answers, and is ended with its
-children at the end. `cpu` sums the processor time of its whole tree, which is steadier than the clock on a machine that
-others use too.
+children at the end. When this process is gone, it gets SIGTERM, on which it ends its children (child_process.py).
+`cpu` sums the processor time of its whole tree, which is steadier than the clock on a machine that others use too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
+from hotrow import child_process
 from hotrow.bench import load_client
 from hotrow.errors import HotRowError
 
@@ -39,12 +40,12 @@ class ServerProcess:
         self.name, self.port = name, port
         self._command, self._probe = command, probe
         self._log = tempfile.NamedTemporaryFile("w+", prefix="hotrow-bench-", suffix=".log")  # noqa: SIM115
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[Any] | None = None
 
     def __enter__(self) -> ServerProcess:
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "200"}
-        self.process = subprocess.Popen(
-            self._command, stdout=self._log, stderr=self._log, start_new_session=True, env=environment
+        self.process = child_process.start(
+            self._command, signal.SIGTERM, stdout=self._log, stderr=self._log, start_new_session=True, env=environment
         )
         try:
             self._wait()
@@ -162,9 +163,7 @@ def load(server: ServerProcess, requests: Path, *phases: dict[str, Any]) -> list
     with tempfile.NamedTemporaryFile("w", suffix=".json") as spec:
         json.dump({"port": server.port, "requests": str(requests), "phases": phases}, spec)
         spec.flush()
-        run = subprocess.run(
-            [sys.executable, load_client.__file__, spec.name], capture_output=True, text=True, timeout=600
-        )
+        run = child_process.run([sys.executable, load_client.__file__, spec.name], timeout=600)
     if run.returncode:
         raise ServerError(f"the load on {server.name} failed: {run.stderr[-2000:]}\n{server.text()[-2000:]}")
     found: list[dict[str, Any]] = [json.loads(line) for line in run.stdout.splitlines()]

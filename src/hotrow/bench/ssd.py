@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hotrow import _core
+from hotrow import _core, child_process
 from hotrow.bench.harness import Result, higher, lower, timing
 from hotrow.bench.rows import resident
 from hotrow.config import Memory
@@ -60,7 +59,7 @@ def results() -> Iterator[Result | str]:
         yield higher("ssd/write", "M rows/s", ours_written / 1e6, "rocksdb", rocks_written / 1e6)
         yield "RAM of a cold row, in a process of its own"
         code = f"from hotrow.bench.ssd import measure_ram; print(measure_ram({os.path.join(folder, 'ram')!r}))"
-        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        out = child_process.run([sys.executable, "-c", code], check=True)
         yield lower("ssd/ram_per_row", "bytes a row", float(out.stdout.split()[-1]), "bar", RAM_BAR)
         yield "a checkpoint of 10 million rows"
         pause = measure_pause(os.path.join(folder, "checkpoints"))

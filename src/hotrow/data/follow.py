@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -33,6 +34,7 @@ import numpy as np
 import pyarrow as pa
 
 from hotrow.batch import KeyedBatch
+from hotrow.credentials import public
 from hotrow.data.chunks import Chunk
 from hotrow.data.file_parts import apply_features
 from hotrow.data.rebatch import join_batches, slice_batch
@@ -193,6 +195,8 @@ class FollowSource:
         if cursor is None:
             return {}, 0
         mine = self._cursor({}, 0)
+        if str(cursor.get("source")) in ("follow redis", "follow kafka"):  # older ones had the login in the address
+            cursor = {**cursor, "address": public(str(cursor.get("address")))}
         cures = {
             "source": "resume with the kind of source that made the cursor",
             "batch_size": f"pass batch_size={cursor.get('batch_size')}",
@@ -246,6 +250,9 @@ def _joined(messages: list[Message]) -> Iterator[tuple[list[Message], pa.Table]]
             yield [message], message.table
 
 
+_LOGIN = re.compile(r"\b((redis|rediss|kafka)://)\S*@")  # older journals had it
+
+
 @dataclass
 class Journal:
     """Where short batches ended: a line with a number of examples each, behind a line that names the stream."""
@@ -257,9 +264,9 @@ class Journal:
     def after(self, examples: int) -> list[int]:
         """The ends beyond so many examples, in order."""
         lines = self.path.read_text().split("\n") if self.path.exists() else []
-        if lines and json.loads(lines[0] or '""') != self.stream:
+        if lines and (found := _LOGIN.sub(r"\1", json.loads(lines[0] or '""'))) != self.stream:
             raise DataError(
-                f"{self.path} is the journal of another stream ({lines[0]}, not {self.stream!r}); give journal= a file "
+                f"{self.path} is the journal of another stream ({found!r}, not {self.stream!r}); give journal= a file "
                 "of its own, or remove it together with the checkpoints beside it"
             )
         # The last piece is behind the last line's end, or a line that a crash cut short: its batch was never given.

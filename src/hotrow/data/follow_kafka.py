@@ -1,7 +1,8 @@
 """Events in a Kafka topic: all its partitions, offsets kept by us and never by a consumer group.
 
-`kafka://host:9092/topic`. The cursor in the checkpoint is the one truth about what has been learned from, so nothing is
-committed to Kafka and the consumer is assigned, not subscribed. A place is a record's offset, for each partition.
+`kafka://host:9092/topic`, and with a login `kafka://user@host:9092/topic?password_file=/path`. The cursor in the
+checkpoint is the one truth about what has been learned from, so nothing is committed to Kafka and the consumer is
+assigned, not subscribed. A place is a record's offset, for each partition.
 Records that retention has removed before they were read are an error. Partitions that are added later are noticed when
 a pass begins.
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Generator
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
+from hotrow.credentials import kafka_settings, public, split_login
 from hotrow.data.follow import ALL, TICK, Message, Place
 from hotrow.data.follow_messages import decode
 from hotrow.data.rejects import Rejects
@@ -28,22 +30,29 @@ class KafkaFeed:
     kind = "kafka"
 
     def __init__(self, address: str) -> None:
+        self.address = public(address)
         try:
             import confluent_kafka
         except ModuleNotFoundError:
-            raise OptionError(f"path={address!r} needs confluent-kafka: pip install hotrow[kafka]") from None
-        parts = urlsplit(address)
+            raise OptionError(f"path={self.address!r} needs confluent-kafka: pip install hotrow[kafka]") from None
+        bare, self._login = split_login(address)
+        parts = urlsplit(bare)
+        options = dict(parse_qsl(parts.query))
+        self._security = kafka_settings(self._login, options, address)
         self.brokers, self.topic = parts.netloc, parts.path.strip("/")
-        if not self.brokers or not self.topic or parts.query:
-            raise OptionError(f"path={address!r}: write kafka://host:9092/topic")
+        if not self.brokers or not self.topic or options:
+            raise OptionError(
+                f"path={self.address!r}: write kafka://host:9092/topic, with a login kafka://user@host:9092/topic?"
+                "password_file=/path, and sasl=, tls= and ca= behind it if needed"
+            )
         self._kafka: Any = confluent_kafka
-        self.address = address
 
     def read(self, place: Place, rejects: Rejects) -> Generator[list[Message], None, None]:
         """Records after a place."""
         consumer = self._kafka.Consumer(
             {
                 "bootstrap.servers": self.brokers,
+                **self._security,
                 "group.id": f"hotrow-{secrets.token_hex(8)}",
                 "enable.auto.commit": False,
                 "auto.offset.reset": "error",
@@ -58,7 +67,8 @@ class KafkaFeed:
                 records = consumer.consume(RECORDS, TICK)
                 yield [message for record in records for message in self._message(record, place, rejects)]
         except self._kafka.KafkaException as error:
-            raise DataError(f"{self.address} cannot be read: {error}; check the brokers and the topic") from error
+            why = self._login.redact(error)
+            raise DataError(f"{self.address} cannot be read: {why}; check the brokers and the topic") from None
         finally:
             consumer.close()
 

@@ -1,6 +1,7 @@
 """Events in a Redis stream, each entry with its events in one field (`value`, unless the address says otherwise).
 
-`redis://host:6379/0?stream=clicks&field=value`. A place is an entry's id. Where entries after it may have been trimmed
+`redis://host:6379/0?stream=clicks&field=value`, and with a login `redis://user@host:6379/0?stream=clicks&
+password_file=/path`. A place is an entry's id. Where entries after it may have been trimmed
 (the entry itself is gone, and there are others behind it), going on would skip events, and is an error. While the
 server is away the feed waits: nothing is lost, it is still there.
 """
@@ -12,6 +13,7 @@ from collections.abc import Generator
 from typing import Any
 from urllib.parse import parse_qsl
 
+from hotrow.credentials import public, split_login
 from hotrow.data.follow import ALL, TICK, Message, Place
 from hotrow.data.follow_messages import decode
 from hotrow.data.rejects import Rejects
@@ -27,21 +29,31 @@ class RedisFeed:
     kind = "redis"
 
     def __init__(self, address: str) -> None:
+        self.address = public(address)
         try:
             import redis
         except ModuleNotFoundError:
-            raise OptionError(f"path={address!r} needs redis-py: pip install hotrow[redis]") from None
-        server, _, query = address.partition("?")
+            raise OptionError(f"path={self.address!r} needs redis-py: pip install hotrow[redis]") from None
+        bare, self._login = split_login(address)
+        server, _, query = bare.partition("?")
         options = dict(parse_qsl(query))
         self.stream, self.field = options.pop("stream", ""), options.pop("field", "value").encode()
         if options or not self.stream:
-            raise OptionError(f"path={address!r}: write redis://host:6379/0?stream=name, and &field=name if not value")
-        self.address = address
+            raise OptionError(
+                f"path={self.address!r}: write redis://host:6379/0?stream=name, &field=name if not value, and for a "
+                "login &password_file=/path"
+            )
         self._errors: tuple[type[Exception], ...] = (redis.ConnectionError, redis.TimeoutError, OSError)
         try:
-            self._redis: Any = redis.Redis.from_url(server, socket_connect_timeout=2, socket_timeout=10)
-        except ValueError as error:
-            raise OptionError(f"path={address!r}: {error}; write redis://host:6379/0?stream=name") from None
+            self._redis: Any = redis.Redis.from_url(
+                server,
+                socket_connect_timeout=2,
+                socket_timeout=10,
+                username=self._login.user or None,
+                password=self._login.password or None,
+            )
+        except ValueError:  # its words may have parts of what was written
+            raise OptionError(f"path={self.address!r} is no address; write redis://host:6379/0?stream=name") from None
 
     def read(self, place: Place, rejects: Rejects) -> Generator[list[Message], None, None]:
         """Entries after a place."""
@@ -58,9 +70,8 @@ class RedisFeed:
                 answer = self._redis.xread({self.stream: name}, ENTRIES, int(TICK * 1000))
             except self._errors as error:
                 if not checked and time.monotonic() - begun > AWAY:
-                    raise DataError(
-                        f"{self.address} does not answer: {error}; start it, or check the address"
-                    ) from None
+                    why = self._login.redact(error)
+                    raise DataError(f"{self.address} does not answer: {why}; start it, or check the address") from None
                 yield []
                 time.sleep(TICK)
                 continue

@@ -4,6 +4,8 @@
     redis://host:6379/0?stream=ctr   Redis Streams; pip install hotrow[redis]
     kafka://host:9092/topic          a topic's partition 0; pip install hotrow[kafka]
 
+Logins are in the address, passwords better in a file that it names (credentials.py).
+
 Offsets are whole numbers that rise in the order of appends and need not be dense. A message that was appended is there,
 unchanged, until retention removes it, oldest first; a reader that finds the tail above where it wants to be has missed
 something. An append that failed may have arrived all the same: whoever reads a bus must bear duplicates. Several
@@ -20,6 +22,7 @@ from typing import NamedTuple, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
 from hotrow.config import parse_size
+from hotrow.credentials import kafka_settings, public, split_login
 from hotrow.errors import OptionError
 from hotrow.table.policies import parse_time
 
@@ -81,50 +84,53 @@ class Retention(NamedTuple):
 def open_bus(address: str) -> Bus:
     """The bus at an address.
 
-    Options stand behind a `?`: keep=1d and size=16GiB (how long messages stay), max_message=8MiB.
+    Options stand behind a `?`: keep=1d and size=16GiB (how long messages stay), max_message=8MiB, and for a login
+    password_file=/path.
 
     >>> import tempfile
     >>> bus = open_bus(f"dir:{tempfile.mkdtemp()}?keep=1h")
     >>> bus.append(b"first"), [entry.data for entry in bus.read(0)]
     (0, [b'first'])
     """
-    scheme = address.partition(":")[0]
+    scheme, shown = address.partition(":")[0], public(address)
     if scheme not in SCHEMES:
-        raise OptionError(
-            f"bus={address!r}: give dir:/path, redis://host:6379/0?stream=name or kafka://host:9092/topic"
-        )
-    place, _, query = address.partition("?")
-    options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+        raise OptionError(f"bus={shown!r}: give dir:/path, redis://host:6379/0?stream=name or kafka://host:9092/topic")
+    bare, login = split_login(address)
+    place, _, query = bare.partition("?")
+    try:
+        options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    except ValueError:
+        raise OptionError(f"bus={shown!r}: write its options as ?name=value&name=value") from None
     retention = Retention.of(options)
     limit = parse_size(options.pop("max_message", {"kafka": "900KiB"}.get(scheme, "8MiB")), "max_message")
     if limit < 1024:
-        raise OptionError(f"max_message={limit} of bus={address!r}: give 1KiB or more")
+        raise OptionError(f"max_message={limit} of bus={shown!r}: give 1KiB or more")
     if scheme == "dir":
         from hotrow.publish.directory_bus import DirectoryBus
 
-        _no_more(address, options)
+        _no_more(shown, options)
         return DirectoryBus(place[len("dir:") :], limit, retention)
     if scheme == "kafka":
         from hotrow.publish.kafka_bus import KafkaBus
 
-        create = options.pop("create", "yes")
-        _no_more(address, options)
+        create, security = options.pop("create", "yes"), kafka_settings(login, options, address)
+        _no_more(shown, options)
         if create not in ("yes", "no"):
-            raise OptionError(f"create={create} of bus={address!r}: say yes or no")
+            raise OptionError(f"create={create} of bus={shown!r}: say yes or no")
         parts = urlsplit(place)
         if not parts.netloc or not parts.path.strip("/"):
-            raise OptionError(f"bus={address!r}: give brokers and a topic, such as kafka://host:9092/publications")
-        return KafkaBus(parts.netloc, parts.path.strip("/"), limit, retention, create == "yes")
+            raise OptionError(f"bus={shown!r}: give brokers and a topic, such as kafka://host:9092/publications")
+        return KafkaBus(parts.netloc, parts.path.strip("/"), limit, retention, create == "yes", security)
     from hotrow.publish.redis_bus import RedisBus
 
     stream = options.pop("stream", "hotrow")
-    _no_more(address, options)
-    return RedisBus(place, stream, limit, retention)
+    _no_more(shown, options)
+    return RedisBus(place, stream, limit, retention, login)
 
 
-def _no_more(address: str, options: dict[str, str]) -> None:
+def _no_more(shown: str, options: dict[str, str]) -> None:
     if options:
         raise OptionError(
-            f"bus={address!r}: {', '.join(map(repr, options))} is no option of it; there are keep=, size=, "
-            "max_message=, for Redis stream=, for Kafka create="
+            f"bus={shown!r}: {', '.join(map(repr, options))} is no option of it; there are keep=, size=, "
+            "max_message=, for Redis stream=, for Kafka create=, tls=, ca=, sasl=, for both password_file="
         )

@@ -11,8 +11,10 @@ Messages stay below the brokers' message.max.bytes (1 MB unless changed): raise 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
+from hotrow.credentials import Login
 from hotrow.errors import BusError, OptionError
 from hotrow.publish.bus import Entry, Retention
 
@@ -23,7 +25,15 @@ _LOOK_EVERY = 0.2
 class KafkaBus:
     """Messages as records of a partition."""
 
-    def __init__(self, brokers: str, topic: str, limit: int, retention: Retention, create: bool = True) -> None:
+    def __init__(
+        self,
+        brokers: str,
+        topic: str,
+        limit: int,
+        retention: Retention,
+        create: bool = True,
+        security: Mapping[str, str] | None = None,  # credentials.kafka_settings
+    ) -> None:
         try:
             import confluent_kafka
         except ModuleNotFoundError:
@@ -35,10 +45,13 @@ class KafkaBus:
         self.create = create
         self._common: dict[str, Any] = {
             "bootstrap.servers": brokers,
+            **(security or {}),
             "message.max.bytes": limit + 65536,
             "log_level": 0,
-            "error_cb": lambda error: None,  # what matters comes up in the call that it spoils
+            "error_cb": self._hear,
         }
+        self._redact = Login(password=self._common.get("sasl.password", "")).redact
+        self._refusal = ""
         self._producer: Any = None
         self._consumer: Any = None
         self._reading: int | None = None
@@ -168,11 +181,17 @@ class KafkaBus:
                 config = {} if topic.endswith(".marks") else kept
                 admin.create_topics([tools.NewTopic(topic, 1, config=config)])[topic].result(_SECONDS)
         except (self._kafka.KafkaException, TimeoutError) as error:
+            admin.poll(0)  # hear why
             refusal = getattr(error.args[0] if error.args else None, "code", int)()
             if refusal != self._kafka.KafkaError.TOPIC_ALREADY_EXISTS:
-                why = f"{error or 'no answer'}; make it yourself, and add create=no to the address"
-                raise BusError(f"cannot make the topic {topic} at {self.brokers}: {why}") from error
+                why = self._refusal or f"{error or 'no answer'}; make it yourself, and add create=no to the address"
+                raise BusError(f"cannot make the topic {topic} at {self.brokers}: {why}") from None
         self._made.add(topic)
+
+    def _hear(self, error: Any) -> None:
+        """Errors that no call raises; any but a refused login comes up in the call that it spoils."""
+        if error.code() == self._kafka.KafkaError._AUTHENTICATION:
+            self._refusal = f"{self._redact(error.str())}; check user, password, sasl= and tls= of the address"
 
     def _open(self) -> Any:
         if self._consumer is None:

@@ -1,6 +1,6 @@
 """Publisher: a trainer's changed rows and dense weights, cut at step boundaries.
 
-    trainer's thread   every step: is it time? Then: the keys that the store noted (core/rows/changed_keys.h), their
+    trainer's thread   every step: is it time? Then: the keys that the store noted (core/table/changed_keys.h), their
                        rows read from whatever tier they are in, a copy of the dense weights. That is the pause.
     delivery's thread  bytes, bus, spool, commit (delivery.py)
 
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from hotrow import trace
 from hotrow.config import enough, format_size, parse_size
+from hotrow.credentials import public
 from hotrow.errors import MemoryBudgetError, OptionError, PublishError
 from hotrow.nn import EmbeddingCollection
 from hotrow.parallel.ranks import Ranks
@@ -210,7 +211,7 @@ class Publisher:
             }
             if not ours and not (resume and saved is None):
                 raise OptionError(
-                    f"bus={self.options.bus!r} has publications of another run ({newest.words['run']}, number "
+                    f"bus={public(self.options.bus)!r} has publications of another run ({newest.words['run']}, number "
                     f"{newest.number}); go on with that run by fit(resume=True) and its checkpoints=, or give this one "
                     "a bus of its own"
                 )
@@ -249,7 +250,7 @@ class Publisher:
         elif self._home is not None:
             folder = self._home / ".publications"
         else:
-            name = hashlib.sha256(self.options.bus.encode()).hexdigest()[:16]
+            name = hashlib.sha256(public(self.options.bus).encode()).hexdigest()[:16]
             folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "hotrow" / "spool" / name
         return folder if self.ranks is None else folder / f"rank-{self.ranks.rank:04d}"
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from hotrow.credentials import Login
 from hotrow.errors import BusError, OptionError
 from hotrow.publish.bus import Entry, Retention
 
@@ -26,18 +27,24 @@ _RETAIN_EVERY = 64
 class RedisBus:
     """Messages as entries of a stream."""
 
-    def __init__(self, address: str, stream: str, limit: int, retention: Retention) -> None:
+    def __init__(self, address: str, stream: str, limit: int, retention: Retention, login: Login | None = None) -> None:
         try:
             import redis
         except ModuleNotFoundError:
             raise OptionError(f"bus={address!r} needs redis-py: pip install hotrow[redis]") from None
         self.address, self.stream, self.marks = address, stream, f"{stream}:marks"
-        self.limit, self.retention = limit, retention
+        self.limit, self.retention, self._login = limit, retention, login or Login()
         self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
         try:
-            self._redis: Any = redis.Redis.from_url(address, socket_connect_timeout=2, socket_timeout=10)
-        except ValueError as error:
-            raise OptionError(f"bus={address!r}: {error}; write redis://host:6379/0?stream=name") from None
+            self._redis: Any = redis.Redis.from_url(
+                address,
+                socket_connect_timeout=2,
+                socket_timeout=10,
+                username=self._login.user or None,
+                password=self._login.password or None,
+            )
+        except ValueError:  # its words may have parts of what was written
+            raise OptionError(f"bus={address!r} is no address; write redis://host:6379/0?stream=name") from None
         self._appended = 0
 
     def append(self, data: bytes) -> int:
@@ -107,8 +114,8 @@ class RedisBus:
         try:
             return question()
         except self._errors as error:
-            where = self.address.rpartition("@")[2]  # no password in an error
-            raise BusError(f"cannot {action} the stream {self.stream} at {where}: {error}") from error
+            why = self._login.redact(error)
+            raise BusError(f"cannot {action} the stream {self.stream} at {self.address}: {why}") from None
 
 
 def _entries(answer: Any) -> list[Any]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotrow.credentials import public
 from hotrow.errors import PublishError
 from hotrow.publish.bus import Bus, open_bus
 from hotrow.publish.delivery import HELD, HOLD
@@ -64,7 +65,7 @@ def rollback(address: str, to: int, read_snapshot: ReadSnapshot | None = None) -
     held_before = bus.mark(HOLD)
     newest = newest_commit(bus)
     if newest is None:
-        raise PublishError(f"bus={address!r} has no publication: there is nothing to go back to")
+        raise PublishError(f"bus={public(address)!r} has no publication: there is nothing to go back to")
     if not 0 <= to < newest.number:
         raise PublishError(f"--to {to}: the newest publication is {newest.number}; give a number below it")
     try:

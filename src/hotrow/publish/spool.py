@@ -43,7 +43,7 @@ class Spool:
     def __init__(self, folder: Path, budget: int) -> None:
         self.folder, self.budget = folder, budget
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows that nobody else reads
             for draft in folder.glob(".*.tmp"):
                 draft.unlink(missing_ok=True)
             self._sizes = {
