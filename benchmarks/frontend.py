@@ -1,6 +1,6 @@
 """Requests/s of HTTP servers in front of the same protocol code, with a backend that answers at once.
 
-    hotrow    serve/connection.py: our connection over httptools' public parser
+    hotrow    serve/frontend/http_connection.py: our connection over httptools' public parser
     aiohttp   aiohttp's own web.Server
     uvicorn   uvicorn with httptools and uvloop, an ASGI application
     granian   granian (Rust, hyper) with uvloop, an RSGI application
@@ -82,8 +82,8 @@ class Quick:
     """A backend that answers at once."""
 
     def __init__(self) -> None:
-        from hotrow.serve.backend import ModelInfo
-        from hotrow.serve.request import Signature
+        from hotrow.serve.protocol.backend import ModelInfo
+        from hotrow.serve.protocol.request import Signature
 
         signature = Signature(tuple(f"C{i + 1}" for i in range(FEATURES)), frozenset(), DENSE)
         self._models = {"ctr": ModelInfo("ctr", "1", signature)}
@@ -95,17 +95,17 @@ class Quick:
         return {}
 
     async def infer(self, request: Any) -> Any:
-        from hotrow.serve.request import Answer
+        from hotrow.serve.protocol.request import Answer
 
         return Answer(np.linspace(-3, 3, request.rows, dtype=np.float32), "ctr", "1")
 
 
 async def protocol() -> Any:
     """The handler that all servers share: a Call in, a Reply out, or RefusedError."""
-    from hotrow.serve.http import HttpProtocol
-    from hotrow.serve.limits import Limits
-    from hotrow.serve.remote_backend import RemoteBackend
-    from hotrow.serve.service import Service
+    from hotrow.serve.frontend.engine_client import RemoteBackend
+    from hotrow.serve.frontend.http_protocol import HttpProtocol
+    from hotrow.serve.frontend.service import Service
+    from hotrow.serve.protocol.limits import Limits
 
     backend: Any = Quick()
     if path := os.environ.get(ENGINE):
@@ -118,8 +118,8 @@ async def protocol() -> Any:
 
 async def answer(handler: Any, call: Any) -> Any:
     """The Reply to a call, refusals included."""
-    from hotrow.serve.http_message import refusal
-    from hotrow.serve.request import RefusedError
+    from hotrow.serve.frontend.http_message import refusal
+    from hotrow.serve.protocol.request import RefusedError
 
     try:
         return await handler(call)
@@ -134,7 +134,7 @@ def headers_of(reply: Any) -> list[tuple[str, str]]:
 
 
 async def serve_hotrow(port: int) -> None:
-    from hotrow.serve.frontend import Frontend, FrontendOptions
+    from hotrow.serve.frontend.ports import Frontend, FrontendOptions
 
     await Frontend(Quick(), FrontendOptions(http_port=port, grpc_port=None, metrics_port=None)).start()  # type: ignore
     await asyncio.sleep(3600)
@@ -143,7 +143,7 @@ async def serve_hotrow(port: int) -> None:
 async def serve_aiohttp(port: int) -> None:
     from aiohttp import web
 
-    from hotrow.serve.http_message import Call
+    from hotrow.serve.frontend.http_message import Call
 
     handler = await protocol()
 
@@ -160,7 +160,7 @@ async def serve_aiohttp(port: int) -> None:
 async def serve_uvicorn(port: int) -> None:
     import uvicorn
 
-    from hotrow.serve.http_message import Call
+    from hotrow.serve.frontend.http_message import Call
 
     handler = await protocol()
 
@@ -188,7 +188,7 @@ class RsgiApp:
         self.handler: Any = None
 
     async def __call__(self, scope: Any, connection: Any) -> None:
-        from hotrow.serve.http_message import Call
+        from hotrow.serve.frontend.http_message import Call
 
         if self.handler is None:
             self.handler = asyncio.ensure_future(protocol())
@@ -210,7 +210,7 @@ def server_process(kind: str, port: int, profiled: float) -> None:
     import cProfile
     import pstats
 
-    importlib.import_module("hotrow.serve.frontend")
+    importlib.import_module("hotrow.serve.frontend.ports")
     profile = cProfile.Profile()
     profile.enable()
     try:
@@ -312,8 +312,8 @@ def over_engine(kinds: list[str], rounds: int) -> None:
     """All servers in front of one real engine: closed loops, then overload."""
     import tempfile
 
-    from hotrow.bench import serve as bench
-    from hotrow.bench.serve_process import load as client
+    from hotrow.bench.serving import serve as bench
+    from hotrow.bench.serving.serve_process import load as client
 
     with tempfile.TemporaryDirectory() as folder:
         made = bench.Bench(Path(folder))

@@ -22,14 +22,14 @@ from dataclasses import replace
 import torch
 
 from hotrow import optim
-from hotrow.bench.device_clock import idle
+from hotrow.bench.gpu.device_clock import idle
 from hotrow.kernels import reference
-from hotrow.kernels.finite import check
-from hotrow.kernels.gather import gather
-from hotrow.kernels.layout import Items, RowLayout, Source, spread
-from hotrow.kernels.quantize import quantize, quantized
-from hotrow.kernels.runs import Runs, group
-from hotrow.kernels.update import DEFAULT, Coefficients, Meta, Tuning, locate, partial, update
+from hotrow.kernels.rows.finite import check
+from hotrow.kernels.rows.gather import gather
+from hotrow.kernels.rows.layout import Items, RowLayout, Source, spread
+from hotrow.kernels.rows.quantize import quantize, quantized
+from hotrow.kernels.rows.runs import Runs, group
+from hotrow.kernels.rows.update import DEFAULT, Coefficients, Meta, Tuning, locate, partial, update
 
 CUDA = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")

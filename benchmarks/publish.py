@@ -23,7 +23,7 @@ import torch
 
 import hotrow as hr
 from hotrow import child_process
-from hotrow.bench.freshness import open_bus_of
+from hotrow.bench.serving.freshness import open_bus_of
 
 STEPS = 30  # of a turn
 READER = """

@@ -14,8 +14,8 @@ import forked
 import pytest
 import quick_interpreter
 
-from hotrow.bench.kafka_mock import brokers
-from hotrow.bench.redis_cluster import RedisServers, installed
+from hotrow.bench.servers.kafka_mock import brokers
+from hotrow.bench.servers.redis_cluster import RedisServers, installed
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     quick_interpreter.install()

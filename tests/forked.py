@@ -23,7 +23,14 @@ from typing import Any, TextIO
 import torch
 
 # An optimizer imports torch._dynamo, which takes as long as torch.
-PRELOADED = ["torch", "torch._dynamo", "hotrow.cli", "hotrow.job", "hotrow.serve.server", "hotrow.serve.engine_process"]
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "hotrow.cli",
+    "hotrow.job",
+    "hotrow.serve.processes.supervisor",
+    "hotrow.serve.processes.engine_process",
+]
 
 
 _forkserver = multiprocessing.get_context("forkserver")  # one server, started by the first who starts a process

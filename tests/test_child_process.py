@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from hotrow import child_process
-from hotrow.bench.redis_cluster import installed
+from hotrow.bench.servers.redis_cluster import installed
 
 SERVER = """
 import http.server
@@ -36,7 +36,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 
 from hotrow.bench import kafka_mock, redis_cluster
-from hotrow.bench.serve_process import ServerProcess
+from hotrow.bench.serving.serve_process import ServerProcess
 
 with ExitStack() as stack:
     stack.enter_context(ServerProcess("http", [sys.executable, "-S", "-c", sys.argv[1]], b"GET / HTTP/1.1\\r\\n\\r\\n"))
@@ -99,7 +99,7 @@ import os, time
 from pathlib import Path
 import forked
 from crew import Crew
-from hotrow.bench.ranks import _Side
+from hotrow.bench.training.ranks import _Side
 
 def test_that_waits(tmp_path, redis, kafka_brokers):
     forked.python("import time; time.sleep(600)", log=tmp_path / "log")

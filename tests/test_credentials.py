@@ -13,7 +13,7 @@ from hotrow.credentials import Login, kafka_settings, public, read_secret, shows
 from hotrow.errors import HotRowError, OptionError
 from hotrow.parallel.ranks import _short
 from hotrow.publish.bus import open_bus
-from hotrow.tiers.remote import open_remote
+from hotrow.tiers.remote.store import open_remote
 
 SECRET = "hunter2"
 
@@ -86,7 +86,7 @@ def test_no_error_about_an_address_shows_its_password(
             if opened is open_bus or not scheme.startswith("redis"):
                 opened(address)  # no bus connects before it is asked for something
             else:
-                from hotrow.tiers.remote_redis import RedisOptions, read_url
+                from hotrow.tiers.remote.redis_store import RedisOptions, read_url
 
                 read_url(address, RedisOptions())
         except HotRowError as error:
@@ -94,8 +94,8 @@ def test_no_error_about_an_address_shows_its_password(
 
 
 def test_objects_with_a_password_do_not_print_it() -> None:
-    from hotrow.tiers.remote_redis import RedisOptions
-    from hotrow.tiers.remote_wire import Access
+    from hotrow.tiers.remote.redis_connection import Access
+    from hotrow.tiers.remote.redis_store import RedisOptions
 
     for value in (Login("me", SECRET), Access(password=SECRET), RedisOptions(password=SECRET)):
         assert SECRET not in repr(value)

@@ -13,7 +13,7 @@ import torch
 from command_line import hotrow
 
 import hotrow as hr
-from hotrow.demo_page import Line, Plot, page, svg, ticks
+from hotrow.demo.page import Line, Plot, page, svg, ticks
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from hotrow import trace
 sys.path.append(str(Path(__file__).parent / "train"))
 from runs import SHAPE, make_trainer
 
-from hotrow.data.synthetic import SyntheticClicks
+from hotrow.data.synthetic_log.clicks import SyntheticClicks
 
 
 def events(path: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 
 import hotrow
 from hotrow import undocumented
-from hotrow.bench.device_clock import idle
+from hotrow.bench.gpu.device_clock import idle
 from hotrow.undocumented import ChangedError, allowed_range, find, is_tested, is_within, look_up
 
 SOURCES = Path(hotrow.__file__).parent

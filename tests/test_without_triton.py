@@ -11,7 +11,7 @@ import sys
 
 sys.modules["triton"] = None  # importing it fails
 import hotrow as hr
-import hotrow.cli, hotrow.demo, hotrow.serve.server
+import hotrow.cli, hotrow.demo.run, hotrow.serve.processes.supervisor
 
 clicks = hr.data.synthetic(examples=2000, keys=10_000, batch_size=500)
 embeddings = hr.EmbeddingCollection([hr.Table(name, dim=8) for name in ("user", "item", "site")])

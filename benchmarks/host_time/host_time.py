@@ -2,7 +2,7 @@
 
 A CUDA build of torch runs over a runtime that computes nothing (runtime.cpp): every call is made, kernels leave zeros,
 and streams are busy for fixed times. First W-gpu with all rows in HBM, on a device that takes no time: what is left is
-the host's. Then W-dlrm as bench/pipeline_gpu.py has it, on a device that takes 5.6 ms a step, alone and beside two
+the host's. Then W-dlrm as bench/gpu/pipeline_gpu.py has it, on a device that takes 5.6 ms a step, alone and beside two
 threads that take Python's lock for 0.2 ms now and then: what a step takes beyond the device's time, the device is
 without work. Nothing of it says how fast a GPU is.
 
@@ -123,7 +123,7 @@ class Counts:
 
 def w_gpu(rows: int = 20_000) -> None:
     """Steps of W-gpu with all rows in HBM."""
-    from hotrow.bench import hbm
+    from hotrow.bench.gpu import hbm
 
     for name in hbm.OPTIMIZERS:
         embeddings = hbm.collection(name, 2 * hbm.TABLES * rows, rows)
@@ -155,9 +155,9 @@ def w_dlrm(rows: int = 20_000, batches: int = 200) -> None:
     import torch
 
     from hotrow import optim
-    from hotrow.bench import hbm
-    from hotrow.bench.pipeline import Drawn
-    from hotrow.bench.pipeline_gpu import BATCH, DENSE, DIM, TABLES, batch_of
+    from hotrow.bench.gpu import hbm
+    from hotrow.bench.gpu.pipeline_gpu import BATCH, DENSE, DIM, TABLES, batch_of
+    from hotrow.bench.training.pipeline import Drawn
     from hotrow.config import Memory
     from hotrow.models import DLRM
     from hotrow.nn import EmbeddingCollection, Recommender

@@ -1,5 +1,5 @@
-// Bindings of device/graph_runner.h and device/reader_writer_gate.h. The Python callers (src/hotrow/table/hot_read.py,
-// src/hotrow/serve/device_lane.py) own the memory at every address passed here.
+// Bindings of device/graph_runner.h and device/reader_writer_gate.h. The Python callers (src/hotrow/tiers/hbm/serving_reader.py,
+// src/hotrow/serve/execution/device_lane.py) own the memory at every address passed here.
 #include "device/graph_runner.h"
 
 #include <nanobind/stl/shared_ptr.h>

@@ -1,4 +1,4 @@
-// Bindings of plan/plan.h. Calls take addresses that src/hotrow/tiers/host_plan.py has checked: wrapping 26 tensors a
+// Bindings of plan/plan.h. Calls take addresses that src/hotrow/tiers/host/plan.py has checked: wrapping 26 tensors a
 // batch as arrays would cost more than the lookup.
 #include "plan/plan.h"
 

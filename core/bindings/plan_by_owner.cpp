@@ -1,4 +1,4 @@
-// Bindings of plan/plan_by_owner.cpp. The Python caller (src/hotrow/tiers/host_plan.py) has checked every address
+// Bindings of plan/plan_by_owner.cpp. The Python caller (src/hotrow/tiers/host/plan.py) has checked every address
 // passed here.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>

@@ -1,4 +1,4 @@
-// Bindings of device/row_staging.h and device/miss_lists.h. The Python callers (src/hotrow/tiers/host.py, host_lift.py)
+// Bindings of device/row_staging.h and device/miss_lists.h. The Python callers (src/hotrow/tiers/host/store.py, tiers/host/row_staging.py)
 // have checked every address passed here.
 #include <stdexcept>
 

@@ -1,4 +1,4 @@
-// Bindings of device/row_transfer.h. The Python caller (src/hotrow/table/way.py) owns the memory at every address
+// Bindings of device/row_transfer.h. The Python caller (src/hotrow/tiers/hbm/row_transfer.py) owns the memory at every address
 // passed here.
 #include "device/row_transfer.h"
 

@@ -14,7 +14,7 @@
 // reads.
 //
 // Launches are CUDA graphs, captured once. Before each launch the host writes the arguments into a struct in pinned
-// memory, which the graph's kernels read (kernels/move.py).
+// memory, which the graph's kernels read (kernels/rows/move.py).
 #pragma once
 
 #include <cstdint>

@@ -20,7 +20,7 @@ constexpr uint32_t kAbsent = ~0u;
 
 Handle stream(intptr_t number) { return reinterpret_cast<Handle>(number); }
 
-// Two tables with rows, and a cache above them with its launches, as the kernels of kernels/move.py do them.
+// Two tables with rows, and a cache above them with its launches, as the kernels of kernels/rows/move.py do them.
 struct Bench {
   testing::SlowDevice slow;
   testing::Random random{11};

@@ -41,8 +41,8 @@ from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.parallel import Ranks, join_ranks
 from hotrow.publish.publisher import Publish
 from hotrow.publish.subscriber import Subscriber
-from hotrow.serve.engine import Engine
-from hotrow.serve.export import export
+from hotrow.serve.execution.engine import Engine
+from hotrow.serve.repository.export import export
 from hotrow.table import Admission, Expiry, Table
 from hotrow.train.report import Report, SaveReport
 from hotrow.train.trainer import Trainer

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from hotrow.nn import EmbeddingCollection
-    from hotrow.train.windows import Window
+    from hotrow.train.progressive_validation import Window
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -83,7 +83,7 @@ def demo(
 
     Example: hotrow demo --seconds 60
     """
-    from hotrow.demo import demo as run
+    from hotrow.demo.run import demo as run
 
     with _exits_by_its_signal():
         run(output, seconds, keep)
@@ -117,7 +117,7 @@ def train(
 
     from hotrow.job import load_job
     from hotrow.train.interrupt import Interrupted
-    from hotrow.train.stages import table
+    from hotrow.train.stage_times import table
 
     loaded = load_job(job, ray, follow)
     team = loaded.trainer.team
@@ -216,9 +216,9 @@ def export(
     """Write a checkpoint into a repository."""
     from hotrow.config import format_size
     from hotrow.job import build_recorded_tower, recorded_tower
-    from hotrow.serve.from_checkpoint import export_checkpoint
-    from hotrow.serve.rows_view import RowsView
-    from hotrow.train.checkpoint import Checkpoint
+    from hotrow.row_progress import RowsView
+    from hotrow.serve.repository.from_checkpoint import export_checkpoint
+    from hotrow.train.checkpoint.manifest import Checkpoint
 
     def tower_of(opened: Checkpoint, embeddings: EmbeddingCollection) -> Module:
         record = opened.manifest.get("job") if job is None else recorded_tower(job, opened.features())
@@ -356,8 +356,8 @@ def serve(
 ) -> None:
     """Serve a repository."""
     from hotrow.credentials import read_secret
-    from hotrow.serve.serve_options import ServeOptions
-    from hotrow.serve.server import serve as run
+    from hotrow.serve.processes.serve_options import ServeOptions
+    from hotrow.serve.processes.supervisor import serve as run
     from hotrow.serve.times import parse_seconds
 
     source = context.get_parameter_source("token")
@@ -483,7 +483,7 @@ def publish_remote(
     quiet: Annotated[bool, typer.Option("--quiet", help="say nothing but problems")] = False,
 ) -> None:
     """Keep a remote store up to date with a bus."""
-    from hotrow.serve.remote_writer import run
+    from hotrow.serve.updates.remote_writer import run
 
     _warn_of_passwords(bus, url)
     raise typer.Exit(run(bus, url, export, values, once, quiet))

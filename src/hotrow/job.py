@@ -34,7 +34,7 @@ from hotrow import data, optim
 from hotrow._core import set_threads
 from hotrow.config import Initial, Memory, check_options
 from hotrow.data import FollowSource, Source
-from hotrow.data.synthetic import SyntheticClicks
+from hotrow.data.synthetic_log.clicks import SyntheticClicks
 from hotrow.errors import OptionError, choices
 from hotrow.features import FeatureSpec
 from hotrow.models import build_tower

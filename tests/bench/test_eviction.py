@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrow.bench import eviction
-from hotrow.bench.eviction import POLICIES, Policy, clock, lfu, lru, optimal, probation, s3fifo, sieve
 from hotrow.bench.harness import Result
+from hotrow.bench.storage import eviction
+from hotrow.bench.storage.eviction import POLICIES, Policy, clock, lfu, lru, optimal, probation, s3fifo, sieve
 
 traces = st.lists(st.integers(0, 9), max_size=60)
 capacities = st.integers(1, 12)

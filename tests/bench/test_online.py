@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hotrow.bench import freshness, online
 from hotrow.bench.harness import BENCHES
+from hotrow.bench.serving import freshness, online
 from hotrow.errors import HotRowError
 
 SMALL = online.Scale(freeze=30_000, examples=90_000, window=10_000, per_day=10_000, keys=50_000)

@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("httptools")
 
-from hotrow.bench import serve, serve_model
 from hotrow.bench.harness import Result
-from hotrow.bench.load_client import part_of
-from hotrow.bench.serve import Point, best_pair
+from hotrow.bench.serving import serve, serve_model
+from hotrow.bench.serving.load_client import part_of
+from hotrow.bench.serving.serve import Point, best_pair
 from hotrow.errors import OptionError
 
 

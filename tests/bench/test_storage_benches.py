@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from hotrow import _core, child_process
-from hotrow.bench import pipeline, ssd, tiers
 from hotrow.bench.harness import Result
+from hotrow.bench.storage import ssd, tiers
+from hotrow.bench.training import pipeline
 from hotrow.nn import EmbeddingCollection
 
 
@@ -34,7 +35,7 @@ def test_the_ssd_bench_stands_beside_raw_reads_and_rocksdb(monkeypatch: pytest.M
 
     def run_with_few(command: list[str], **options: Any) -> Any:
         """The child that measures RAM: enough rows for some of them to be cold."""
-        return run([*command[:-1], "import hotrow.bench.ssd as s; s.ROWS = 500_000; " + command[-1]], **options)
+        return run([*command[:-1], "import hotrow.bench.storage.ssd as s; s.ROWS = 500_000; " + command[-1]], **options)
 
     monkeypatch.setattr(child_process, "run", run_with_few)
     monkeypatch.setattr(ssd, "collection_in", small_dram(ssd.collection_in))

@@ -16,8 +16,8 @@ import pytest
 
 from hotrow import data
 from hotrow.batch import KeyedBatch
-from hotrow.bench.redis_cluster import RedisServers
-from hotrow.data.follow import FollowSource, Journal
+from hotrow.bench.servers.redis_cluster import RedisServers
+from hotrow.data.streams.follow import FollowSource, Journal
 from hotrow.errors import DataError, OptionError
 from hotrow.features import FeatureSpec, Key
 

@@ -47,7 +47,7 @@ def test_resuming_at_every_cut_gives_exactly_the_rest(
 def test_small_chunks_change_nothing(
     log: Path, spec: FeatureSpec, monkeypatch: pytest.MonkeyPatch, check_every_cut: Callable[..., int]
 ) -> None:
-    monkeypatch.setattr(sys.modules["hotrow.data.parquet"], "CHUNK_ROWS", 3)
+    monkeypatch.setattr(sys.modules["hotrow.data.files.parquet"], "CHUNK_ROWS", 3)
     check_every_cut(lambda: data.parquet(str(log / "*.parquet"), features=spec, batch_size=5))
 
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from hotrow import data
 from hotrow.batch import KeyedBatch
-from hotrow.data import lines
-from hotrow.data.chunks import Chunk
-from hotrow.data.parquet import ParquetReader
+from hotrow.data.files import lines
+from hotrow.data.files.chunks import Chunk
+from hotrow.data.files.parquet import ParquetReader
 from hotrow.data.share import Dealt, Sharable, whole_steps
 from hotrow.data.split import Part, Serial, Unit
 from hotrow.data.wire import pack, unpack
@@ -129,7 +129,7 @@ def test_parquet(
     folder = tmp_path_factory.mktemp("rows")
     write_rows(folder, sizes, group, dictionary)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["hotrow.data.parquet"], "CHUNK_ROWS", chunk)
+        patch.setattr(sys.modules["hotrow.data.files.parquet"], "CHUNK_ROWS", chunk)
         check(data.parquet(str(folder / "*.parquet"), features=ROWS, batch_size=batch_size), of)
 
 
@@ -195,7 +195,7 @@ def test_known_layouts(tmp_path: Path, check: Callable[..., None], layout: str, 
 @pytest.mark.parametrize("examples", [0, 1, 30, 97])
 @pytest.mark.parametrize("of", [2, 3])
 def test_synthetic(monkeypatch: pytest.MonkeyPatch, check: Callable[..., None], examples: int, of: int) -> None:
-    monkeypatch.setattr(sys.modules["hotrow.data.synthetic"], "UNIT_EXAMPLES", 30)
+    monkeypatch.setattr(sys.modules["hotrow.data.synthetic_log.clicks"], "UNIT_EXAMPLES", 30)
     check(data.synthetic(examples=examples, offset=7, batch_size=10, keys=10_000), of)
 
 
@@ -406,7 +406,7 @@ def test_only_own_lines_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_first_batch_waits_for_one_chunk_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["hotrow.data.parquet"], "CHUNK_ROWS", 400)
+    monkeypatch.setattr(sys.modules["hotrow.data.files.parquet"], "CHUNK_ROWS", 400)
     pq.write_table(pa.table({"user": np.arange(4800)}), tmp_path / "a.parquet", row_group_size=400)
     source = data.parquet(tmp_path / "a.parquet", features=FeatureSpec([Key("user")]), batch_size=100)
     counts = Counts(monkeypatch)

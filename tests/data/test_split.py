@@ -87,7 +87,7 @@ def test_parquet(
     batch_size: int,
     chunk_rows: int,
 ) -> None:
-    monkeypatch.setattr(sys.modules["hotrow.data.parquet"], "CHUNK_ROWS", chunk_rows)
+    monkeypatch.setattr(sys.modules["hotrow.data.files.parquet"], "CHUNK_ROWS", chunk_rows)
     pq.write_table(pq.read_table(log / "part-0.parquet").slice(0, 0), log / "part-1a.parquet")
     check(data.parquet(str(log / "*.parquet"), features=spec, batch_size=batch_size))
 
@@ -96,7 +96,7 @@ def test_parquet(
 def test_synthetic(
     examples: int, monkeypatch: pytest.MonkeyPatch, same_batch: Callable[..., bool], check: Callable[..., int]
 ) -> None:
-    monkeypatch.setattr(sys.modules["hotrow.data.synthetic"], "UNIT_EXAMPLES", 30)
+    monkeypatch.setattr(sys.modules["hotrow.data.synthetic_log.clicks"], "UNIT_EXAMPLES", 30)
     check(data.synthetic(examples=examples, offset=7, batch_size=10, keys=10_000), step=3)
 
 
@@ -126,7 +126,7 @@ def test_text_in_spans_of_any_size(tmp_path_factory: pytest.TempPathFactory, see
     with pytest.MonkeyPatch.context() as patch:
         whole = drain(source.batches())
         skipped = source.skipped
-        patch.setattr(sys.modules["hotrow.data.lines"], "SPAN_BYTES", block)
+        patch.setattr(sys.modules["hotrow.data.files.lines"], "SPAN_BYTES", block)
         for cursor, rest in [(None, whole), *((whole[i][1], whole[i + 1 :]) for i in range(0, len(whole), 4))]:
             found = decoded_elsewhere(source, cursor, workers=2)
             assert [after for _, after in found] == [after for _, after in rest]
@@ -136,7 +136,7 @@ def test_text_in_spans_of_any_size(tmp_path_factory: pytest.TempPathFactory, see
 
 
 def test_text_with_a_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[..., int]) -> None:
-    monkeypatch.setattr(sys.modules["hotrow.data.lines"], "SPAN_BYTES", 16)
+    monkeypatch.setattr(sys.modules["hotrow.data.files.lines"], "SPAN_BYTES", 16)
     for name in ("a", "b"):
         (tmp_path / f"{name}.csv").write_text("click;user;age\n" + "".join(f"1;{name}{i};{i}\n" for i in range(30)))
     layout = dataclasses.replace(LAYOUT, header=True)
@@ -153,7 +153,7 @@ def test_an_error_names_its_line_and_comes_after_the_same_batches(
     source = data.text(tmp_path / "a.csv", LAYOUT, features=SPEC, batch_size=10)
     expected, message = until_error(source.batches())
     assert "line 58" in message and len(expected) == 5
-    monkeypatch.setattr(sys.modules["hotrow.data.lines"], "SPAN_BYTES", 50)
+    monkeypatch.setattr(sys.modules["hotrow.data.files.lines"], "SPAN_BYTES", 50)
     units = source.units()
     assert units is not None
     decoder = source.decoder()
@@ -176,7 +176,7 @@ def test_all_lines_skipped_is_an_error_with_the_first_line(tmp_path: Path, monke
     (tmp_path / "a.csv").write_text("\n\n" + "what\n" * 50)
     source = data.text(tmp_path / "a.csv", LAYOUT, features=SPEC, on_error="skip")
     _, message = until_error(source.batches())
-    monkeypatch.setattr(sys.modules["hotrow.data.lines"], "SPAN_BYTES", 1)
+    monkeypatch.setattr(sys.modules["hotrow.data.files.lines"], "SPAN_BYTES", 1)
     with pytest.raises(DataError) as caught:
         decoded_elsewhere(source)
     assert str(caught.value) == message and "line 3" in message and "all 50 lines" in message

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hotrow import data
-from hotrow.data import lines
-from hotrow.data.layouts import AVAZU, CRITEO
+from hotrow.data.files import lines
+from hotrow.data.files.text_layouts import AVAZU, CRITEO
 from hotrow.errors import DataError, OptionError
 from hotrow.features import Dense, FeatureSpec, Key, LogBucket, TimePart
 from hotrow.features.hashing import hash_bytes, missing_key

@@ -31,9 +31,9 @@ from runs import SHAPE, bits, make_trainer
 
 import hotrow as hr
 from hotrow import _core
-from hotrow.data.synthetic import SyntheticClicks
-from hotrow.tiers.core_errors import core_errors
-from hotrow.tiers.host import HostStore, Snapshot
+from hotrow.data.synthetic_log.clicks import SyntheticClicks
+from hotrow.tiers.host.core_errors import core_errors
+from hotrow.tiers.host.store import HostStore, Snapshot
 
 PHASES = ("start", "load", "step", "save")
 STEPS, EVERY = 60, 3

@@ -18,7 +18,7 @@ from run import Options, Run, as_nobody, over_ssd, small_segments
 from runs import bits, clicks, make_trainer
 
 import hotrow as hr
-from hotrow.train.checkpoint import list_checkpoints
+from hotrow.train.checkpoint.manifest import list_checkpoints
 
 SMALL = 16 << 10
 

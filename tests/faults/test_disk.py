@@ -1,7 +1,7 @@
 """A disk that is full, or that fails one call: training says so, and nothing that was committed is lost.
 
 The scenario: six steps over SSD, a save, three more steps, a save. Every row leaves DRAM before every batch, so each
-step reads and each save writes. The core's disk calls fail through _core.install_faults(), those of durable.py through
+step reads and each save writes. The core's disk calls fail through _core.install_faults(), those of durable_files.py through
 its own `os`, `open` and `shutil`. With one call failing at a time, the scenario succeeds or raises one of our errors,
 and what the checkpoints then give is, bit for bit, a state that was saved.
 """
@@ -30,9 +30,9 @@ from runs import clicks as few_clicks
 import hotrow as hr
 from hotrow import _core
 from hotrow.data import Cursor
-from hotrow.tiers.core_errors import core_errors
-from hotrow.train import durable
-from hotrow.train.checkpoint import list_checkpoints, open_checkpoint
+from hotrow.tiers.host.core_errors import core_errors
+from hotrow.train.checkpoint import durable_files
+from hotrow.train.checkpoint.manifest import list_checkpoints, open_checkpoint
 
 SMALL = 16 << 10  # segments of so many bytes: a scenario of milliseconds seals, drops and compacts them
 
@@ -159,7 +159,7 @@ def test_a_disk_that_fails_while_loading_is_an_error_and_loading_again_works(
 
 
 def fail_durable(patch: pytest.MonkeyPatch, number: int) -> list[str]:
-    """Make the system call of this number fail that durable.py makes; returns the names of those that were made."""
+    """Make the system call of this number fail that durable_files.py makes; returns the names of those that were made."""
     calls: list[str] = []
 
     def failing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,9 +172,9 @@ def fail_durable(patch: pytest.MonkeyPatch, number: int) -> list[str]:
         return call
 
     names = {name: failing(name, getattr(os, name)) for name in ("fsync", "rename", "open")}
-    patch.setattr(durable, "os", SimpleNamespace(**{**vars(os), **names}))
-    patch.setattr(durable, "shutil", SimpleNamespace(rmtree=failing("rmtree", shutil.rmtree)))
-    patch.setattr(durable, "open", failing("create", open), raising=False)
+    patch.setattr(durable_files, "os", SimpleNamespace(**{**vars(os), **names}))
+    patch.setattr(durable_files, "shutil", SimpleNamespace(rmtree=failing("rmtree", shutil.rmtree)))
+    patch.setattr(durable_files, "open", failing("create", open), raising=False)
     return calls
 
 

@@ -21,8 +21,8 @@ from hotrow.inspect import ssd as ssd_view
 from hotrow.inspect.segments import Findings, TableFolder, in_use, list_tables, scan
 from hotrow.optim import Adam
 from hotrow.table import Table, TableRows
-from hotrow.table.ssd import DESCRIPTION, describe
-from hotrow.tiers.host import Budget
+from hotrow.table.ssd_folder import DESCRIPTION, describe
+from hotrow.tiers.host.store import Budget
 
 DIM, SEGMENT = 16, 64 << 10
 GOLDEN = Path(__file__).parents[1] / "golden" / "ssd"

@@ -38,7 +38,7 @@ from triton.knobs import HookChain
 from hotrow import kernels
 from hotrow.kernels.launch import Fast
 
-SOURCES = sorted(Path(kernels.__file__).parent.glob("*.py"))
+SOURCES = sorted(Path(kernels.__file__).parent.rglob("*.py"))
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HOPPER = 90
 

@@ -38,7 +38,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def draw() -> Callable[..., torch.Tensor]:
     """draw(n, seed=0): distinct keys in random order over all of int64, the extremes and both markers among them."""
-    from hotrow.kernels.mixing import HIGHEST, LOWEST
+    from hotrow.kernels.index.key_hash import HIGHEST, LOWEST
 
     extremes = [LOWEST, HIGHEST, 0, -1, 1, 2**63 - 1, -(2**63), -(2**62), 2**32, -(2**32)]
 
@@ -55,7 +55,7 @@ def draw() -> Callable[..., torch.Tensor]:
 def filled(device: torch.device) -> Callable[..., Any]:
     """filled(sets_per_table, keys, tables): an index that holds as many of the keys as find room in their sets."""
     from hotrow.kernels import reference
-    from hotrow.kernels.sets import SetIndex
+    from hotrow.kernels.index.sets import SetIndex
 
     def index(sets_per_table: list[int], keys: torch.Tensor, tables: torch.Tensor | None = None) -> SetIndex:
         made = SetIndex(sets_per_table, device)
@@ -70,6 +70,6 @@ def filled(device: torch.device) -> Callable[..., Any]:
 @pytest.fixture
 def crowd() -> Callable[..., torch.Tensor]:
     """crowd(n, high=0): n distinct keys with nearly `high` in both halves of their hash: both choices are one set."""
-    from hotrow.kernels.mixing import key_of
+    from hotrow.kernels.index.key_hash import key_of
 
     return lambda n, high=0: torch.tensor([key_of((high << 32) | (high ^ i)) for i in range(n)], dtype=torch.int64)

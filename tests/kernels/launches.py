@@ -12,20 +12,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hotrow.kernels import finite, move
-from hotrow.kernels import quantize as quantization
-from hotrow.kernels import read as serving
-from hotrow.kernels.admit import SLOTS, admit, answer, brief
-from hotrow.kernels.dedup import compact, compact_keys, dedup
-from hotrow.kernels.find import Warmth, find, find_rows
-from hotrow.kernels.gather import gather
-from hotrow.kernels.insert import choose_in_order, erase, insert_and_evict, place
-from hotrow.kernels.layout import Items, RowLayout, Source, spread
-from hotrow.kernels.runs import group
-from hotrow.kernels.sets import SetIndex
-from hotrow.kernels.terms import Terms
-from hotrow.kernels.touch import touch
-from hotrow.kernels.update import Coefficients, Meta, update
+from hotrow.kernels.index.admit import SLOTS, admit, answer, brief
+from hotrow.kernels.index.dedup import compact, compact_keys, dedup
+from hotrow.kernels.index.find import Warmth, find, find_rows
+from hotrow.kernels.index.insert import choose_in_order, erase, insert_and_evict, place
+from hotrow.kernels.index.launch_arguments import Terms
+from hotrow.kernels.index.sets import SetIndex
+from hotrow.kernels.index.touch import touch
+from hotrow.kernels.rows import finite, move
+from hotrow.kernels.rows import quantize as quantization
+from hotrow.kernels.rows import read as serving
+from hotrow.kernels.rows.gather import gather
+from hotrow.kernels.rows.layout import Items, RowLayout, Source, spread
+from hotrow.kernels.rows.runs import group
+from hotrow.kernels.rows.update import Coefficients, Meta, update
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RowWiseAdagrad
 
 CPU = torch.device("cpu")

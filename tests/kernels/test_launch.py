@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from hotrow import undocumented
-from hotrow.kernels import current, launch
+from hotrow.kernels import current_stream, launch
 from hotrow.kernels.launch import Fast, fast
 
 
@@ -194,10 +194,10 @@ def test_a_triton_that_tells_less_of_a_kernel_is_called_as_documented(monkeypatc
 
 def test_a_stream_has_the_same_handle_by_what_torch_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda number: SimpleNamespace(cuda_stream=70 + number))
-    fast_way = current.stream_handle(1)
+    fast_way = current_stream.stream_handle(1)
     monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream")
     with pytest.warns(UserWarning, match="has no torch._C._cuda_getCurrentRawStream; HotRow was tested") as told:
-        assert [current.stream_handle(1) for _ in range(2)] == [fast_way] * 2 == [71] * 2
+        assert [current_stream.stream_handle(1) for _ in range(2)] == [fast_way] * 2 == [71] * 2
     assert len(told) == 1
 
 

@@ -27,21 +27,21 @@ from hotrow import optim
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.config import Memory
 from hotrow.data import Cursor
+from hotrow.device.streams import Recorded
 from hotrow.errors import GradientError, MemoryBudgetError, OptionError, StorageError
 from hotrow.kernels import reference
-from hotrow.kernels.sets import WAYS
+from hotrow.kernels.index.sets import WAYS
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Admission, Expiry, Lookup, Table
-from hotrow.table.asking import Answer, Asker
-from hotrow.table.hot_group import Group
-from hotrow.table.hot_part import Part
-from hotrow.table.ring import DOWN, UP, Ring
-from hotrow.table.streams import Recorded
-from hotrow.table.way import Way
-from hotrow.tiers.host_lift import Places
-from hotrow.train import traffic
+from hotrow.tiers.hbm.group_batch import Part
+from hotrow.tiers.hbm.miss_list import Answer, Asker
+from hotrow.tiers.hbm.pinned_ring import DOWN, UP, Ring
+from hotrow.tiers.hbm.row_transfer import Way
+from hotrow.tiers.hbm.table_group import Group
+from hotrow.tiers.host.row_staging import Places
+from hotrow.train import tier_traffic
 from hotrow.train.report import Report
-from hotrow.train.stepping import make_step
+from hotrow.train.train_step import make_step
 from hotrow.train.trainer import Trainer
 
 LARGE = torch.cuda.is_available()  # interpreting a step takes seconds
@@ -71,7 +71,7 @@ class Tower(nn.Module):
 
 class Clicks:
     """Batches of random keys, the lower ones more often. Bags differ in their lengths; with `even` all batches have the
-    same number of ids, so that missing rows are asked for in one go (table/asking.py)."""
+    same number of ids, so that missing rows are asked for in one go (tiers/hbm/miss_list.py)."""
 
     def __init__(self, batches: int, size: int = SIZE, keys: int = KEYS, seed: int = 1, even: bool = True) -> None:
         self.all = [batch_of(seed * 1000 + i, size, keys, even) for i in range(batches)]
@@ -319,7 +319,7 @@ def test_hbm_stays_inside_its_budget_and_scratch_with_batches_ahead(device: str)
 
 
 def test_many_rows_come_down_a_few_at_a_time(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.table.way.PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr("hotrow.tiers.hbm.row_transfer.PIECE_BYTES", 1 << 10)
     trainer, plain = trainer_of(Memory(hbm=ROOMY), device), trainer_of(None)
     for each in (trainer, plain):
         each.fit(Clicks(1), progress=False)
@@ -351,7 +351,7 @@ def test_rows_that_could_not_be_put_away_are_an_error_until_a_checkpoint_is_load
 
 
 def test_tables_that_are_full_get_what_others_leave_empty(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.table.shares.FIRST", 2)
+    monkeypatch.setattr("hotrow.tiers.hbm.capacity_split.FIRST", 2)
     few = {"user": "user", "item": "clicked"}
 
     def trainer(hbm: str) -> Trainer:
@@ -383,8 +383,8 @@ def test_tables_that_are_full_get_what_others_leave_empty(device: str, monkeypat
 def test_rows_that_are_read_in_place_or_not_are_the_same_bits(
     device: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotrow.table.way.IN_PLACE", share)
-    monkeypatch.setattr("hotrow.table.way.AHEAD", share)
+    monkeypatch.setattr("hotrow.tiers.hbm.row_transfer.IN_PLACE", share)
+    monkeypatch.setattr("hotrow.tiers.hbm.row_transfer.AHEAD", share)
     tight = trainer_of(Memory(hbm=TINY), device)
     assert tight.model.embeddings.hot is not None
     assert all(group.way.in_place == share for group in tight.model.embeddings.hot.groups)
@@ -421,7 +421,7 @@ QUICK = {False: [(TIGHT, 1)], True: [("ssd", 3)]}  # by policies; the rows over 
 def test_rows_that_come_ahead_are_the_same_bits(
     device: str, policies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[bool]
 ) -> None:
-    monkeypatch.setattr("hotrow.table.staging_queue.PATIENCE", 0)
+    monkeypatch.setattr("hotrow.tiers.hbm.staging_queue.PATIENCE", 0)
     rules = {"admission": Admission(after=2, sketch="4KiB"), "expiry": Expiry(steps=2, every=2)} if policies else {}
     plain = trainer_of(Memory(hbm=ROOMY), device, **rules)
     clicks = Clicks(STEPS - (not LARGE), even=not policies)
@@ -444,7 +444,7 @@ def test_rows_that_come_ahead_are_the_same_bits(
 def test_every_lookahead_gives_the_same_bits_on_the_device(
     lookahead: int, accumulate: int, even: bool, monkeypatch: pytest.MonkeyPatch, asked: list[bool]
 ) -> None:
-    monkeypatch.setattr("hotrow.table.staging_queue.PATIENCE", 0)
+    monkeypatch.setattr("hotrow.tiers.hbm.staging_queue.PATIENCE", 0)
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU: the interpreter has one thread")
     many = Clicks(4 * STEPS, even=even)
@@ -560,7 +560,7 @@ def test_a_fetch_that_fails_loses_no_row(device: str, seed: int, monkeypatch: py
         raise MemoryBudgetError("dram= is full")
 
     with monkeypatch.context() as patch, pytest.raises(MemoryBudgetError):
-        patch.setattr("hotrow.tiers.host_lift.HostLift.fetch", full)
+        patch.setattr("hotrow.tiers.host.row_staging.HostLift.fetch", full)
         embeddings(KeyedBatch({"u": Jagged(torch.cat([others, torch.tensor([777])]))}))
     assert torch.equal(embeddings.table("u").read(keys), plain.table("u").read(keys))
 
@@ -568,7 +568,7 @@ def test_a_fetch_that_fails_loses_no_row(device: str, seed: int, monkeypatch: py
 def test_what_moves_between_hbm_and_dram_is_drawn_on_a_trace(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(traffic, "INTERVAL", 0.0)
+    monkeypatch.setattr(tier_traffic, "INTERVAL", 0.0)
     trainer = trainer_of(Memory(hbm=TIGHT), device)
     trainer.trace = tmp_path / "run.json"
     trainer.fit(Clicks(STEPS), progress=False)
@@ -638,7 +638,7 @@ def test_only_the_thread_that_trains_records_what_is_launched_again(
             recorders.append(threading.current_thread())
             super().__init__(device, steps, keep_graph)
 
-    monkeypatch.setattr("hotrow.table.asking.Recorded", Noted)
+    monkeypatch.setattr("hotrow.tiers.hbm.miss_list.Recorded", Noted)
     embeddings = asked_at_once(one_table(Memory(hbm="2KiB"), device))
     assert recorders and embeddings.hot is not None  # those that were asked for at their turn
     recorders.clear()
@@ -667,7 +667,7 @@ def test_an_evaluation_of_other_sizes_does_not_undo_what_was_recorded(device: st
 def test_a_tower_with_dropout_trains_while_batches_come_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU: nothing is captured without one")
-    monkeypatch.setattr("hotrow.table.staging_queue.PATIENCE", 0)
+    monkeypatch.setattr("hotrow.tiers.hbm.staging_queue.PATIENCE", 0)
 
     class Dropping(Tower):
         def __init__(self) -> None:
@@ -725,7 +725,7 @@ def test_an_error_while_rows_move_loses_none_or_says_so(
     lookup = embeddings.route(batch(others))
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
         if failing == "deliver":
-            patch.setattr("hotrow.table.hot_group.move.deliver", no_memory)
+            patch.setattr("hotrow.tiers.hbm.table_group.move.deliver", no_memory)
         else:
             patch.setattr(Way, "lower_rows", no_memory)
         lookup.prefetch()
@@ -755,7 +755,7 @@ def test_rows_that_the_gpu_cannot_reach_are_gathered(device: str, monkeypatch: p
     def unreachable(*_: object) -> None:
         raise StorageError("the GPU cannot reach 1 GiB of DRAM rows; lower dram=")
 
-    monkeypatch.setattr("hotrow.kernels.move.reachable", unreachable)
+    monkeypatch.setattr("hotrow.kernels.rows.move.reachable", unreachable)
     embeddings, plain = one_table(Memory(hbm="64KiB"), device), one_table(None, None)
     for each in (embeddings, plain):
         each.table("u").create(MANY)
@@ -769,7 +769,7 @@ def test_rows_that_the_gpu_cannot_reach_are_gathered(device: str, monkeypatch: p
 
 def test_few_rows_wait_to_be_put_away_however_slow_that_is(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a thread puts them away: here it is one that waits until it is waited for."""
-    monkeypatch.setattr("hotrow.table.way.PIECE_BYTES", 64)
+    monkeypatch.setattr("hotrow.tiers.hbm.row_transfer.PIECE_BYTES", 64)
     embeddings = one_table(Memory(hbm="64KiB"), device)
     train_on(embeddings, torch.arange(300))
     assert embeddings.hot is not None
@@ -817,8 +817,8 @@ def test_rows_pass_through_memory_that_is_part_of_dram(
     device: str, dram: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts, where a buffer holds four rows; ahead of their batch's turn and at it."""
-    monkeypatch.setattr("hotrow.table.ring.LEAST", 64)
-    monkeypatch.setattr("hotrow.table.ring.MOST", 64)
+    monkeypatch.setattr("hotrow.tiers.hbm.pinned_ring.LEAST", 64)
+    monkeypatch.setattr("hotrow.tiers.hbm.pinned_ring.MOST", 64)
     used = [0]
 
     class Watched(Ring):
@@ -827,7 +827,7 @@ def test_rows_pass_through_memory_that_is_part_of_dram(
             used.append(sum(size * number for size, number in self._used.items()))
             return made
 
-    monkeypatch.setattr("hotrow.table.hot.Ring", Watched)
+    monkeypatch.setattr("hotrow.tiers.hbm.cache.Ring", Watched)
     embeddings, plain = one_table(Memory(hbm="2KiB", dram=dram), device), one_table(None, None)
     charged = embeddings.budget.used - one_table(Memory(dram=dram), None).budget.used
     assert embeddings.hot is not None and embeddings.hot.groups[0].way.most == 4
@@ -853,7 +853,7 @@ def test_rows_pass_through_memory_that_is_part_of_dram(
 def test_a_budget_that_the_device_does_not_have_is_refused_with_one_that_it_has(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotrow.table.hot.free_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("hotrow.tiers.hbm.cache.free_bytes", lambda device: 1 << 20)
     with pytest.raises(MemoryBudgetError, match=r"hbm=2\.0 MiB does not fit .* give hbm= at most 896\.0 KiB"):
         one_table(Memory(hbm="2MiB"), device)
     one_table(Memory(hbm="896KiB"), device)
@@ -869,7 +869,7 @@ def test_hbm_that_runs_out_says_which_budget_to_change(
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a capacity of 139 GiB")
 
-    monkeypatch.setattr(f"hotrow.table.hot_part.{where}", full)
+    monkeypatch.setattr(f"hotrow.tiers.hbm.group_batch.{where}", full)
     with pytest.raises(MemoryBudgetError, match=r"beside hbm=64\.0 KiB: .*2\.00 GiB\. Give hbm= at most 56\.0 KiB"):
         train_on(embeddings, MANY + 5)
 

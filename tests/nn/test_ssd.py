@@ -258,7 +258,7 @@ CHILD = """
 import gc, sys, torch
 from hotrow import _core
 from hotrow.batch import Jagged, KeyedBatch
-from hotrow.bench.rows import resident
+from hotrow.bench.storage.rows import resident
 from hotrow.config import Memory
 from hotrow.nn import EmbeddingCollection
 from hotrow.optim import Adam

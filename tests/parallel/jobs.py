@@ -14,7 +14,7 @@ import psutil
 from forked import Forked
 
 from hotrow import child_process
-from hotrow.train.checkpoint import list_checkpoints
+from hotrow.train.checkpoint.manifest import list_checkpoints
 
 TIMEOUT = 4  # seconds that ranks wait for each other
 BOUND = TIMEOUT + 20  # until the job is gone; looking at hearts takes a few seconds, and machines are busy

@@ -16,7 +16,7 @@ from work import Case, Rows, rows_of, step_of
 import hotrow as hr
 from hotrow import _core
 from hotrow.data.rebatch import join_batches
-from hotrow.train.checkpoint import list_checkpoints, open_checkpoint
+from hotrow.train.checkpoint.manifest import list_checkpoints, open_checkpoint
 
 PARTS = 6  # of a step's examples; N ranks take PARTS / N each
 CASE = Case(
@@ -166,7 +166,7 @@ def resume(ranks: hr.Ranks, folder: Path) -> tuple[int | None, list[str]]:
     trainer.checkpoints = folder
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        from hotrow.train import loading
+        from hotrow.train.checkpoint import loading
 
         checkpoint = loading.resume(trainer, folder, None)
     return None if checkpoint is None else checkpoint.step, [str(w.message) for w in caught]

@@ -15,7 +15,7 @@ from work import rows_of
 import hotrow as hr
 from hotrow import data
 from hotrow.job import build_job
-from hotrow.train.checkpoint import list_checkpoints
+from hotrow.train.checkpoint.manifest import list_checkpoints
 
 
 class WithSpec(WithSequences):
@@ -80,15 +80,15 @@ def save_some(ranks: hr.Ranks, folder: Path) -> None:
 
 def load_late(ranks: hr.Ranks, folder: Path, stale: Path) -> tuple[int, Any]:
     """Rank 1 does not see the newest checkpoint in the folder yet, as it may be on a network's."""
-    from hotrow.train import checkpoint
+    from hotrow.train.checkpoint import manifest as checkpoint_manifest
 
-    trainer, real = make(ranks), checkpoint.list_checkpoints
+    trainer, real = make(ranks), checkpoint_manifest.list_checkpoints
     if ranks.rank == 1:
-        checkpoint.list_checkpoints = lambda _: real(stale)
+        checkpoint_manifest.list_checkpoints = lambda _: real(stale)
     try:
         trainer.load(folder)
     finally:
-        checkpoint.list_checkpoints = real
+        checkpoint_manifest.list_checkpoints = real
     return trainer.steps, rows_of(trainer.model.embeddings)
 
 

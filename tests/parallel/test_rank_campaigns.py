@@ -18,7 +18,7 @@ from jobs import BOUND, TIMEOUT, end_of, ranks_of, start, wait_for_checkpoints, 
 
 from hotrow import _core
 from hotrow.signals import SAME_SECONDS
-from hotrow.train.checkpoint import list_checkpoints, open_checkpoint
+from hotrow.train.checkpoint.manifest import list_checkpoints, open_checkpoint
 
 pytestmark = pytest.mark.soak
 
@@ -200,7 +200,7 @@ def test_a_process_whose_device_waits_for_a_dead_rank_ends_by_its_name(tmp_path:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, threading, hotrow as hr\n"
-        "from hotrow.parallel.watch import Watch\n"
+        "from hotrow.parallel.watchdog import Watch\n"
         "class Event:\n"
         "    def query(self): return False\n"
         f"ranks = hr.join_ranks('gloo', timeout={TIMEOUT})\n"

@@ -16,7 +16,7 @@ from jobs import BOUND, wait_for_checkpoints, write_job
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import hotrow as hr
-from hotrow.train.checkpoint import list_checkpoints, open_checkpoint
+from hotrow.train.checkpoint.manifest import list_checkpoints, open_checkpoint
 
 Start = Callable[[int, dict[str, str]], forked.Forked]
 

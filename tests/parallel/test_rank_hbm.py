@@ -23,7 +23,7 @@ from work import DEVICE, Case, Rows, rows_after
 
 import hotrow as hr
 from hotrow.table import Lookup
-from hotrow.train.stepping import make_step
+from hotrow.train.train_step import make_step
 
 BATCHES, SIZE, KEYS = 3, 24, 300  # two ranks make two steps of them, in the last of which one rank has none
 TIGHT = "3KiB"  # 16 rows of each table
@@ -132,7 +132,7 @@ def fitted_ahead(ranks: hr.Ranks, hbm: str, ahead: int) -> tuple[dict[str, Any],
     steps = -(-BATCHES // ranks.world)
     passes = [trainer.team.source(WithSequences(BATCHES * SIZE, SIZE, keys=KEYS)).batches() for _ in range(2)]
     batches = [batch for one in passes for batch, _ in itertools.islice(one, steps)]
-    with patch("hotrow.table.staging_queue.PATIENCE", 0):
+    with patch("hotrow.tiers.hbm.staging_queue.PATIENCE", 0):
         for number in range(len(batches)):
             for batch in batches[number + len(staged) : number + 1 + ahead]:
                 staged.append(embeddings.route(batch))

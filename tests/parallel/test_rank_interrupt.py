@@ -18,7 +18,7 @@ from test_rank_training import WithSequences, make, outcome
 
 import hotrow as hr
 from hotrow.data import Cursor
-from hotrow.train.checkpoint import list_checkpoints, open_checkpoint
+from hotrow.train.checkpoint.manifest import list_checkpoints, open_checkpoint
 from hotrow.train.interrupt import Interrupted
 
 BATCH = 16

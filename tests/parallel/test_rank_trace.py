@@ -18,7 +18,7 @@ from rich.console import Console
 from test_rank_training import WithSequences, make
 
 import hotrow as hr
-from hotrow.train import progress, stages
+from hotrow.train import progress, stage_times
 from hotrow.train.interrupt import Interrupted
 from hotrow.train.pipeline import Ahead, Pipeline
 
@@ -158,7 +158,7 @@ def test_the_stages_of_all_ranks_are_reported_and_waiting_for_one_is_not_work(cr
     report = first["report"]
     assert report.stages == second["report"].stages
     found = {stage.name: stage for stage in report.stages}
-    assert list(found) == [*stages.NAMES, "exchange"]
+    assert list(found) == [*stage_times.NAMES, "exchange"]
     compute, exchange = found["compute"], found["exchange"]
     rank, most = compute.busiest
     assert rank == 1 and most >= steps * pause
@@ -168,7 +168,7 @@ def test_the_stages_of_all_ranks_are_reported_and_waiting_for_one_is_not_work(cr
     assert found["route"].bytes == 8 * report.ids
     assert 0 < exchange.bytes <= first["sent"] + second["sent"]
     console = Console(width=140, record=True, file=io.StringIO())
-    console.print(stages.table(report.stages, report.seconds))
+    console.print(stage_times.table(report.stages, report.seconds))
     text = console.export_text()
     assert "waits for ranks" in text and "busiest rank" in text and f"{most:.2f} s, 1" in text
 

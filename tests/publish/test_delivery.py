@@ -12,7 +12,7 @@ from readers import Reader, assert_same, publishing
 from runs import clicks
 
 import hotrow as hr
-from hotrow.bench.redis_cluster import RedisServers
+from hotrow.bench.servers.redis_cluster import RedisServers
 from hotrow.publish import delivery, publisher
 from hotrow.publish.bus import Bus, open_bus
 from hotrow.publish.history import commits_after

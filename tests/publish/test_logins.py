@@ -15,13 +15,13 @@ import pytest
 
 import hotrow as hr
 from hotrow import data
-from hotrow.bench.redis_cluster import HOST, RedisServers
-from hotrow.data.follow import FollowSource, Journal
+from hotrow.bench.servers.redis_cluster import HOST, RedisServers
+from hotrow.data.streams.follow import FollowSource, Journal
 from hotrow.features import FeatureSpec, Key
 from hotrow.publish import kafka_bus
 from hotrow.publish.bus import open_bus
-from hotrow.tiers.remote import TableFormat, open_remote
-from hotrow.tiers.remote_wire import Access
+from hotrow.tiers.remote.redis_connection import Access
+from hotrow.tiers.remote.store import TableFormat, open_remote
 
 SECRET = "correct horse/battery@staple?"
 ENCODED = "correct%20horse%2Fbattery%40staple%3F"
@@ -153,7 +153,7 @@ def test_kafka_is_sent_the_login_and_its_refusal_is_told_without_it(
 ) -> None:
     pytest.importorskip("confluent_kafka", reason="pip install hotrow[kafka]")
     monkeypatch.setattr(kafka_bus, "_SECONDS", 1.0)
-    monkeypatch.setattr("hotrow.data.follow_kafka.SECONDS", 1.0)
+    monkeypatch.setattr("hotrow.data.streams.kafka.SECONDS", 1.0)
     (tmp_path / "password").write_text(SECRET)
     (tmp_path / "password").chmod(0o600)
     broker = LockedBroker()

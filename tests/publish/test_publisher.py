@@ -15,7 +15,7 @@ import hotrow as hr
 from hotrow.publish.bus import open_bus
 from hotrow.publish.history import commits_after
 from hotrow.publish.publication import HEARTBEAT, SNAPSHOT
-from hotrow.table.ssd import least_bytes
+from hotrow.tiers.host.stored_table import smallest_dram_bytes
 
 
 @pytest.mark.parametrize("values", ["fp16", "fp32"])
@@ -223,7 +223,7 @@ def test_a_budget_too_small_to_publish_names_one_that_works(folder_bus: str, tmp
         return hr.Trainer(hr.Recommender(embeddings, make_trainer().model.tower), publish=publish)
 
     plain = hr.EmbeddingCollection(tables, optimizer=hr.optim.Adam(lr=0.01))
-    small = least_bytes(plain.tables) if not trained else "5MiB"
+    small = smallest_dram_bytes(plain.tables) if not trained else "5MiB"
     with pytest.raises(hr.MemoryBudgetError, match="too small to note what changes in 2 tables") as refused:
         trainer(small).fit(clicks(), steps=4, progress=False)
     named = str(refused.value).partition("give at least ")[2].partition(",")[0]

@@ -204,7 +204,7 @@ def run_http(address: str, count: int, seed: int) -> Counter[str]:
 @functools.cache
 def valid_messages() -> list[bytes]:
     """ModelInferRequests that are answered: raw and typed."""
-    from hotrow.serve.grpc_messages import build
+    from hotrow.serve.frontend.grpc_messages import build
 
     make = build()["ModelInferRequest"]
     message = make(model_name="ctr")
@@ -223,7 +223,7 @@ def run_grpc(address: str, count: int, seed: int, first: int = 0) -> Counter[str
     """The same over gRPC: mutated bytes of a ModelInferRequest."""
     import grpc
 
-    from hotrow.serve.grpc_messages import SERVICE
+    from hotrow.serve.frontend.grpc_messages import SERVICE
 
     seen: Counter[str] = Counter()
     with grpc.insecure_channel(address) as channel:

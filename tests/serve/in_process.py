@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 import hotrow as hr
-from hotrow.serve.backend import READY, UNAVAILABLE, IndexEntry, ModelInfo
-from hotrow.serve.frontend import Frontend, FrontendOptions
-from hotrow.serve.request import Answer, Ids, RefusedError, Request, Signature
+from hotrow.serve.frontend.ports import Frontend, FrontendOptions
+from hotrow.serve.protocol.backend import READY, UNAVAILABLE, IndexEntry, ModelInfo
+from hotrow.serve.protocol.request import Answer, Ids, RefusedError, Request, Signature
 
 SPEC = hr.features.FeatureSpec(
     [

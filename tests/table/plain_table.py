@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hotrow.optim import Optimizer, clip
 from hotrow.table import Table, TableRows
-from hotrow.tiers.host import Budget
+from hotrow.tiers.host.store import Budget
 
 LOWEST, HIGHEST = -(1 << 63), (1 << 63) - 1
 

@@ -13,8 +13,9 @@ from hotrow.batch import Jagged, KeyedBatch
 from hotrow.errors import BatchError, GradientError
 from hotrow.optim import SGD, Adagrad, Adam
 from hotrow.table import Lookup, Table, TableRows
-from hotrow.table.lookup import Layout, Merged
-from hotrow.tiers.host import Budget
+from hotrow.table.lookup import Merged
+from hotrow.tiers.feature_layout import Layout
+from hotrow.tiers.host.store import Budget
 
 OPTIMIZER = Adam(lr=0.1)
 SEED = 5

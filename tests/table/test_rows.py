@@ -13,7 +13,7 @@ from hotrow.errors import BatchError, MemoryBudgetError
 from hotrow.optim import SGD, Adam
 from hotrow.table import Table, TableRows
 from hotrow.table.rows import HotKey
-from hotrow.tiers.host import Budget
+from hotrow.tiers.host.store import Budget
 
 
 @pytest.fixture

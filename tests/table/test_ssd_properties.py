@@ -17,7 +17,7 @@ from hotrow.config import Memory
 from hotrow.nn import EmbeddingCollection
 from hotrow.optim import Optimizer
 from hotrow.table import Table, TableRows
-from hotrow.tiers.host import Budget, Snapshot
+from hotrow.tiers.host.store import Budget, Snapshot
 
 
 class SsdMachine(StoreMachine):

@@ -12,7 +12,7 @@ from hotrow.config import Memory
 from hotrow.nn import EmbeddingCollection
 from hotrow.optim import Optimizer
 from hotrow.table import Table, TableRows
-from hotrow.tiers.host import Rows
+from hotrow.tiers.host.store import Rows
 
 
 def rows_of(rows: TableRows) -> Rows:

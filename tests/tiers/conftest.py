@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hotrow.bench.redis_cluster import RedisServers
-from hotrow.tiers.remote import RemoteStore, open_remote
+from hotrow.bench.servers.redis_cluster import RedisServers
+from hotrow.tiers.remote.store import RemoteStore, open_remote
 
 
 @pytest.fixture(scope="session")

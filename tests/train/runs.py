@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hotrow as hr
 from hotrow.data import Cursor
-from hotrow.data.synthetic import SyntheticClicks
+from hotrow.data.synthetic_log.clicks import SyntheticClicks
 
 SHAPE = hr.data.Shape(sparse={"user": None, "item": None}, dense=3, history_length=0)
 

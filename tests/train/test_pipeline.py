@@ -18,12 +18,12 @@ from runs import SHAPE, DropoutTower, all_rows, bits
 
 import hotrow as hr
 from hotrow.data import Cursor
-from hotrow.data.synthetic import SyntheticClicks
-from hotrow.train import flow, progress
+from hotrow.data.synthetic_log.clicks import SyntheticClicks
+from hotrow.train import progress, threaded_stages
 from hotrow.train import trainer as train_loop
-from hotrow.train.checkpoint import list_checkpoints
+from hotrow.train.checkpoint.manifest import list_checkpoints
 from hotrow.train.pipeline import Ahead, Pipeline
-from hotrow.train.stages import Stages
+from hotrow.train.stage_times import Stages
 
 BATCH, STEPS, DIM = 1024, 24, 64
 BUDGETS = {"dram": None, "small": "12MiB", "tiny": "9MiB"}  # rows of about 20 MB
@@ -343,7 +343,7 @@ def test_the_bar_is_told_how_busy_the_stages_were_since_it_last_moved(monkeypatc
 def test_a_thread_that_does_not_end_is_named_with_what_it_waits_for(
     ranks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flow, "PATIENCE", 0.05)
+    monkeypatch.setattr(threaded_stages, "PATIENCE", 0.05)
     lines, go_on, begun = Stages(), threading.Event(), threading.Event()
     embeddings: Any = SimpleNamespace(ranks=object() if ranks else None)
     stuck = Pipeline(embeddings, Ahead(1))._route_stuck
@@ -354,7 +354,9 @@ def test_a_thread_that_does_not_end_is_named_with_what_it_waits_for(
         return 0
 
     source, dropped = iter([(1, 0), (2, 0)]), list[int]()
-    running = flow.Flow(source, lines["read"], [flow.Stage(lines["route"], blocks, stuck)], 1, dropped.append)
+    running = threaded_stages.Flow(
+        source, lines["read"], [threaded_stages.Stage(lines["route"], blocks, stuck)], 1, dropped.append
+    )
     with pytest.warns(UserWarning, match="'hotrow route' has not ended") as said, running:
         running._allow(1)
         begun.wait()

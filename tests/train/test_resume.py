@@ -9,7 +9,7 @@ import torch
 from runs import Crash, CrashAfter, bits, clicks, make_trainer
 
 import hotrow as hr
-from hotrow.train.checkpoint import list_checkpoints
+from hotrow.train.checkpoint.manifest import list_checkpoints
 
 
 def crash(folder: Path, after: int, *, steps: int | None = None, epochs: int = 1, **options: object) -> None:

@@ -12,7 +12,7 @@ import pytest
 from command_line import hotrow
 from runs import clicks, make_trainer
 
-from hotrow.train.checkpoint import list_checkpoints, open_checkpoint
+from hotrow.train.checkpoint.manifest import list_checkpoints, open_checkpoint
 from hotrow.train.trainer import Trainer
 
 JOB = """

@@ -12,7 +12,7 @@ from runs import all_rows
 
 import hotrow as hr
 from hotrow import _core
-from hotrow.data.synthetic import SyntheticClicks
+from hotrow.data.synthetic_log.clicks import SyntheticClicks
 from hotrow.train.progress import ProgressView
 
 

@@ -38,6 +38,20 @@ BENCHES = {
     "online": "live against frozen on a drifting log; freshness on each bus; rows from a Redis cluster",
     "eviction": "which rows to keep in DRAM: hit rates of eviction policies on Zipf traces",
 }
+MODULES = {  # of each benchmark, below hotrow.bench
+    "rows": "storage.rows",
+    "ssd": "storage.ssd",
+    "tiers": "storage.tiers",
+    "pipeline": "training.pipeline",
+    "serve": "serving.serve",
+    "serve_gpu": "gpu.serve_gpu",
+    "hbm": "gpu.hbm",
+    "kernels": "gpu.kernels",
+    "ranks": "training.ranks",
+    "read": "storage.read",
+    "online": "serving.online",
+    "eviction": "storage.eviction",
+}
 
 
 @dataclass(frozen=True)
@@ -104,7 +118,7 @@ def run(name: str, json_file: str | None = None, record: str | None = None) -> l
     """Run a benchmark, print its table, and write what was asked for."""
     if name not in BENCHES:
         raise OptionError(f"there is no benchmark {name!r}; {choices(name, BENCHES)}")
-    module = importlib.import_module(f"hotrow.bench.{name}")
+    module = importlib.import_module(f"hotrow.bench.{MODULES[name]}")
     console = Console()
     console.print(f"[bold]hotrow bench {name}[/]  {BENCHES[name]}\n{hardware()}", highlight=False)
     results: list[Result] = []

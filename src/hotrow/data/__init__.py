@@ -5,14 +5,14 @@ cluster; docs/ray.md. `follow` waits for more; docs/online.md.
 """
 
 from hotrow.data.cluster import OnRay, on_ray
-from hotrow.data.follow import FollowSource, follow
-from hotrow.data.layouts import TextLayout
-from hotrow.data.parquet import parquet
-from hotrow.data.shape import Shape
+from hotrow.data.files.parquet import parquet
+from hotrow.data.files.text import text
+from hotrow.data.files.text_layouts import TextLayout
 from hotrow.data.source import Cursor, Source
-from hotrow.data.synthetic import SyntheticClicks as synthetic
-from hotrow.data.text import text
-from hotrow.data.world import Drift
+from hotrow.data.streams.follow import FollowSource, follow
+from hotrow.data.synthetic_log.clicks import SyntheticClicks as synthetic
+from hotrow.data.synthetic_log.shape import Shape
+from hotrow.data.synthetic_log.world import Drift
 
 __all__ = [
     "Cursor",

@@ -15,7 +15,7 @@ from rich.console import Console
 from hotrow.inspect.checkpoints import TableOnDisk, inspect_checkpoint, inspect_rows
 from hotrow.inspect.ranking import check_name
 from hotrow.inspect.ssd import inspect_ssd
-from hotrow.train.checkpoint import MANIFEST, list_checkpoints
+from hotrow.train.checkpoint.manifest import MANIFEST, list_checkpoints
 
 ROWS_MANIFEST = "MANIFEST"
 

@@ -27,9 +27,9 @@ import numpy as np
 from hotrow import _core
 from hotrow.errors import CheckpointError, StorageError
 from hotrow.inspect.ranking import Array, Ranking
-from hotrow.table.ssd import DESCRIPTION, read_description
-from hotrow.tiers.core_errors import core_errors
-from hotrow.tiers.host import floats_of
+from hotrow.table.ssd_folder import DESCRIPTION, read_description
+from hotrow.tiers.host.core_errors import core_errors
+from hotrow.tiers.host.store import floats_of
 
 HEADER, RECORD_HEAD = 4096, 16
 PASS_RECORDS = 32 << 20  # of which 32 bytes each are kept for a pass

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hotrow.kernels.current import stream_handle
+from hotrow.kernels.current_stream import stream_handle
 from hotrow.undocumented import describe, is_tested, warn_once
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hotrow.kernels.layout import Items, RowLayout, Source
-from hotrow.kernels.mixing import GOLDEN, MULTIPLIERS
-from hotrow.kernels.sets import CROWDED, SPILL, WAYS, SetIndex
+from hotrow.kernels.index.key_hash import GOLDEN, MULTIPLIERS
+from hotrow.kernels.index.sets import CROWDED, SPILL, WAYS, SetIndex
+from hotrow.kernels.rows.layout import Items, RowLayout, Source
 
 # --- the index: mixing, find, dedup, insert, touch ------------------------------------------------------------------
 

@@ -30,19 +30,20 @@ from hotrow.parallel.backend import own_device
 from hotrow.parallel.rank_plans import RankPlans
 from hotrow.parallel.ranks import Ranks
 from hotrow.table import Lookup, Table, TableRows
-from hotrow.table.lookup import Layout, Merged
-from hotrow.table.remote_owner import RemoteOwner
-from hotrow.table.remote_tables import RemoteTables
-from hotrow.table.sharded_plan import Part, ShardedPlan
-from hotrow.table.ssd import SsdFolder
-from hotrow.table.transport import LocalTransport
-from hotrow.tiers.host import Budget
-from hotrow.tiers.host_client import HostClient
-from hotrow.tiers.host_plan import HostPlan
+from hotrow.table.lookup import Merged
+from hotrow.table.ssd_folder import SsdFolder
+from hotrow.tiers.feature_layout import Layout
+from hotrow.tiers.host.client import HostClient
+from hotrow.tiers.host.plan import HostPlan
+from hotrow.tiers.host.store import Budget
 from hotrow.tiers.plan import Plan
+from hotrow.tiers.remote.owner import RemoteOwner
+from hotrow.tiers.remote.tables import RemoteTables
+from hotrow.tiers.sharded.plan import Part, ShardedPlan
+from hotrow.tiers.sharded.transport import LocalTransport
 
 if TYPE_CHECKING:
-    from hotrow.table.hot import HotRows
+    from hotrow.tiers.hbm.cache import HotRows
 
 
 class EmbeddingCollection(nn.Module):
@@ -302,7 +303,7 @@ def _hot_rows(tables: Sequence[TableRows], memory: Memory, device: torch.device,
     if memory.hbm is None:
         return None
     try:
-        from hotrow.table.hot import HotRows
+        from hotrow.tiers.hbm.cache import HotRows
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -322,7 +323,10 @@ def _remote(memory: Memory, tables: Sequence[TableRows], seed: int, ranks: Ranks
         return None
     if ranks is not None:
         raise OptionError("remote= with ranks: rows over a remote store are only read, by each process alone")
-    return RemoteTables(memory, tables, seed)
+    remote = RemoteTables(memory, tables, seed)
+    for table, rows in zip(tables, remote.rows, strict=True):
+        table.remote = rows
+    return remote
 
 
 def _plans(hot: HotRows | None, remote: RemoteTables | None) -> Callable[[], Plan]:
@@ -331,7 +335,7 @@ def _plans(hot: HotRows | None, remote: RemoteTables | None) -> Callable[[], Pla
         return lambda: ShardedPlan([Part(HostClient())], part_of, RemoteOwner(remote), transport)
     if hot is None:
         return HostPlan
-    from hotrow.table.hot_plan import HotPlan
+    from hotrow.tiers.hbm.plan import HotPlan
 
     return lambda: HotPlan(hot)
 

@@ -5,7 +5,7 @@ route thread, the training thread, dense gradients during backward, a save behin
 A channel is used by one thread at a time.
 
 Gloo carries CPU memory alone: tensors on a GPU are copied down and up again around it. Ranks of one machine exchange
-what is in CPU memory through memory that they share instead (`share`; shared.py), as far as training waits for it. A
+what is in CPU memory through memory that they share instead (`share`; shared_memory.py), as far as training waits for it. A
 channel may have a second group, NCCL's, for what is on GPUs (`carry`; backend.py says when); what is on the CPU, as
 counts and keys are, goes the other way there too. One thread asks for both, in one order, so neither can wait for the
 other.
@@ -13,7 +13,7 @@ other.
 An exchange that fails, because a rank died or did not come within the timeout, raises RankError with the rank's name:
 health.py finds out who it was. On a patient channel an exchange may take hours; whoever waits there looks now and then
 whether the others' hearts still beat, and whether another channel has failed meanwhile. What the device waits for,
-watch.py looks after.
+parallel/watchdog.py looks after.
 
 How long a thread has waited for others is counted always (`waited`; with NCCL a thread hardly does: the stream waits).
 While there is a trace, an exchange is a span of its channel's track, from its begin to the end of the wait for it.
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from hotrow import trace
 from hotrow.parallel.health import Health, Hearts
-from hotrow.parallel.watch import Watch
+from hotrow.parallel.watchdog import Watch
 
 LOOK_SECONDS, LONGEST_LOOK = 0.0001, 0.2  # between two looks on a patient channel: at first, and when it takes long
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13

@@ -5,7 +5,7 @@ ranks meet (held here, so that it outlives any of them), and an end for all when
 find out by themselves, because they say which rank it was; then they are killed. Ranks are in sessions of their own, so
 that Ctrl-C reaches them once, through us; and if we are killed, the system kills them.
 
-The first SIGINT or SIGTERM goes to all ranks, which stop together and save (train/team.py). A second one kills them.
+The first SIGINT or SIGTERM goes to all ranks, which stop together and save (distributed.py). A second one kills them.
 
 Restarts are torchrun's: `torchrun --nproc-per-node=N --max-restarts=R -m hotrow train job.toml --resume`.
 """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hotrow import _core
 from hotrow.errors import OptionError
-from hotrow.tiers.host import SHARDS
+from hotrow.tiers.host.store import SHARDS
 
 
 def shard_range(rank: int, world: int) -> tuple[int, int]:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from hotrow.parallel.rank_transport import RankTransport
 from hotrow.parallel.ranks import Ranks
 from hotrow.table.rows import TableRows
-from hotrow.table.sharded_plan import Part, ShardedPlan
-from hotrow.tiers.host_client import HostClient
-from hotrow.tiers.host_owner import HostOwner
+from hotrow.tiers.host.client import HostClient
+from hotrow.tiers.host.owner import HostOwner
 from hotrow.tiers.plan import Jobs, RowClient, RowOwner
+from hotrow.tiers.sharded.plan import Part, ShardedPlan
 
 if TYPE_CHECKING:
-    from hotrow.table.hot import HotRows
+    from hotrow.tiers.hbm.cache import HotRows
 
 
 class RankPlans:
@@ -53,10 +53,10 @@ def _in_dram() -> Makers:
 
 
 def _in_hbm(hot: HotRows) -> Makers:
-    from hotrow.table.device_client import DeviceClient  # these want Triton
-    from hotrow.table.hbm_owner import HbmOwner
-    from hotrow.table.hot_plan import HotPlan
-    from hotrow.table.streams import new_stream
+    from hotrow.device.streams import new_stream
+    from hotrow.tiers.hbm.client import DeviceClient  # these want Triton
+    from hotrow.tiers.hbm.owner import HbmOwner
+    from hotrow.tiers.hbm.plan import HotPlan
 
     stream = new_stream(hot.device, urgent=True)
     return lambda dim: DeviceClient(hot.device, dim, stream), lambda: HbmOwner(HotPlan(hot))

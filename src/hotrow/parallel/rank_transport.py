@@ -20,14 +20,14 @@ from hotrow.errors import GradientError, OptionError
 from hotrow.parallel.exchange import Channel
 from hotrow.parallel.ownership import Roles
 from hotrow.parallel.ranks import Ranks
-from hotrow.table.transport import Deliver, Delivered
 from hotrow.tiers.batch_values import Request, Routed, Summed
+from hotrow.tiers.sharded.transport import Deliver, Delivered
 
 HEADER = 2  # numbers in front of a message's counts: examples, bytes of a number of sightings
 
 
 class RankTransport:
-    """An exchange between ranks (hotrow.table.transport.Transport)."""
+    """An exchange between ranks (hotrow.tiers.sharded.transport.Transport)."""
 
     def __init__(self, ranks: Ranks, roles: Roles) -> None:
         self.ranks, self.rank, self.world = ranks, ranks.rank, ranks.world

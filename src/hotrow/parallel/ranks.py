@@ -7,7 +7,7 @@ each owns a share of the rows (ownership.py), reads a share of the batches (data
 Five channels: `route` for the keys of batches ahead, `rows` for what the training thread does (rows, gradients,
 evaluation), `dense` for the tower's gradients, `patient` for what may take long (loading, comparing) and `saves` for a
 save behind training: in these two the timeout is hours, because a rank that dies breaks the connection anyway and one
-that hangs is noticed in the others. Gloo carries them, the first three only between machines (shared.py): a group has a
+that hangs is noticed in the others. Gloo carries them, the first three only between machines (shared_memory.py): a group has a
 thread that wakes a hundred times a second, six of them took 1% of a rank's core. Where rows are on GPUs, and each rank
 has its own, `rows` and `dense` carry what is there by NCCL (`carry`, backend.py). `route` never does: its thread
 and the training thread ask in no common order, and NCCL's kernels of two groups, asked for in different orders on two
@@ -42,8 +42,8 @@ from hotrow.parallel.backend import BACKENDS, check_asked, choose, has_nccl, off
 from hotrow.parallel.exchange import Channel
 from hotrow.parallel.health import Health
 from hotrow.parallel.ownership import Roles, shard_range
-from hotrow.parallel.shared import share
-from hotrow.parallel.watch import ASYNC_ERRORS, Watch
+from hotrow.parallel.shared_memory import share
+from hotrow.parallel.watchdog import ASYNC_ERRORS, Watch
 from hotrow.undocumented import find
 
 WIRES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

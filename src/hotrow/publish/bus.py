@@ -24,7 +24,7 @@ from urllib.parse import parse_qsl, urlsplit
 from hotrow.config import parse_size
 from hotrow.credentials import kafka_settings, public, split_login
 from hotrow.errors import OptionError
-from hotrow.table.policies import parse_time
+from hotrow.row_policies import parse_time
 
 SCHEMES = ("dir", "redis", "rediss", "kafka")
 

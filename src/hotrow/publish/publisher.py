@@ -43,7 +43,7 @@ from hotrow.publish.history import Commit, commits_after, newest_commit, snapsho
 from hotrow.publish.publication import DELTA, ROLLBACK, VALUES, SnapshotPlace, TableChange
 from hotrow.publish.spool import Spool
 from hotrow.table.rows import TableRows
-from hotrow.table.ssd import LEAST_SLOTS, least_bytes
+from hotrow.tiers.host.stored_table import SLOTS_AT_A_TIME, smallest_dram_bytes
 
 Snapshot = Callable[[int], str]
 KEY_BYTES = 16  # of a changed row's key, noted until the next publication
@@ -236,8 +236,8 @@ class Publisher:
         limit, tables = self.embeddings.budget.limit, self.embeddings.tables
         if not limit or not all(rows.store.evicts for rows in tables):
             return
-        noted = sum(KEY_BYTES * max(LEAST_SLOTS, len(rows) if everything else 0) for rows in tables)
-        if limit < (least := least_bytes(tables) + noted):
+        noted = sum(KEY_BYTES * max(SLOTS_AT_A_TIME, len(rows) if everything else 0) for rows in tables)
+        if limit < (least := smallest_dram_bytes(tables) + noted):
             why = "; all rows go out first" if everything and any(len(rows) for rows in tables) else ""
             raise MemoryBudgetError(
                 f"dram={format_size(limit)} is too small to note what changes in {len(tables)} tables that are "

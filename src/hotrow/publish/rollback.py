@@ -251,7 +251,7 @@ def default_snapshot_reader(path: str, wanted: Mapping[str, Tensor]) -> tuple[Ro
     """Snapshots that are checkpoints or exported versions: rows as segments (rows/<table>), weights beside them."""
     from safetensors.torch import load_file
 
-    from hotrow.tiers.host import scan_snapshot
+    from hotrow.tiers.host.store import scan_snapshot
 
     folder, rows = Path(path), Rows()
     dims = {table["name"]: int(table["dim"]) for table in _manifest(folder)["tables"]}

@@ -1,8 +1,8 @@
 """A table over its tiers: its definition, its rows, and a batch's lookup through several tables."""
 
-from hotrow.table.definition import Table
+from hotrow.row_policies import Admission, Expiry
 from hotrow.table.lookup import Lookup
-from hotrow.table.policies import Admission, Expiry
 from hotrow.table.rows import TableRows
+from hotrow.table_definition import Table
 
 __all__ = ["Admission", "Expiry", "Lookup", "Table", "TableRows"]

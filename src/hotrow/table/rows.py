@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from hotrow.optim import Optimizer
-from hotrow.table.definition import Table
-from hotrow.table.policies import Clock, parse_time
-from hotrow.tiers.host import Budget, HostStore, Rows, Ticket
+from hotrow.row_policies import Clock, parse_time
+from hotrow.table_definition import Table
+from hotrow.tiers.host.store import Budget, HostStore, Rows, Ticket
 
 if TYPE_CHECKING:
-    from hotrow.table.remote import RemoteRows
+    from hotrow.tiers.remote.cached_rows import RemoteRows
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class HotKey:
 
 
 class Hot(Protocol):
-    """A cache above the store (hot.py)."""
+    """A cache above the store (tiers/hbm/cache.py)."""
 
     def exclusive(self) -> AbstractContextManager[None]: ...
     def flush(self) -> None: ...

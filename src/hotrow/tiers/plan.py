@@ -13,7 +13,7 @@ The calls on one plan come one after another. `route`, `prefetch` and `stage` of
 verb on one thread. A plan is used for many batches: after `release` it can be routed again.
 
 Where the process that has the batch does not own its rows, two objects share the work. A RowClient has the batch: it
-finds the unique keys, pools rows and sums gradients. A RowOwner has the rows of unique keys. table/sharded_plan.py
+finds the unique keys, pools rows and sums gradients. A RowOwner has the rows of unique keys. tiers/sharded/plan.py
 makes a plan of them. HostPlan and HotPlan are not made so: they ask and own in one object and pool rows from the slots
 where these lie. A client and an owner would copy every unique row once more each way.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hotrow.batch import Jagged
 from hotrow.tiers.batch_values import Arrived, BatchUpdate, Moved, Request, Routed, Summed
-from hotrow.tiers.host import HostStore
+from hotrow.tiers.host.store import HostStore
 
 Feature = tuple[Jagged, str]  # ids and their pooling
 Jobs = Sequence[tuple[HostStore, Sequence[Feature]]]  # each table with its features

@@ -5,7 +5,7 @@ Python raises KeyboardInterrupt wherever the training thread happens to be, whic
 and that of the dense weights. So while `fit` runs, the signal only leaves a mark (signals.py says where), and the loop
 looks at it when a step is whole. A source that never ends is told to end (`ending`).
 
-With ranks the mark is a wish: they stop where all have heard of it (team.py).
+With ranks the mark is a wish: they stop where all have heard of it (train/distributed.py).
 """
 
 from __future__ import annotations

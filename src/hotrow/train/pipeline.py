@@ -8,7 +8,7 @@
              step the dense part
 
 One batch after another is the definition of what training computes. With `lookahead`, the first four stages work on
-later batches while one is computed, each on its own thread (flow.py), and give the same bits, because they do only what
+later batches while one is computed, each on its own thread (threaded_stages.py), and give the same bits, because they do only what
 nobody can observe: keys are deduplicated, rows change their tier. What depends on the batches before (which keys are
 new, who is admitted, what has expired, which step this is) is decided when the batch's turn has come, on the training
 thread, by `fetch`. Rows that came up stay until then; only a batch whose turn has come, and which has no other room,
@@ -32,12 +32,13 @@ from torch import Tensor
 from hotrow.batch import KeyedBatch
 from hotrow.config import format_size
 from hotrow.data import Cursor, Source
+from hotrow.device import stream_trace
 from hotrow.errors import MemoryBudgetError
 from hotrow.nn import EmbeddingCollection
-from hotrow.table import Lookup, stream_trace
+from hotrow.table import Lookup
 from hotrow.tiers.batch_values import Moved
-from hotrow.train.flow import Flow, Stage
-from hotrow.train.stages import Moment, Stages, now
+from hotrow.train.stage_times import Moment, Stages, now
+from hotrow.train.threaded_stages import Flow, Stage
 
 Result = TypeVar("Result")
 FUTILE = 0.25  # of the rows from SSD: when more were gone again at their batch's turn, fewer batches run ahead

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from hotrow.config import in_units
-from hotrow.train.stages import brief
+from hotrow.train.stage_times import brief
 
 SHOWN = ("logloss", "auc", "window auc", "hbm hits")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hotrow.data import Cursor
-from hotrow.train.stages import StageReport
-from hotrow.train.windows import Window
+from hotrow.train.progressive_validation import Window
+from hotrow.train.stage_times import StageReport
 
 
 @dataclass

@@ -33,23 +33,24 @@ from hotrow.features import FeatureSpec
 from hotrow.nn import Recommender
 from hotrow.publish.publisher import Publish, Publisher
 from hotrow.table import Lookup
-from hotrow.train import interrupt, loading, pipeline
-from hotrow.train.checkpoint import list_checkpoints, step_name
-from hotrow.train.counting import Computed, Counting
+from hotrow.train import interrupt, pipeline
+from hotrow.train.checkpoint import loading
+from hotrow.train.checkpoint.background_save import Saver
+from hotrow.train.checkpoint.manifest import list_checkpoints, step_name
+from hotrow.train.checkpoint.row_logs import open_logs
+from hotrow.train.checkpoint.saving import capture
+from hotrow.train.distributed import Team
 from hotrow.train.interrupt import Interrupted, Interrupts
 from hotrow.train.metrics import Metrics
-from hotrow.train.place import Place
 from hotrow.train.progress import ProgressView
+from hotrow.train.progressive_validation import Windows
 from hotrow.train.report import Report, SaveReport
-from hotrow.train.row_logs import open_logs
-from hotrow.train.saver import Saver
-from hotrow.train.saving import capture
-from hotrow.train.stages import Stages
-from hotrow.train.stepping import bad_loss, checks_with_rows, drop_gradients, make_step
-from hotrow.train.team import Team
+from hotrow.train.run_position import Place
+from hotrow.train.stage_times import Stages
+from hotrow.train.step_metrics import Computed, Counting
 from hotrow.train.tensorboard import log, open_writer
-from hotrow.train.traffic import Hbm, Traffic, hit_rate
-from hotrow.train.windows import Windows
+from hotrow.train.tier_traffic import Hbm, Traffic, hit_rate
+from hotrow.train.train_step import bad_loss, checks_with_rows, drop_gradients, make_step
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Counted = tuple[tuple[Tensor, Tensor, int], KeyedBatch, Cursor]  # logits, loss, examples of a batch, and its end

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from plain_servable import load
 
-from hotrow.serve.engine_process import EngineOptions, EngineProcess
-from hotrow.serve.remote_backend import RemoteBackend
-from hotrow.serve.request import Ids, Request
+from hotrow.serve.frontend.engine_client import RemoteBackend
+from hotrow.serve.processes.engine_process import EngineOptions, EngineProcess
+from hotrow.serve.protocol.request import Ids, Request
 
 
 class EngineUnderTest:
@@ -26,7 +26,7 @@ class EngineUnderTest:
     def __init__(self, repository: Path, socket: Path, **options: Any) -> None:
         self.socket = str(socket)
         says = {"socket": self.socket, "repository": str(repository), "loader": "plain_servable:load", **options}
-        code = "import sys; from hotrow.serve.engine_process import main; sys.exit(main())"
+        code = "import sys; from hotrow.serve.processes.engine_process import main; sys.exit(main())"
         self.process = forked.python(code, log=socket.with_suffix(".log"), pipes=True)
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(says) + "\n")

@@ -17,9 +17,9 @@ import torch
 import hotrow as hr
 from hotrow.batch import KeyedBatch
 from hotrow.errors import CheckpointError
-from hotrow.serve.request import Signature
-from hotrow.serve.servable import cold_rows
-from hotrow.tiers.host import prefetch_all
+from hotrow.serve.execution.servable import cold_rows
+from hotrow.serve.protocol.request import Signature
+from hotrow.tiers.host.store import prefetch_all
 
 KEYS = 1000
 

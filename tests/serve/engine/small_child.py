@@ -1,6 +1,6 @@
 """A child of the supervisor that starts at once: it does what its options say, as an engine or a front end would.
 
-It has the child's side of hotrow.serve.processes from its file, because importing hotrow takes seconds.
+It has the child's side of hotrow.serve.processes.child from its file, because importing hotrow takes seconds.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ from command_line import hotrow
 from plain_servable import write_version
 
 from hotrow.errors import HotRowError
-from hotrow.serve import processes, server
-from hotrow.serve.processes import Child, end
-from hotrow.serve.serve_options import ServeOptions
+from hotrow.serve.processes import child as processes_child
+from hotrow.serve.processes import supervisor
+from hotrow.serve.processes.child import Child, end
+from hotrow.serve.processes.serve_options import ServeOptions
 
 TOKEN = "tea-for-two-and-two-for-tea"
 
@@ -24,8 +25,8 @@ TOKEN = "tea-for-two-and-two-for-tea"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    monkeypatch.setenv("PROCESSES_FILE", processes.__file__)
-    monkeypatch.setattr(processes, "FIRST_PAUSE", 0.02)
+    monkeypatch.setenv("PROCESSES_FILE", processes_child.__file__)
+    monkeypatch.setattr(processes_child, "FIRST_PAUSE", 0.02)
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def start() -> Iterator[Callable[..., tuple[Child, list[dict[str, Any]]]]]:
     def start(**options: Any) -> tuple[Child, list[dict[str, Any]]]:
         heard: list[dict[str, Any]] = []
         children.append(Child("engine 7", "small_child", options, lambda child, said: heard.append(said)))
-        children[-1]._pause = processes.FIRST_PAUSE
+        children[-1]._pause = processes_child.FIRST_PAUSE
         children[-1].start()
         return children[-1], heard
 
@@ -72,20 +73,24 @@ def test_child_that_never_was_ready_is_given_up_with_its_last_words(
 ) -> None:
     child, _ = start(code=7, words="first\n" * 10 + "no such device")
     told = tend_until(child, lambda: child.failed is not None)
-    assert len(told) == processes.TRIES - 1 and all("engine 7 ended with 7" in news for news in told)
+    assert len(told) == processes_child.TRIES - 1 and all("engine 7 ended with 7" in news for news in told)
     assert child.failed is not None
-    assert f"engine 7 ended with exit code 7 before it was ready, {processes.TRIES} times in a row" in child.failed
-    assert child.failed.endswith("first\nno such device") and child.failed.count("first") == processes.LAST_LINES - 1
-    assert capfd.readouterr().err.count("no such device") == processes.TRIES  # it is in the log as it comes
+    assert (
+        f"engine 7 ended with exit code 7 before it was ready, {processes_child.TRIES} times in a row" in child.failed
+    )
+    assert (
+        child.failed.endswith("first\nno such device") and child.failed.count("first") == processes_child.LAST_LINES - 1
+    )
+    assert capfd.readouterr().err.count("no such device") == processes_child.TRIES  # it is in the log as it comes
 
 
 def test_child_that_was_ready_is_started_again_for_ever_with_longer_pauses(start: Callable[..., Any]) -> None:
     child, heard = start(ready=True, code=3)
-    told = tend_until(child, lambda: child.restarts == processes.TRIES + 2)
+    told = tend_until(child, lambda: child.restarts == processes_child.TRIES + 2)
     assert child.failed is None
     pauses = [float(news.split()[-2]) for news in told]
     assert pauses[:4] == [0.02, 0.04, 0.08, 0.16]
-    assert len([said for said in heard if said["event"] == "ready"]) >= processes.TRIES + 2
+    assert len([said for said in heard if said["event"] == "ready"]) >= processes_child.TRIES + 2
 
 
 @pytest.fixture
@@ -102,9 +107,9 @@ def test_server_whose_engine_dies_at_once_ends_with_one_error(
 ) -> None:
     write_version(tmp_path / "repository", "ctr", 1)
     died = {"code": 3, "words": "Illegal instruction"}
-    monkeypatch.setattr(server, "Child", lambda name, module, told, heard: Child(name, "small_child", died, heard))
+    monkeypatch.setattr(supervisor, "Child", lambda name, module, told, heard: Child(name, "small_child", died, heard))
     options = ServeOptions(str(tmp_path / "repository"), ("ctr",), http=0, grpc=None, metrics=None)
-    served = server.Server(options)
+    served = supervisor.Server(options)
     with pytest.raises(HotRowError, match=r"(?s)engine 0 ended with exit code 3 .*Illegal instruction"):
         served.run()
     assert not any(child.alive for child in served.engines) and not Path(served.folder).exists()

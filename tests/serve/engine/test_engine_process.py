@@ -15,9 +15,9 @@ from engines import EngineUnderTest, make_request, socket_of, with_backend
 from plain_servable import PlainServable, write_version
 
 from hotrow.batch import Jagged, KeyedBatch
-from hotrow.serve.engine_process import EngineProcess
-from hotrow.serve.remote_backend import RemoteBackend
-from hotrow.serve.request import Answer, RefusedError, Request
+from hotrow.serve.frontend.engine_client import RemoteBackend
+from hotrow.serve.processes.engine_process import EngineProcess
+from hotrow.serve.protocol.request import Answer, RefusedError, Request
 
 Start = Callable[..., EngineProcess]
 StartProcess = Callable[..., EngineUnderTest]

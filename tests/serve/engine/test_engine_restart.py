@@ -20,9 +20,9 @@ from in_process import Running
 from plain_servable import write_version
 from tritonclient.utils import InferenceServerException
 
-from hotrow.serve.engine_process import EngineProcess
-from hotrow.serve.remote_backend import RemoteBackend
-from hotrow.serve.request import RefusedError
+from hotrow.serve.frontend.engine_client import RemoteBackend
+from hotrow.serve.processes.engine_process import EngineProcess
+from hotrow.serve.protocol.request import RefusedError
 
 Start = Callable[..., EngineProcess]
 StartProcess = Callable[..., EngineUnderTest]
@@ -237,8 +237,8 @@ def test_next_life_of_an_engine_serves_what_the_last_one_did(tmp_path: Path, sta
 def test_model_that_was_in_service_and_does_not_load_is_unavailable_until_it_does(
     tmp_path: Path, start_engine: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotrow.serve.engine_process.FIGURES_SECONDS", 0.02)
-    monkeypatch.setattr("hotrow.serve.restore.FIRST_PAUSE", 0.1)
+    monkeypatch.setattr("hotrow.serve.processes.engine_process.FIGURES_SECONDS", 0.02)
+    monkeypatch.setattr("hotrow.serve.processes.restore.FIRST_PAUSE", 0.1)
     for name in ("ctr", "feed"):
         write_version(tmp_path / "repository", name, 1)
     written = tmp_path / "repository" / "ctr" / "1" / "model.json"

@@ -16,9 +16,9 @@ import hotrow as hr
 from hotrow.publish.bus import Bus, open_bus
 from hotrow.publish.message import checksum, note, parts
 from hotrow.publish.publication import DELTA, TableChange, content_checksum, encode_body
-from hotrow.serve.engine_process import EngineOptions, EngineProcess
-from hotrow.serve.remote_backend import RemoteBackend
-from hotrow.serve.request import Answer
+from hotrow.serve.frontend.engine_client import RemoteBackend
+from hotrow.serve.processes.engine_process import EngineOptions, EngineProcess
+from hotrow.serve.protocol.request import Answer
 
 KEYS = torch.arange(1000)
 
@@ -117,7 +117,7 @@ def test_an_engine_killed_while_it_applies_comes_back_with_everything(
     address = f"dir:{tmp_path / 'bus'}"
     bus = open_bus(address)
     says: dict[str, Any] = {
-        "loader": "hotrow.serve.servable:open_version",
+        "loader": "hotrow.serve.execution.servable:open_version",
         "max_rows": 64,
         "options": {"bus": {"ctr": address}, "compile": False, "artifacts": str(tmp_path / "artifacts")},
     }

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotrow import _core
-from hotrow.serve import frames
-from hotrow.serve.request import Ids, RefusedError, Request, Signature
+from hotrow.serve.protocol import frames
+from hotrow.serve.protocol.request import Ids, RefusedError, Request, Signature
 
 KEYS = st.integers(-(2**63), 2**63 - 1)
 

@@ -17,9 +17,9 @@ from plain_servable import write_version
 from hotrow import _core
 from hotrow.parallel.launch import launch
 from hotrow.publish.spool import Spool
-from hotrow.serve.engine_process import EngineProcess
-from hotrow.serve.serve_options import ServeOptions
-from hotrow.serve.server import Server
+from hotrow.serve.processes.engine_process import EngineProcess
+from hotrow.serve.processes.serve_options import ServeOptions
+from hotrow.serve.processes.supervisor import Server
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import numpy as np
 from engines import EngineUnderTest, make_request, with_backend
 from plain_servable import write_version
 
-from hotrow.serve.remote_backend import RemoteBackend
-from hotrow.serve.request import RefusedError
+from hotrow.serve.frontend.engine_client import RemoteBackend
+from hotrow.serve.protocol.request import RefusedError
 
 
 def test_burst_of_ten_times_the_capacity(tmp_path: Path, start_process: Callable[..., EngineUnderTest]) -> None:

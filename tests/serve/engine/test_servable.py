@@ -13,12 +13,12 @@ import torch
 from engines import make_request, with_backend
 
 import hotrow as hr
-from hotrow.serve.engine_figures import add_figures
-from hotrow.serve.engine_process import EngineOptions, EngineProcess
-from hotrow.serve.metrics import render
-from hotrow.serve.remote_backend import RemoteBackend
-from hotrow.serve.request import Answer, Request
-from hotrow.serve.versions import Version
+from hotrow.serve.batching.versions import Version
+from hotrow.serve.frontend.engine_client import RemoteBackend
+from hotrow.serve.frontend.engine_statistics import add_figures
+from hotrow.serve.processes.engine_process import EngineOptions, EngineProcess
+from hotrow.serve.protocol.metrics import render
+from hotrow.serve.protocol.request import Answer, Request
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from hotrow.serve.request import RefusedError
-from hotrow.serve.tensorbatch import Ask, Batch, Group, QueueLimits, TensorBatch
+from hotrow.serve.batching.tensorbatch import Ask, Batch, Group, QueueLimits, TensorBatch
+from hotrow.serve.protocol.request import RefusedError
 
 
 class Clock:

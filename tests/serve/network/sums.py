@@ -17,9 +17,9 @@ from fuzz import binary, entries, http_request, text
 from in_process import InProcess, Running, columns
 from raw_http import Reply, chunked
 
-from hotrow.serve.backend import ModelInfo
-from hotrow.serve.grpc_messages import SERVICE, build
-from hotrow.serve.request import Answer, Request, Signature
+from hotrow.serve.frontend.grpc_messages import SERVICE, build
+from hotrow.serve.protocol.backend import ModelInfo
+from hotrow.serve.protocol.request import Answer, Request, Signature
 
 PATH = "/v2/models/sums/infer"
 NAMES = ("a", "b", "c", "d")

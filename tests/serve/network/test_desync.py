@@ -17,8 +17,8 @@ from oracle import Seen, found_by_h11
 from raw_http import Client, Reply, client, pieces
 from sums import Sums
 
-from hotrow.serve.connection import Connection
-from hotrow.serve.http_message import HttpRequest
+from hotrow.serve.frontend.http_connection import Connection
+from hotrow.serve.frontend.http_message import HttpRequest
 
 MARKER = b"GET /v2/marker HTTP/1.1\r\nHost: h\r\n\r\n"
 

@@ -15,8 +15,8 @@ from in_process import Running
 from raw_http import chunked, client, connect, until_released
 from sums import PATH, Sums, drawn, expected, logits, message, over_grpc, request
 
-from hotrow.serve.connection import Connection
-from hotrow.serve.limits import Limits
+from hotrow.serve.frontend.http_connection import Connection
+from hotrow.serve.protocol.limits import Limits
 
 LIVE = b"/v2/health/live HTTP/1.1\r\nHost: localhost\r\n"
 POST = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\n".encode()

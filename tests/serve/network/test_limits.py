@@ -12,7 +12,7 @@ from in_process import Running
 from raw_http import Client, client, until_released
 from sums import MESSAGES, PATH, SERVICE, Sums, drawn, expected, logits, message, over_grpc, request
 
-from hotrow.serve.limits import Limits
+from hotrow.serve.protocol.limits import Limits
 
 BODY, JSON, HEADERS, ROWS, IDS = 256 << 10, 64 << 10, 4 << 10, 3_000, 30_000
 GET = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n"

@@ -15,7 +15,7 @@ from in_process import Running
 from raw_http import client, connect, pieces, send_slowly, until_released
 from sums import PATH, Sums, drawn, expected, logits, message, over_grpc, request
 
-from hotrow.serve.limits import Limits
+from hotrow.serve.protocol.limits import Limits
 
 FORMS = ("json", "binary", "gzip json", "deflate binary")
 ROWS = (1, 2, 999, 3_000, 10_000, 100_000)

@@ -18,7 +18,7 @@ from in_process import SPEC, small_model
 from served import Server
 
 import hotrow as hr
-from hotrow.serve.limits import Limits
+from hotrow.serve.protocol.limits import Limits
 
 MIB = 1 << 20
 GROWTH = 128 * MIB  # of a process in the second half; in the first the allocator reaches what it keeps of large bodies

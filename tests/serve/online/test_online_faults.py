@@ -12,8 +12,8 @@ import pytest
 from served import PATIENCE, Command, Events, Server, make_trainer, publications, rows_of, until
 
 import hotrow as hr
-from hotrow.bench.redis_cluster import RedisServers
-from hotrow.tiers.remote import open_remote
+from hotrow.bench.servers.redis_cluster import RedisServers
+from hotrow.tiers.remote.store import open_remote
 
 pytestmark = pytest.mark.usefixtures("redis_installed")
 

@@ -14,11 +14,11 @@ import torch
 from served import KEYS, Events, make_trainer, publications, rows_of, until
 
 import hotrow as hr
-from hotrow.bench.redis_cluster import RedisServers
+from hotrow.bench.servers.redis_cluster import RedisServers
 from hotrow.errors import OptionError
-from hotrow.serve.follower import Follower
-from hotrow.serve.remote_writer import RemoteWriter, first_export, run
-from hotrow.tiers.remote import RemoteStore, open_remote
+from hotrow.serve.updates.follower import Follower
+from hotrow.serve.updates.remote_writer import RemoteWriter, first_export, run
+from hotrow.tiers.remote.store import RemoteStore, open_remote
 
 
 class Writer:

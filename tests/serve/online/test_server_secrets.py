@@ -15,7 +15,7 @@ import pytest
 from served import ShowsRows, until
 
 import hotrow as hr
-from hotrow.bench.redis_cluster import HOST, RedisServers
+from hotrow.bench.servers.redis_cluster import HOST, RedisServers
 
 TOKEN, PASSWORD = "tea-for-two-and-two-for-tea", "correct-horse-battery-staple"
 

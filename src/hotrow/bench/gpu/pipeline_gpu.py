@@ -1,0 +1,124 @@
+"""Running ahead on a GPU: rows of a tenth in HBM beside all of them there, and W-gpu-cached with a lookahead.
+
+W-dlrm: 26 tables with 100 million keys in all, drawn with Zipf 1.05, dim 128, row-wise Adagrad, batch 16,384, DLRM's
+tower; every key has a row, batches are made beforehand, on the device. `pipeline/hbm10` is examples/s with room for a
+tenth of the rows in HBM beside examples/s with room for all. `pipeline/<rule>/10%` is a step of W-gpu-cached at a
+tenth, with the default lookahead, beside FBGEMM TBE's (bench hbm).
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from hotrow import optim
+from hotrow.batch import Jagged, KeyedBatch
+from hotrow.bench.gpu import hbm
+from hotrow.bench.harness import Result, higher, lower
+from hotrow.bench.training.pipeline import Drawn
+from hotrow.config import Memory
+from hotrow.kernels.rows.layout import RowLayout
+from hotrow.models import DLRM
+from hotrow.nn import EmbeddingCollection, Recommender
+from hotrow.table import Lookup, Table
+from hotrow.tiers.hbm.slots import slot_bytes
+from hotrow.train import pipeline
+from hotrow.train.trainer import LOOKAHEAD_HBM, Trainer
+
+TABLES, KEYS, DIM, BATCH, DENSE = 26, 100_000_000, 128, 16_384, 13
+WARMUP, STEPS, SHARE = 200, 60, 0.1
+
+
+def results() -> Iterator[Result | str]:
+    """The rows of this benchmark."""
+    for name in ("rowwise_adagrad", "adam"):
+        yield f"W-gpu-cached with a lookahead, {name}"
+        yield from cached(name)
+        _free()
+    speeds = {}
+    for share in (SHARE, 1.0):
+        yield f"W-dlrm, {share:.0%} of the rows in HBM"
+        speeds[share] = dlrm(share) / 1e3
+        _free()
+    yield higher("pipeline/hbm10", "k examples/s", speeds[SHARE], "all", speeds[1.0])
+
+
+def _free() -> None:
+    """The last job's memory is the next one's."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def cached(name: str) -> Iterator[Result]:
+    """W-gpu-cached at a tenth: forward, backward with random gradients and update, later batches staged meanwhile."""
+    rows, ids = int(hbm.ROWS * hbm.scale()), int(hbm.IDS * hbm.scale())
+    embeddings = hbm.collection(name, int(hbm.TABLES * rows * SHARE), rows)
+    draw = hbm.Ids(rows, ids, embeddings.device)
+    gradients = hbm.Steps(embeddings, draw).gradients
+    batches = [draw.batch() for _ in range(WARMUP + STEPS)]
+    embeddings.in_flight(LOOKAHEAD_HBM + 1)
+    torch.cuda.synchronize()
+
+    def compute(lookup: Lookup) -> None:
+        lookup.gather()
+        lookup.accept(list(gradients))
+        embeddings._waiting.append(lookup)
+        embeddings.step()
+
+    seconds = timed(embeddings, batches, compute)
+    yield lower(f"pipeline/{name}/10%", "ms", seconds * 1e3, "tbe", hbm.TBE[name, "10%"])
+
+
+def timed(embeddings: EmbeddingCollection, batches: Sequence[KeyedBatch], compute: Callable[[Lookup], None]) -> float:
+    """Seconds of a step, after the warm-up."""
+    start = 0.0
+    done = pipeline.run(Drawn(batches), embeddings, compute, ahead=pipeline.Ahead(LOOKAHEAD_HBM))
+    for number, _ in enumerate(done):
+        if number == WARMUP - 1:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / (len(batches) - WARMUP)
+
+
+def dlrm(share: float) -> float:
+    """Examples a second of W-dlrm with room for a share of the rows in HBM."""
+    optimizer = optim.RowWiseAdagrad(lr=0.01)
+    rows, size = int(KEYS * hbm.scale()) // TABLES, int(BATCH * hbm.scale())
+    layout = RowLayout(DIM, (1,), "fp32")
+    slots = int(TABLES * rows * (share if share < 1 else 1 / hbm.FILL))
+    tables = [Table(f"t{t}", dim=DIM, features=[f"f{t}"]) for t in range(TABLES)]
+    embeddings = EmbeddingCollection(tables, optimizer, Memory(hbm=slots * slot_bytes(layout) + (1 << 20)), seed=1)
+    for table in embeddings.tables:
+        for begin in range(0, rows, 1 << 20):
+            table.create(torch.arange(begin, min(rows, begin + (1 << 20))))
+    if share == 1:
+        everything = torch.arange(rows, device=embeddings.device)
+        for begin in [*range(0, rows, 65_536)] * 2:
+            ids = {f"f{t}": Jagged(everything[begin : begin + 65_536]) for t in range(TABLES)}
+            lookup = embeddings.route(KeyedBatch(ids)).fetch()
+            lookup.gather()
+            lookup.plan.release()
+    torch.manual_seed(0)
+    tower = DLRM(embeddings.features, dense_features=DENSE, bottom=(512, 256), top=(1024, 1024, 512, 256))
+    model = Recommender(embeddings, tower)
+    trainer = Trainer(model, torch.optim.Adam(model.tower.parameters(), fused=True))
+    draw = hbm.Ids(rows, size, embeddings.device)
+    trainer.fit(Drawn([batch_of(draw) for _ in range(WARMUP)]), progress=False)
+    torch.cuda.synchronize()
+    batches = [batch_of(draw) for _ in range(STEPS)]
+    start = time.perf_counter()
+    trainer.fit(Drawn(batches), progress=False)
+    torch.cuda.synchronize()
+    return STEPS * size / (time.perf_counter() - start)
+
+
+def batch_of(draw: hbm.Ids) -> KeyedBatch:
+    """Ids, dense features and labels, on the device."""
+    ids = {f"f{t}": Jagged(draw._draw()) for t in range(TABLES)}
+    dense = torch.rand(draw.ids, DENSE, device=draw.device, generator=draw.generator)
+    labels = (torch.rand(draw.ids, device=draw.device, generator=draw.generator) < 0.3).float()
+    return KeyedBatch(ids, dense, labels)

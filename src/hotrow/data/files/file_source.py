@@ -1,0 +1,212 @@
+"""FileSource: files → chunks → features → batches, each with a cursor.
+
+The one path of all file formats, top to bottom in `_stream`; a format is a Reader (parquet.py, text.py) that gives
+chunks from an offset on. Files follow each other without a seam: a batch may hold the end of one file and the start of
+the next, so how the rows are spread over files does not change a single batch.
+
+A cursor holds the file's name and size, the offset and number of the last row of its batch, the batch size, and the
+stamp of all files. Memory is one chunk and one batch, whatever the size of the files.
+
+Reading and decoding may happen elsewhere (split.py, file_parts.py); `_join` is where both ways meet. For every N-th
+batch alone (share.py, file_share.py) there is one way, whether it is decoded here or there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from hotrow.batch import KeyedBatch
+from hotrow.data.files.chunks import Reader
+from hotrow.data.files.file_parts import FileDecoder, Rows, apply_features, file_units, number_rows
+from hotrow.data.files.file_share import SharedRows, shared_units, take_steps
+from hotrow.data.files.listing import Files
+from hotrow.data.rebatch import rebatch
+from hotrow.data.rejects import Rejects, check_policy
+from hotrow.data.share import Steps, deal
+from hotrow.data.source import Cursor, check_batch_size, cursor_number, match_cursor
+from hotrow.data.split import Part, Parts, Unit
+from hotrow.errors import DataError
+from hotrow.features import FeatureSpec
+from hotrow.features.hashing import IntArray
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to read on: file number `index`, at `offset`, after row `number`."""
+
+    index: int = 0
+    offset: int = 0
+    number: int = 0
+
+
+class FileSource:
+    """Streams the batches of some files. Made by `hotrow.data.files.parquet` and `hotrow.data.files.text`."""
+
+    def __init__(
+        self, paths: tuple[str, ...], reader: Reader, features: FeatureSpec, batch_size: int, on_error: str
+    ) -> None:
+        self.paths = paths
+        self.features = features
+        self.batch_size = check_batch_size(batch_size)
+        self._reader = reader
+        self._on_error = check_policy(on_error)
+        self._rejects = Rejects(on_error, reader.unit)
+
+    def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
+        """Batches from the first file on, or after the batch that came with `cursor`."""
+        files, start, rejects = self._begin(cursor)
+        return self._join(files, start, self._read(start, rejects), rejects)
+
+    def units(self, cursor: Cursor | None = None) -> Iterator[Unit] | None:
+        """The stretches of files to decode after the cursor, or None if there are gzip files."""
+        start = self._find_start(Files.look(self.paths), cursor)
+        return file_units(self._reader, self.paths, start.index, start.offset, start.number)
+
+    def decoder(self) -> FileDecoder:
+        """Decodes units."""
+        return FileDecoder(self.paths, self._reader, self.features, self._on_error)
+
+    def assemble(
+        self, cursor: Cursor | None, parts: Parts, ask: Callable[[Unit], Part]
+    ) -> Iterator[tuple[KeyedBatch, Cursor]]:
+        """The batches after the cursor, out of the parts of all units."""
+        files, start, rejects = self._begin(cursor)
+        return self._join(files, start, number_rows(parts, ask, start.index, start.number, rejects), rejects)
+
+    def every(self, number: int, of: int, cursor: Cursor | None = None) -> Steps:
+        """Batch `number` of every `of` batches, None where the files have ended before it, with the cursor after all.
+
+        The others' rows are not decoded (file_share.py), unless on_error="skip" or gzip files make it necessary.
+        """
+        share = self.share(number, of)
+        units = share.units(cursor, brief=True)
+        if units is None:
+            return deal(self.batches(cursor), number, of)
+        decode = share.decoder().decode
+        return share.assemble(cursor, ((unit, decode(unit)) for unit in units), decode)
+
+    def share(self, number: int, of: int) -> FileShare:
+        """Batch `number` of every `of` batches, to be decoded anywhere."""
+        return FileShare(self, number, of)
+
+    @property
+    def skipped(self) -> int:
+        """How many rows the latest pass has skipped so far, with on_error="skip"."""
+        return self._rejects.count
+
+    @property
+    def examples(self) -> int | None:
+        """How many rows the files have, or None for text. Rows that will be skipped are counted."""
+        return self._reader.count(self.paths)
+
+    def describe(self) -> str:
+        """One line for a log."""
+        size = sum(Files.look(self.paths).sizes)
+        names = (
+            self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} to {self.paths[-1]}, {len(self.paths)} files"
+        )
+        return f"{self._reader.kind}: {names}, {size:,} bytes, batches of {self.batch_size}"
+
+    def _begin(self, cursor: Cursor | None) -> tuple[Files, Place, Rejects]:
+        files = Files.look(self.paths)
+        start = self._find_start(files, cursor)
+        self._rejects = Rejects(self._on_error, self._reader.unit)
+        return files, start, self._rejects
+
+    def _read(self, start: Place, rejects: Rejects) -> Iterator[Rows]:
+        for index in range(start.index, len(self.paths)):
+            here = start if index == start.index else Place(index)
+            for chunk in self._reader.chunks(self.paths[index], here.offset, here.number, rejects):
+                for batch, used in apply_features(self.features, chunk, rejects):
+                    yield index, batch, used.ends, used.numbers
+
+    def _join(
+        self, files: Files, start: Place, rows: Iterator[Rows], rejects: Rejects
+    ) -> Iterator[tuple[KeyedBatch, Cursor]]:
+        ends: deque[tuple[int, IntArray, IntArray]] = deque()  # of the pieces that are not yet wholly in a batch
+
+        def pieces() -> Iterator[KeyedBatch]:
+            for index, batch, offsets, numbers in rows:
+                if batch.size:
+                    ends.append((index, offsets, numbers))
+                    yield batch
+
+        oldest, empty = 0, start == Place()
+        for batch, cut in rebatch(pieces(), self.batch_size):
+            while oldest < cut.piece:
+                ends.popleft()
+                oldest += 1
+            index, offsets, numbers = ends[0]
+            yield batch, self._cursor(files, Place(index, int(offsets[cut.row]), int(numbers[cut.row])))
+            empty = False
+        if empty:
+            rejects.check_some_passed()
+
+    def _cursor(self, files: Files, place: Place) -> Cursor:
+        return {
+            "source": self._reader.kind,
+            "batch_size": self.batch_size,
+            "file": files.names[place.index],
+            "size": files.sizes[place.index],
+            "files": files.stamp,
+            "index": place.index,
+            "offset": place.offset,
+            "number": place.number,
+        }
+
+    def _find_start(self, files: Files, cursor: Cursor | None) -> Place:
+        if cursor is None:
+            return Place()
+        mine = self._cursor(files, Place())
+        cures = {
+            "source": "resume with the kind of source that made the cursor",
+            "batch_size": f"pass batch_size={cursor.get('batch_size')}",
+        }
+        match_cursor(cursor, {name: mine[name] for name in cures}, cures)
+        place = Place(*(cursor_number(cursor, name) for name in ("index", "offset", "number")))
+        if place.index >= len(files.paths):
+            raise DataError(
+                f"the cursor does not fit this source: it stands in file {place.index + 1} ({cursor.get('file')!r}) "
+                f"and the source has {len(files.paths)} files; name the same files as before"
+            )
+        same_files = "name the same files, unchanged, or start without a cursor"
+        cures = {
+            "file": same_files,
+            "size": f"the file {files.paths[place.index]} has changed; put the old one back, or start without a cursor",
+            "files": f"some of the {len(files.paths)} files are other ones or have changed; {same_files}",
+        }
+        mine = self._cursor(files, place)
+        match_cursor(cursor, {name: mine[name] for name in cures}, cures)
+        return place
+
+
+@dataclass(frozen=True)
+class FileShare:
+    """Batch `number` of every `of` batches of a source of files."""
+
+    source: FileSource
+    number: int
+    of: int
+
+    def units(self, cursor: Cursor | None = None, brief: bool = False) -> Iterator[Unit] | None:
+        """Spans of own batches after the cursor; None if all rows have to be decoded to know which are in them."""
+        source = self.source
+        start = source._find_start(Files.look(source.paths), cursor)
+        if self.of == 1 or source._on_error == "skip":
+            return None
+        if any(source._reader.spans(path, 0, 0) is None for path in source.paths[start.index :]):
+            return None
+        place = start.index, start.offset, start.number
+        return shared_units(source._reader, source.paths, place, source.batch_size, self.number, self.of, brief)
+
+    def decoder(self) -> SharedRows:
+        """Decodes units."""
+        return SharedRows(self.source.paths, self.source._reader, self.source.features)
+
+    def assemble(self, cursor: Cursor | None, parts: Parts, ask: Callable[[Unit], Part]) -> Steps:
+        """The own batches after the cursor, out of the parts of all units."""
+        files, _, _ = self.source._begin(cursor)
+        for batch, place in take_steps(parts, self.source.batch_size):
+            yield batch, self.source._cursor(files, Place(*place))

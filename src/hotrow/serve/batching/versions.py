@@ -1,0 +1,284 @@
+"""Versions: the models of an engine, by name and by number; loading one beside another, switching and going back.
+
+A model has a number, and each of its loaded versions has one: a request names either, so "the one in service" and "that
+version" are the same thing to a reader. Numbers are never used twice.
+
+A new version is loaded and warmed (a few batches of several sizes) on the thread that asked, while the old one serves;
+then one assignment makes it the one in service. A batch asks once, when it leaves, which version runs it, so a batch
+is one version's whole, and no request fails for a switch: frames that were made for the old signature are still
+answered by the old version, which stays loaded (`keep`) for that and for going back. A version that does not load is
+refused by name, with the reason, and nothing changes.
+
+Threads: `load` and `unload` one at a time (a lock); `resolve` and `serving` from any thread, without one: they read
+dictionaries that are replaced whole.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hotrow.batch import Jagged, KeyedBatch
+from hotrow.errors import HotRowError, OptionError, choices
+from hotrow.serve.batching.tensorbatch import Group
+from hotrow.serve.protocol.request import Array, RefusedError, Signature
+from hotrow.serve.updates.cut_over import Fresh
+from hotrow.serve.updates.freshness import Ages
+
+WARM_SIZES = (1, 8, 64, 512)
+
+
+class Servable(Protocol):
+    """One loaded version: from a joined batch to logits. Lanes call it at the same time."""
+
+    signature: Signature
+
+    def run(self, batch: KeyedBatch, policy: str) -> Any:
+        """Logits [rows] or [rows, tasks], and how many ids came too late: (logits, late), or with `compiled` third and
+        what it was answered from (Fresh) fourth. `late` is a number, or one for each row."""
+        ...
+
+
+class Cold(Protocol):
+    """What a servable also has when its rows may be on SSD alone, or in a remote store."""
+
+    def cold(self, batch: KeyedBatch) -> Array | None:
+        """Which rows of the batch have keys that are not in memory, bool [rows]; None: none."""
+        ...
+
+    def prefetch(self, batch: KeyedBatch, patient: bool = False) -> None:
+        """Bring the batch's rows into memory; returns when they are there, or did not come. `patient`: whoever asks
+        waits for them whatever it takes."""
+        ...
+
+
+Loader = Callable[[Path, Mapping[str, Any]], Servable]  # a version's folder, and the engine's options
+
+
+@dataclass
+class VersionCounts:
+    """What a version has done. Seconds are summed over requests: each has waited for all of its batch."""
+
+    requests: int = 0
+    failed: int = 0
+    rows: int = 0
+    executions: int = 0
+    late_by_policy: dict[str, int] = field(default_factory=dict)  # ids
+    compiled: int = 0  # executions
+    queue_seconds: float = 0.0
+    join_seconds: float = 0.0
+    run_seconds: float = 0.0
+    answer_seconds: float = 0.0
+    last: float = 0.0  # time.time of the last answer
+
+
+@dataclass(eq=False)
+class Version:
+    """A loaded version."""
+
+    number: int
+    name: str
+    servable: Any
+    counts: VersionCounts = field(default_factory=VersionCounts)
+    ages: Ages = field(default_factory=Ages)  # of what it answered from
+    sizes: dict[int, list[float]] = field(default_factory=dict)  # power of two of the rows → executions, seconds
+
+    def __post_init__(self) -> None:
+        self.signature: Signature = self.servable.signature
+        self.fingerprint = self.signature.fingerprint
+        self.cold = getattr(self.servable, "cold", None) is not None and getattr(self.servable, "can_be_cold", True)
+
+    @property
+    def publication(self) -> int:
+        """The newest that it has applied."""
+        return int(getattr(self.servable, "publication", 0))
+
+    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, int | Any, bool, Fresh]:
+        """Logits, late ids (a number or one for each row), whether a bucket answered, and the publication that did."""
+        result = self.servable.run(batch, policy)
+        fresh = result[3] if len(result) > 3 else Fresh.of(self.publication, None)
+        return result[0], result[1], bool(result[2]) if len(result) > 2 else False, fresh
+
+
+class Model:
+    """A model's versions. `current` answers when nobody names another."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name, self.number = name, number
+        self.group = Group(name)
+        self.versions: dict[str, Version] = {}  # newest use last
+        self.current: Version | None = None
+        self.refused: dict[str, str] = {}  # version → why it did not load
+
+    def serving(self, fingerprint: int, pinned: Version | None = None) -> Version | None:
+        """The version that answers a frame with this signature, now."""
+        if pinned is not None:
+            return pinned if pinned.fingerprint == fingerprint else None
+        current = self.current
+        if current is None or current.fingerprint == fingerprint:
+            return current
+        return next((v for v in reversed(self.versions.values()) if v.fingerprint == fingerprint), None)
+
+
+class Models:
+    """All models of an engine."""
+
+    def __init__(
+        self,
+        repository: str | Path,
+        loader: Loader,
+        options: Mapping[str, Any] | None = None,
+        changed: Callable[[], None] = lambda: None,
+        keep: int = 1,
+    ) -> None:
+        self.repository, self.loader, self.options = Path(repository), loader, dict(options or {})
+        self.keep = keep
+        self.changed = changed
+        self.by_name: dict[str, Model] = {}
+        self._by_number: dict[int, tuple[Model, Version | None]] = {}
+        self._next = 1
+        self._one = threading.Lock()
+
+    def resolve(self, number: int) -> tuple[Model, Version | None]:
+        """A model, and the version if the number is one's. Raises RefusedError."""
+        found = self._by_number.get(number)
+        if found is None:
+            raise RefusedError(503, "the model was unloaded or its version retired; ask again", 0.1)
+        return found
+
+    # --- what is in the repository ---
+
+    def names(self) -> list[str]:
+        """The repository's models."""
+        if not self.repository.is_dir():
+            raise OptionError(f"there is no repository {self.repository}; hr.export(model, '{self.repository}/ctr')")
+        return sorted(path.name for path in self.repository.iterdir() if path.is_dir() and self.available(path.name))
+
+    def available(self, name: str) -> list[str]:
+        """A model's versions in the repository, oldest first."""
+        folder = self.repository / name
+        if name.startswith(".") or "/" in name or not folder.is_dir():
+            return []
+        numbers = [int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
+        return [str(number) for number in sorted(numbers)]
+
+    # --- changes ---
+
+    def load(self, name: str, version: str | None = None) -> Version:
+        """Put a model's newest version (or `version`) in service. Raises RefusedError, and nothing has changed."""
+        with self._one:
+            found = self.available(name)
+            if not found:
+                raise RefusedError(404, f"no model {name!r} in the repository; {choices(name, self.names())}")
+            wanted = version if version is not None else found[-1]
+            model = self.by_name.get(name) or Model(name, self._number())
+            ready = model.versions.get(wanted)
+            if ready is None:
+                if wanted not in found:
+                    raise RefusedError(404, f"model {name!r} has no version {wanted!r}; {choices(wanted, found)}")
+                ready = self._open(model, wanted)
+            self._switch(model, ready)
+        return ready
+
+    def unload(self, name: str) -> Model:
+        """Take a model out of service: requests for it are refused from now on."""
+        with self._one:
+            if name not in self.by_name:
+                raise RefusedError(404, f"model {name!r} is not loaded; {choices(name, self.by_name)}")
+            model = self.by_name[name]
+            self.by_name = {key: value for key, value in self.by_name.items() if key != name}
+            self._by_number = {key: value for key, value in self._by_number.items() if value[0] is not model}
+        self.changed()
+        let_go(list(model.versions.values()))
+        return model
+
+    def poll(self) -> list[str]:
+        """Load what is newer in the repository than what is in service; returns what went wrong, by name."""
+        problems = []
+        for name in self.names():
+            newest = self.available(name)[-1]
+            model = self.by_name.get(name)
+            if model is not None and (
+                newest in model.refused or (model.current is not None and int(model.current.name) >= int(newest))
+            ):
+                continue
+            try:
+                self.load(name)
+            except RefusedError as error:
+                problems.append(str(error))
+        return problems
+
+    def _open(self, model: Model, wanted: str) -> Version:
+        folder = self.repository / model.name / wanted
+        try:
+            version = Version(self._number(), wanted, self.loader(folder, self.options))
+            warm(version, model.group, int(self.options.get("max_rows", WARM_SIZES[-1])))
+        except Exception as error:  # whatever a damaged version does must not reach the one that serves
+            kind = "" if isinstance(error, HotRowError) else f"{type(error).__name__}: "
+            model.refused[wanted] = f"{kind}{error}"
+            self.by_name = {**self.by_name, model.name: model}
+            self.changed()
+            raise RefusedError(400, f"version {wanted} of model {model.name!r} does not load: {kind}{error}") from error
+        return version
+
+    def _switch(self, model: Model, ready: Version) -> None:
+        versions = {name: v for name, v in model.versions.items() if v is not ready and v is not model.current}
+        if model.current is not None and model.current is not ready:
+            versions[model.current.name] = model.current
+        kept = dict(list(versions.items())[-self.keep :]) if self.keep else {}
+        model.versions = {**kept, ready.name: ready}
+        model.refused.pop(ready.name, None)
+        numbers = {key: value for key, value in self._by_number.items() if value[0] is not model}
+        numbers[model.number] = (model, None)
+        numbers.update({v.number: (model, v) for v in model.versions.values()})
+        before = model.current
+        retired = [v for v in versions.values() if v not in model.versions.values()]
+        self._by_number = numbers
+        self.by_name = {**self.by_name, model.name: model}
+        if before is not ready:
+            self.changed()  # front ends learn the version's number before an answer carries it
+            model.current = ready
+            self.changed()
+        let_go(retired)
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+
+def let_go(versions: list[Version]) -> None:
+    """Close versions that nobody is sent to any more, behind everybody's back; a batch under way ends well."""
+    ends = [v.servable.close for v in versions if hasattr(v.servable, "close")]
+    if ends:
+        threading.Thread(target=lambda: [end() for end in ends], name="hotrow-let-go", daemon=True).start()
+
+
+def warm(version: Version, group: Group, most: int) -> None:
+    """Run a few batches, so that the first request finds everything made, and it is known how long one takes."""
+    first = not group.time.known
+    for rows in sorted({min(rows, most) for rows in (*WARM_SIZES, most)}):
+        batch = probe(version.signature, rows)
+        for _ in range(3):
+            begin = time.monotonic()
+            with torch.inference_mode():
+                logits = version.run(batch, "initial")[0]
+            seconds = time.monotonic() - begin
+        if logits.shape[0] != rows:
+            raise OptionError(f"the tower gave {logits.shape[0]} logits for {rows} rows")
+        if first:
+            group.time.note(rows, seconds)
+
+
+def probe(signature: Signature, rows: int) -> KeyedBatch:
+    """A batch that any model with the signature can run."""
+    keys = torch.arange(rows, dtype=torch.int64)
+    every = torch.arange(rows + 1, dtype=torch.int64)
+    ids = {name: Jagged(keys, every if name in signature.sequences else None) for name in signature.features}
+    return KeyedBatch(ids, dense=torch.zeros(rows, signature.dense) if signature.dense else None)

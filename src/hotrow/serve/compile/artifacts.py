@@ -1,0 +1,201 @@
+"""The cache of compiled towers: a folder of this machine and this user, never of a repository.
+
+An artifact is machine code, so a folder that someone else may write to is refused: it must belong to the user who
+runs the server, with mode 0700, and be no link. `<key>.pt2` is AOTInductor's package, `<key>.json` says what it is,
+with its sha256; the package is written under another name and renamed before its note is, so that a note without a
+whole package cannot be. A package that does not match its note is removed, counted, and built again.
+
+The key is a hash of everything the machine code depends on: the graph (without the weights: they are inputs), the
+shape, the threads it was generated for, the versions of torch, triton and the C++ compiler, and the CPU's flags or
+the GPU's name and capability. `max_bytes` is kept by removing what was used longest ago.
+
+Any thread and several processes may use one folder; the last one to write a key wins, and both have the same content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotrow.errors import OptionError, StorageError
+from hotrow.serve.graph.tower_graph import Shape
+
+FORMAT = 1
+
+
+class ArtifactCache:
+    """Packages by key in `folder`."""
+
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int = 1 << 30) -> None:
+        self.folder = Path(folder)
+        self.max_bytes = max_bytes
+        self.damaged = 0  # packages that did not match their note
+        _make_private(self.folder)
+
+    def path(self, key: str) -> Path:
+        """Where the package of a key is, or will be."""
+        return self.folder / f"{key}.pt2"
+
+    def find(self, key: str) -> Path | None:
+        """A whole package, or None. Counts as a use."""
+        note = self.note(key)
+        if note is None or "sha256" not in note:
+            return None
+        path = self.path(key)
+        if not path.exists() or _sha256(path) != note["sha256"]:
+            self.damaged += 1
+            self._remove(key)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return path
+
+    def add(self, key: str, built: Path, note: dict[str, Any]) -> Path:
+        """Take a package that was built in this folder under another name."""
+        path, digest = self.path(key), _sha256(built)
+        size = built.stat().st_size
+        os.replace(built, path)
+        self._write(key, {**note, "sha256": digest, "bytes": size, "built": time.time()})
+        self._trim(keep=key)
+        return path
+
+    def quarantine(self, key: str, reason: str) -> None:
+        """Remove a package that computes something else, and remember why so that it is not built again."""
+        self._remove(key)
+        self._write(key, {"quarantined": reason, "built": time.time()})
+
+    def note(self, key: str) -> dict[str, Any] | None:
+        """What is known of a key; None if nothing, or nothing readable."""
+        try:
+            note = json.loads((self.folder / f"{key}.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return note if isinstance(note, dict) else None
+
+    def _write(self, key: str, note: dict[str, Any]) -> None:
+        self.remember(f"{key}.json", note)
+
+    def remember(self, name: str, value: Any) -> None:
+        """Write a small JSON file whole or not at all."""
+        scratch = self.folder / f"{name}.{os.getpid()}.tmp"
+        try:
+            scratch.write_text(json.dumps(value))
+            os.replace(scratch, self.folder / name)
+        except OSError as error:
+            raise StorageError(f"the compile cache {str(self.folder)!r} cannot be written: {error}") from None
+
+    def recall(self, name: str) -> Any:
+        """What `remember` wrote, or None."""
+        try:
+            return json.loads((self.folder / name).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _remove(self, key: str) -> None:
+        for path in (self.folder / f"{key}.json", self.path(key)):  # the note first
+            path.unlink(missing_ok=True)
+
+    def _trim(self, keep: str) -> None:
+        packages = []
+        for path in self.folder.glob("*.pt2"):
+            with contextlib.suppress(OSError):
+                found = path.stat()
+                packages.append((found.st_mtime, found.st_size, path))
+        total = sum(size for _, size, _ in packages)
+        for _, size, path in sorted(packages):
+            if total <= self.max_bytes:
+                return
+            if path.stem != keep:
+                self._remove(path.stem)
+                total -= size
+
+    @property
+    def bytes(self) -> int:
+        """What all packages take."""
+        return sum(path.stat().st_size for path in self.folder.glob("*.pt2"))
+
+
+def default_folder() -> Path:
+    """`$HOTROW_CACHE/compiled`, or `hotrow/compiled` under the user's cache."""
+    base = os.environ.get("HOTROW_CACHE")
+    if base:
+        return Path(base) / "compiled"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotrow" / "compiled"
+
+
+def key_of(digest: str, shape: Shape, device: torch.device, threads: int) -> str:
+    """The name under which the machine code of a graph at a shape is kept."""
+    parts = [FORMAT, digest, str(shape), device.type, threads, *surroundings(device)]
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def compiler() -> str | None:
+    """The C++ compiler that AOTInductor will call, or None."""
+    return shutil.which(os.environ.get("CXX") or "g++")
+
+
+@lru_cache(maxsize=8)
+def surroundings(device: torch.device) -> tuple[str, ...]:
+    """Versions and hardware that machine code depends on."""
+    try:
+        from triton import __version__ as triton
+    except ImportError:
+        triton = "none"
+    found = compiler()
+    version = "none"
+    if found:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            answer = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30)
+            version = answer.stdout.partition("\n")[0]
+    hardware = _gpu(device) if device.type == "cuda" else _cpu()
+    return (torch.__version__, triton, version, platform.machine(), hardware)
+
+
+def _cpu() -> str:
+    """The vector extensions torch found, and all flags: generated code is built for this very CPU."""
+    flags = ""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{torch.backends.cpu.get_cpu_capability()} {hashlib.sha256(flags.encode()).hexdigest()[:16]}"
+
+
+def _gpu(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} {major}.{minor} cuda {torch.version.cuda}"
+
+
+def _make_private(folder: Path) -> None:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+    except OSError as error:
+        raise StorageError(f"the compile cache {str(folder)!r} cannot be made: {error}; give another folder") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise OptionError(
+            f"the compile cache {str(folder)!r} holds machine code, so it must be a folder of user "
+            f"{os.getuid()} alone, but it is {stat.filemode(found.st_mode)} of user {found.st_uid}; chmod 700 it, "
+            "or give another folder"
+        )
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()

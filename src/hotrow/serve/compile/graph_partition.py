@@ -1,0 +1,344 @@
+"""Pieces: a tower that cannot be compiled whole is cut; what the compiler takes is compiled, the rest stays eager.
+
+`cut(graph, shape, aside)` gives the graph at one bucket's shape as a module that calls pieces in order. Sizes that the
+bucket decides become numbers first, so that only tensors pass from piece to piece. Eager are the nodes named in
+`aside`, nodes with sizes that depend on data, and nodes that call other graphs; a node goes into the first piece of
+its kind after all that it reads, so that branches share pieces:
+
+    0 eager (reads inputs alone) → 1 compiled → 2 eager → 3 compiled → ...
+
+Both processes read the graph from one file and cut it with the same function, so a list of names says all: the compile
+process gets it in a job, the artifact's note keeps it, and the server puts the artifacts into the same module. All
+pieces of a bucket lie in one package under the bucket's one key; weights are inputs of the pieces that read them.
+
+`search` finds the names. It is logic alone, in the manager's thread; each `attempt` is a job of the compile process.
+The whole is tried first, then
+    ops that the compiler named in its refusal are put aside, all nodes of them;
+    if it named none, the shortest beginning of the refused piece that is refused as well is found by halves, and its
+    last node is put aside,
+until all pieces compile, nothing is left, or TRIES are spent. What was found holds for the graph's other buckets.
+
+What comes from another piece is checked and made contiguous before machine code reads it: an op may return what its
+declaration does not say. A graph that writes into tensors in place is not cut, since pieces may run in another order.
+`assemble` uses a Cut up; any thread may then call the runner. (torch's CapabilityBasedPartitioner was tried: no fewer
+pieces over random cuts of four towers, and it leaves the order of eager nodes between them to us.)
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.passes.split_module import split_module
+
+from hotrow.errors import HotRowError
+from hotrow.serve.compile.compiled_tower import ArtifactError, PieceRunner, Runner
+from hotrow.serve.graph.graph_rewrite import ASSERTS_METADATA
+from hotrow.serve.graph.tower_graph import Operator, Shape, TowerGraph, schema_of
+from hotrow.undocumented import ChangedError, describe
+
+TRIES = 20  # compilations of one search: two culprits among 60 nodes, found by halves
+ALIGNED = 16  # bytes: generated code may assume as much of its inputs
+Sizes = tuple[int, ...]
+_SIZE_CHECKS = ("aten._assert_scalar.default", "aten.sym_constrain_range")
+
+
+class CannotCutError(HotRowError, RuntimeError):
+    """A tower of which nothing will be compiled, and why."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the graph to compile: `reads` are sizes and types, `made` tells which come from another piece."""
+
+    name: str
+    module: fx.GraphModule
+    nodes: tuple[str, ...]
+    reads: tuple[tuple[Sizes, torch.dtype], ...]
+    made: tuple[bool, ...]
+
+    def as_tuple(self) -> fx.GraphModule:
+        """The module, for a compiler: giving a tuple, also of one tensor."""
+        module = fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
+        given = _output(module)
+        if not isinstance(given.args[0], tuple):
+            given.args = ((given.args[0],),)
+            module.recompile()
+        return module
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The graph at one shape: `module` calls eager parts and `pieces` in order."""
+
+    module: fx.GraphModule
+    pieces: tuple[Piece, ...]
+    ops: tuple[str, ...]  # that stay eager
+    uncapturable: str  # why a CUDA graph cannot hold it, or nothing
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What the compile process said: `ops` it named, `nodes` of the piece it was at (none: the whole graph)."""
+
+    why: str
+    ops: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+
+def cut(graph: TowerGraph, shape: Shape, aside: Collection[str] = ()) -> Cut:
+    """The graph at `shape`, cut around the nodes named in `aside` and those that are known to stay eager."""
+    fixed, known = _fix_sizes(graph, shape)
+    calls = [node for node in fixed.nodes if node.op == "call_function"]
+    _refuse_writes(calls)
+    eager = {node for node in calls if node.name in aside or not _compilable(node, known)}
+    parts, why = _number_parts(calls, eager), uncapturable(eager, known)
+    tensors = {node for node in calls if _is_op(node) and isinstance(node.meta.get("val"), (Tensor, tuple, list))}
+    for node in fixed.nodes:
+        node.meta = {}  # symbols, which split_module would pass from piece to piece
+    split = split_module(
+        fx.GraphModule(graph.module, fixed),
+        nn.Module(),
+        lambda node: parts[node],
+        keep_original_node_name=True,
+    )
+    pieces = []
+    for call in split.graph.nodes:
+        if call.op == "call_module" and int(call.target.rpartition("_")[2]) % 2:
+            piece = _piece(call, split.get_submodule(call.target), known)
+            if piece is not None:
+                pieces.append(piece)
+    ops = tuple(sorted({_op(node) for node in eager if node in tensors}))
+    return Cut(split, tuple(pieces), ops, why)
+
+
+def assemble(cut: Cut, runners: Mapping[str, PieceRunner]) -> Runner:
+    """A function of weights and inputs that runs pieces by `runners` and the rest as it is. Uses `cut` up."""
+    for piece in cut.pieces:
+        setattr(cut.module, piece.name, _Compiled(piece, runners[piece.name]))
+    run = cut.module.forward
+
+    def runner(tensors: Sequence[Tensor]) -> Tensor:
+        logits: Tensor = run(*tensors)[0]
+        return logits
+
+    return runner
+
+
+def search(
+    graph: Callable[[], TowerGraph],
+    shape: Shape,
+    attempt: Callable[[tuple[str, ...] | None], Refusal | None],
+    known: tuple[str, ...] | None = None,
+    tries: int = TRIES,
+) -> tuple[str, ...] | None:
+    """Names to put aside so that the rest compiles, None for the whole graph; the last attempt was made with them.
+
+    `attempt` compiles (None: the whole) and says what was refused. Starts from `known`, of another shape. Raises
+    CannotCutError.
+    """
+    refusal = attempt(known)
+    if refusal is None:
+        return known
+    first, left = refusal.why, [tries - 1]
+    nodes = {node.name: _op(node) for node in graph().module.graph.nodes if _is_op(node)}
+    aside = set(known or ())
+
+    def again(names: Collection[str]) -> Refusal | None:
+        if not left[0]:
+            raise CannotCutError(f"given up after {tries} compilations: {first}")
+        left[0] -= 1
+        return attempt(tuple(name for name in nodes if name in names))
+
+    try:
+        made = cut(graph(), shape, aside)
+    except CannotCutError as error:
+        raise CannotCutError(f"{first}; {error}") from None
+    whole = known is None and bool(made.ops)  # of which parts are known to stay eager: around them it was not tried
+    while refusal is not None:
+        found = {name for name, op in nodes.items() if op in refusal.ops} - aside
+        if not found and not whole:
+            tried = refusal.nodes or [name for piece in made.pieces for name in piece.nodes]
+            found = _culprits([name for name in nodes if name in tried], nodes, again)
+        whole = False
+        aside |= found
+        made = cut(graph(), shape, aside)
+        if not made.pieces:
+            raise CannotCutError(f"no part of the tower can be compiled: {first}")
+        refusal = again(aside)
+    return tuple(name for name in nodes if name in aside)
+
+
+def _culprits(
+    refused: list[str], nodes: Mapping[str, str], again: Callable[[Collection[str]], Refusal | None]
+) -> set[str]:
+    """Nodes to put aside of a piece that is refused for no reason the compiler named."""
+    good, bad = 0, len(refused)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        refusal = again(set(nodes) - set(refused[:middle]))
+        if refusal is None:
+            good = middle
+            continue
+        named = {name for name in refused[:middle] if nodes[name] in refusal.ops}
+        if named:
+            return named
+        bad = middle
+    return {refused[bad - 1]}
+
+
+def uncapturable(nodes: Iterable[fx.Node], known: Mapping[str, Any] | None = None) -> str:
+    """Why a CUDA graph cannot hold these nodes, as far as their declarations tell; nothing if it may."""
+    unsafe = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe)
+    for node in sorted(nodes, key=lambda node: node.name):
+        if any(tag in getattr(node.target, "tags", ()) for tag in unsafe):
+            return f"{_op(node)} needs the host, so no CUDA graph holds it"
+        if known is not None and isinstance(node.meta.get("val"), Tensor) and known.get(node.name) is None:
+            return f"the sizes of {_op(node)} depend on data, so no CUDA graph holds it"
+    return ""
+
+
+class _Compiled(nn.Module):
+    """A piece's artifact in its place."""
+
+    def __init__(self, piece: Piece, run: PieceRunner) -> None:
+        super().__init__()
+        self._run, self._name = run, piece.name
+        self._made = [(at, *read) for at, (read, made) in enumerate(zip(piece.reads, piece.made, strict=True)) if made]
+        self._one = not isinstance(_output(piece.module).args[0], tuple)
+
+    def forward(self, *tensors: Tensor) -> Tensor | Sequence[Tensor]:
+        given = list(tensors)
+        for at, sizes, dtype in self._made:
+            tensor = given[at]
+            if tensor.shape != sizes or tensor.dtype != dtype:
+                raise ArtifactError(
+                    f"{self._name} was compiled for {dtype} {list(sizes)}, but an eager op gave {tensor.dtype} "
+                    f"{list(tensor.shape)}, which its declaration does not say"
+                )
+            if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNED:
+                given[at] = tensor.clone(memory_format=torch.contiguous_format)
+        given = self._run(given)  # type: ignore[assignment]
+        return given[0] if self._one else given
+
+
+def _fix_sizes(graph: TowerGraph, shape: Shape) -> tuple[fx.Graph, dict[str, Any]]:
+    """A copy of the graph with numbers for all sizes that `shape` decides, and what each node gives: sizes and type,
+    a list of them, or None where they are not known."""
+    fixed = copy.deepcopy(graph.module.graph)
+    places = [node for node in fixed.nodes if node.op == "placeholder"]
+    symbols: dict[Any, int] = {}
+    for node, given in zip(places[len(graph.weights) :], graph.inputs, strict=True):
+        for size, fits in zip(node.meta["val"].shape, given.sizes(shape), strict=True):
+            if isinstance(size, torch.SymInt):
+                symbols[size.node.expr] = fits
+    known: dict[str, Any] = {}
+    for node in list(fixed.nodes):
+        number = _number(node.meta.get("val"), symbols)
+        if node.op == "call_function" and number is not None:
+            _put_number(node, number)
+            fixed.erase_node(node)
+        elif _is_met(node):
+            fixed.erase_node(node)
+        else:
+            known[node.name] = _given(node.meta.get("val"), symbols)
+    return fixed, known
+
+
+def _is_met(node: fx.Node) -> bool:
+    """Whether it asserts what is known by now: types, which the engine has checked, or sizes that became numbers."""
+    if str(node.target) == ASSERTS_METADATA:
+        return True
+    return str(node.target).startswith(_SIZE_CHECKS) and not node.all_input_nodes
+
+
+def _put_number(node: fx.Node, number: float) -> None:
+    """In all places where `node` is read."""
+
+    def put(seen: fx.Node) -> Any:
+        return number if seen is node else seen
+
+    for user in list(node.users):
+        user.args, user.kwargs = fx.map_arg(user.args, put), fx.map_arg(user.kwargs, put)
+
+
+def _number(value: Any, symbols: Mapping[Any, int]) -> int | float | bool | None:
+    if isinstance(value, (bool, int, float)):
+        return value
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return None
+    formula = getattr(getattr(value, "node", None), "expr", None)
+    if formula is None:
+        raise ChangedError(describe("torch", f"has a {type(value).__name__} without node.expr"))
+    found = formula.subs(symbols)
+    if found.free_symbols:
+        return None
+    kind = int if isinstance(value, torch.SymInt) else float if isinstance(value, torch.SymFloat) else bool
+    return kind(found)
+
+
+def _given(value: Any, symbols: Mapping[Any, int]) -> Any:
+    if isinstance(value, (tuple, list)):
+        parts = [_given(part, symbols) for part in value]
+        return None if any(part is None for part in parts) else parts
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return None
+    sizes = tuple(_number(size, symbols) for size in value.shape)
+    return None if None in sizes else (sizes, value.dtype)
+
+
+def _refuse_writes(calls: Sequence[fx.Node]) -> None:
+    for node in calls:
+        if isinstance(node.target, Operator) and schema_of(node.target).is_mutable:
+            raise CannotCutError(f"the tower calls {_op(node)}, which writes in place, so it is not cut into pieces")
+
+
+def _compilable(node: fx.Node, known: Mapping[str, Any]) -> bool:
+    """Whether a compiler could take it: tensors of known sizes in and out."""
+    if node.target is operator.getitem:
+        return True  # goes with what it reads
+    return isinstance(node.target, Operator) and all(
+        known.get(seen.name) is not None and seen.op != "get_attr" for seen in (node, *node.all_input_nodes)
+    )
+
+
+def _number_parts(calls: Sequence[fx.Node], eager: Collection[fx.Node]) -> dict[fx.Node, int]:
+    """Each node's part: even ones are eager, odd ones are compiled, and none reads from a later one."""
+    parts: dict[fx.Node, int] = {}
+    for node in calls:
+        first = max((parts[seen] for seen in node.all_input_nodes if seen in parts), default=0)
+        if node.target is operator.getitem:
+            parts[node] = first
+        else:
+            parts[node] = first + (first % 2 == (node in eager))
+    return parts
+
+
+def _piece(call: fx.Node, module: nn.Module, known: Mapping[str, Any]) -> Piece | None:
+    """None for one that computes nothing, or reads nothing: it is left as it is."""
+    assert isinstance(module, fx.GraphModule)
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    computes = any(isinstance(node.target, Operator) and not getattr(node.target, "is_view", False) for node in calls)
+    if not computes or not call.args:
+        return None
+    reads = tuple(known[node.name] for node in module.graph.nodes if node.op == "placeholder")
+    made = tuple(isinstance(seen, fx.Node) and seen.op != "placeholder" for seen in call.args)
+    return Piece(str(call.target), module, tuple(node.name for node in calls), reads, made)
+
+
+def _output(module: fx.GraphModule) -> fx.Node:
+    found: fx.Node = next(node for node in module.graph.nodes if node.op == "output")
+    return found
+
+
+def _op(node: fx.Node) -> str:
+    return str(node.target)
+
+
+def _is_op(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is not operator.getitem

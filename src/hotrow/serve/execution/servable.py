@@ -1,0 +1,193 @@
+"""A version of an exported model as an engine process serves it: hr.Engine behind the Servable protocol.
+
+This is the one place where lanes and hr.Engine meet. `cold` and `prefetch` are there when rows may be on SSD
+alone, or in a remote store.
+
+With a bus the version follows it (follower.py): its engine takes publications, and is replaced by one of a newer export
+when the bus has gone on without it. A batch takes the engine once, so it is one engine's whole; the old one is closed
+behind the last of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from hotrow.batch import KeyedBatch
+from hotrow.config import Memory
+from hotrow.errors import ClosedError, OptionError
+from hotrow.publish.publication import Publication
+from hotrow.serve.execution.towers import TowerOptions, Towers
+from hotrow.serve.graph.tower import OriginalTower
+from hotrow.serve.graph.tower_graph import TowerGraph
+from hotrow.serve.protocol.request import Array, Signature
+from hotrow.serve.updates.cut_over import Fresh
+from hotrow.serve.updates.follower import Follower
+from hotrow.tiers.host.store import count_cold
+
+if TYPE_CHECKING:
+    from hotrow.serve.execution.engine import Engine
+
+CATCH_UP = 60.0  # seconds that a version has to catch up with its bus before it takes traffic
+LADDER = (32, 128, 512, 1024, 4096, 16384)  # batch sizes that a GPU's lanes capture, up to the largest batch
+
+
+class ServedVersion:
+    """hr.Engine, as lanes call it."""
+
+    def __init__(self, engine: Engine, open_engine: Callable[[Path], Engine] | None = None) -> None:
+        self.engine = engine
+        self.follower: Follower | None = None
+        self._open_engine = open_engine
+        self.signature: Signature = engine.signature
+        spec = engine.features
+        self.features: str | None = None if spec is None else spec.to_json()
+        self.policy: str = engine.source.policy
+        self.deadline: float | None = engine.source.deadline
+        self.can_be_cold = any(rows.store.evicts for rows in engine.embeddings.tables)
+
+    @property
+    def publication(self) -> int:
+        """The newest that was applied; 0 without any."""
+        return self.engine.publication
+
+    @property
+    def fresh(self) -> Fresh:
+        """What is in service."""
+        return self.engine.fresh
+
+    def apply(self, publication: Publication) -> None:
+        """Put a publication in service between two batches."""
+        self.engine.apply(publication)
+
+    def reopen(self, path: Path) -> None:
+        """Serve another export of the model instead. It is loaded beside; what does not load changes nothing."""
+        if self._open_engine is None:
+            raise OptionError(f"{self.engine} was opened without a way to open {path}; load that version")
+        engine = self._open_engine(path)
+        if engine.signature != self.signature:
+            engine.close()
+            raise OptionError(f"{path} takes other inputs than {self.engine.source.path}; load it as a version")
+        before, self.engine = self.engine, engine
+        before.close()
+
+    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Any, bool, Fresh]:
+        """Logits, late ids by row, whether a bucket answered, and the publication of it."""
+        try:
+            logits, late, compiled, fresh = self.engine.answer(batch, policy)
+        except ClosedError:  # it was replaced a moment ago
+            logits, late, compiled, fresh = self.engine.answer(batch, policy)
+        return logits, late.by_row if late.ids else 0, compiled, fresh
+
+    def figures(self) -> dict[str, Any]:
+        """What its tower and its cache have done: counters, and gauges of now."""
+        towers = self.engine.towers
+        if not isinstance(towers, Towers):
+            return {}
+        counts, metrics = towers.counts, towers.metrics()
+        remote = self.engine.embeddings.remote
+        return {
+            "remote": None if remote is None else remote.figures(),
+            "buckets": {str(shape): hits for shape, hits in counts.hits.items()},
+            "padded_rows": counts.padded_rows,
+            **{name: metrics[name] for name in ("compile_queue", "compile_seconds", "compiled_pieces")},
+            "eager_ops": dict(towers.eager_ops()),
+            "compiler": towers.describe()["compiler"],
+        }
+
+    def close(self) -> None:
+        """Let go of rows, weights, threads and the compile process."""
+        if self.follower is not None:
+            self.follower.close()
+        self.engine.close()
+
+    def cold(self, batch: KeyedBatch) -> Array | None:
+        """Which rows have keys that are on SSD alone."""
+        return cold_rows(self.engine.embeddings, batch)
+
+    def prefetch(self, batch: KeyedBatch, patient: bool = False) -> None:
+        """Bring them up."""
+        self.engine.warm(batch, patient)
+
+
+def cold_rows(embeddings: Any, batch: KeyedBatch) -> Array | None:
+    """Which rows of a batch have keys with a row on SSD alone or in a remote store; None: none of them, which is told
+    by one quick call."""
+    parts = [(rows.store, batch.ids[name].values) for rows in embeddings.tables for name in rows.table.poolings]
+    if not (count_cold(parts) if embeddings.remote is None else embeddings.remote.cold(parts)):
+        return None
+    cold = np.zeros(batch.size, bool)
+    for rows in embeddings.tables:
+        for name in rows.table.poolings:
+            ids = batch.ids[name]
+            cold[_rows_of(ids, rows.cold(ids.values).numpy())] = True
+    return cold
+
+
+def _rows_of(ids: Any, mask: Array) -> Array:
+    """The rows whose ids are marked."""
+    places = np.flatnonzero(mask)
+    if ids.offsets is None:
+        return places
+    return np.searchsorted(ids.offsets.numpy(), places, side="right") - 1
+
+
+def open_version(folder: Path, options: Mapping[str, Any]) -> ServedVersion:
+    """The version in `folder`, with rows where `dram`, `ssd` and `hbm` say, up to date with the bus of its model."""
+    served = ServedVersion(_open_engine(folder, folder.name, options), lambda path: _open_again(folder, path, options))
+    bus = (options.get("bus") or {}).get(folder.parent.name)
+    if bus is not None:
+        served.follower = Follower(served, bus, folder.parent, _quarantine(bus))
+        served.follower.start(wait=CATCH_UP)
+    return served
+
+
+def _open_again(folder: Path, path: Path, options: Mapping[str, Any]) -> Engine:
+    """Another export's engine in the place of `folder`'s, which is still open: on SSD it has a folder of its own."""
+    return _open_engine(path, f"{folder.name}-from-{path.name}", options)
+
+
+def _quarantine(bus: str) -> Path:
+    """Where bad messages of a bus go."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    return cache / "hotrow" / "quarantine" / hashlib.sha256(bus.encode()).hexdigest()[:16]
+
+
+def _open_engine(folder: Path, name: str, options: Mapping[str, Any]) -> Engine:
+    from hotrow.serve.execution.engine import Engine
+
+    def towers(original: OriginalTower) -> Towers:
+        chosen = TowerOptions(
+            compile=bool(options.get("compile", True)),
+            most_rows=int(options.get("max_rows", 1024)),
+            lanes=int(options.get("lanes", 1)),
+            threads=int(options.get("threads", 1)),
+            cache=options.get("artifacts"),
+        )
+        made = Towers(TowerGraph(original.program), original.weights, original.device, chosen)
+        made.start()
+        return made
+
+    where = {tier: options[tier] for tier in ("hbm", "dram", "ssd") if options.get(tier) is not None}
+    remote = (options.get("remote") or {}).get(folder.parent.name)
+    if remote is not None:
+        where["remote"] = remote
+    if "ssd" in where:  # each version of each model has its own folder there
+        where["ssd"] = str(Path(where["ssd"]) / folder.parent.name / name)
+    precision, most = options.get("precision", "fp32"), int(options.get("max_rows", 1024))
+    ladder = [size for size in LADDER if size < most] + [most]
+    return Engine(
+        folder.parent,
+        folder.name,
+        memory=Memory(**where),
+        towers=towers,
+        precision=precision,
+        ladder=ladder,
+        lanes=int(options.get("lanes", 1)),
+    )

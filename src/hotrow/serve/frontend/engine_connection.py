@@ -1,0 +1,190 @@
+"""EngineLink: a front end's connection to one engine, what the engine said about its models, and the requests it has.
+
+Frames written in one turn of the event loop leave in one send; a read that brings several answers gives them all out.
+When the connection is lost the requests under way are refused with 503 at once, and what the engine said is believed
+until its next life is ready.
+
+All methods are called on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hotrow.serve.protocol import frames
+from hotrow.serve.protocol.request import Answer, RefusedError, Request, Signature
+
+if TYPE_CHECKING:
+    from hotrow.serve.frontend.engine_client import RemoteBackend
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1.0  # Retry-After, of what helps itself
+_CHUNK = 256 << 10
+_LONGEST_ANSWER = 1 << 30
+_LONG = 0.002  # seconds that a frame may wait for the end of a turn: its time runs out meanwhile
+
+
+class EngineLink(asyncio.BufferedProtocol):
+    """One engine: what it said about itself, and the requests that it has."""
+
+    def __init__(self, backend: RemoteBackend, path: str) -> None:
+        self.backend, self.path = backend, path
+        self.ready = False
+        self.rows = 0  # under way
+        self.numbers: dict[tuple[str, str | None], tuple[int, int]] = {}  # model, version → number, fingerprint
+        self.names: dict[int, tuple[str, str]] = {}  # a version's number → model, version; never forgotten
+        self.described: list[dict[str, Any]] = []
+        self.figures: dict[str, Any] = {}
+        self._transport: asyncio.Transport | None = None
+        self._waiting: dict[int, tuple[asyncio.Future[Any], int]] = {}  # request → who waits, its rows
+        self._ids = itertools.count(1)
+        self._out: list[bytes] = []
+        self._since = 0.0  # when the first of them was written
+        self._chunk, self._begin, self._end = bytearray(_CHUNK), 0, 0
+
+    # --- requests ---
+
+    async def infer(self, request: Request) -> Answer:
+        """Ask this engine."""
+        number, fingerprint = self.number(request)
+        id = next(self._ids)
+        self._send(frames.write_request(request, id, number, fingerprint, time.monotonic()))
+        answer: frames.AnswerFrame = await self._wait(id, request.rows)
+        model, version = self.names[answer.version]
+        return Answer(
+            answer.logits, model, version, answer.publication, answer.late_rows, answer.compiled, _says(answer)
+        )
+
+    def number(self, request: Request) -> tuple[int, int]:
+        """The engine's number for the model or its version, and the signature's fingerprint."""
+        found = self.numbers.get((request.model, request.version))
+        if found is None:
+            raise self.backend.missing(request.model, request.version)
+        return found
+
+    async def command(self, **command: Any) -> Any:
+        """Ask for something that may take its time."""
+        if self._transport is None:
+            raise RefusedError(503, "an engine is starting; ask again", RETRY_SECONDS)
+        id = next(self._ids)
+        self._send(frames.write_json(frames.COMMAND, id, command))
+        reply = await self._wait(id, 0)
+        if "error" in reply:
+            raise RefusedError(*reply["error"])
+        return reply["result"]
+
+    async def _wait(self, id: int, rows: int) -> Any:
+        future = self.backend.loop.create_future()
+        self._waiting[id] = (future, rows)
+        self.rows += rows
+        try:
+            return await future
+        finally:
+            self._waiting.pop(id, None)  # whoever is cancelled forgets the answer
+            self.rows -= rows
+
+    def _send(self, frame: bytes) -> None:
+        now = time.monotonic()
+        if not self._out:
+            self._since = now
+            self.backend.loop.call_soon(self._flush)
+        self._out.append(frame)
+        if now - self._since > _LONG:
+            self._flush()
+
+    def _flush(self) -> None:
+        out, self._out = self._out, []
+        if self._transport is not None:
+            self._transport.writelines(out)
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # --- asyncio's calls ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+        self._chunk, self._begin, self._end = bytearray(_CHUNK), 0, 0
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport, self.ready, self._out = None, False, []
+        for future, _ in list(self._waiting.values()):
+            if not future.done():
+                future.set_exception(RefusedError(503, "the engine went away; ask again", RETRY_SECONDS))
+        self.backend.link_lost(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return memoryview(self._chunk)[self._end :]
+
+    def buffer_updated(self, count: int) -> None:
+        self._end += count
+        try:
+            found, self._begin, wanted = frames.scan(self._chunk, self._begin, self._end, _LONGEST_ANSWER)
+            for frame in found:
+                self._receive(*frame[:4])
+        except Exception:
+            log.exception("an engine sent what is no answer")
+            if self._transport is not None:
+                self._transport.abort()
+            return
+        if len(self._chunk) - self._begin < wanted or len(self._chunk) - self._end < _CHUNK // 4:
+            rest = memoryview(self._chunk)[self._begin : self._end]
+            fresh = bytearray(max(_CHUNK, wanted + _CHUNK // 4))
+            fresh[: len(rest)] = rest
+            self._chunk, self._begin, self._end = fresh, 0, len(rest)
+
+    def _receive(self, kind: int, id: int, offset: int, length: int) -> None:
+        if id == 0:
+            return self._learn(frames.read_json(self._chunk, offset, length))
+        found = self._waiting.get(id)
+        if found is None or found[0].done():
+            return
+        if kind == frames.ANSWER:
+            found[0].set_result(frames.read_answer(self._chunk, offset))
+        elif kind == frames.REFUSAL:
+            found[0].set_exception(frames.read_refusal(self._chunk, offset))
+        else:
+            found[0].set_result(frames.read_json(self._chunk, offset, length))
+
+    def _learn(self, content: dict[str, Any]) -> None:
+        if "figures" in content:
+            self.figures = content["figures"]
+            return
+        self.ready, models = content["ready"], content["models"]
+        for model in models:
+            self.names.update({v["number"]: (model["name"], v["name"]) for v in model["versions"]})
+        if not self.ready:  # it may not have loaded yet what it had before
+            models = models + [model for model in self.described if all(model["name"] != m["name"] for m in models)]
+        self.described, self.numbers = models, {}
+        for model in models:
+            for version in model["versions"]:
+                mark = signature_of(version).fingerprint
+                self.numbers[model["name"], version["name"]] = (version["number"], mark)
+                if version["name"] == model["current"]:
+                    self.numbers[model["name"], None] = (model["number"], mark)
+        self.backend.models_changed()
+
+
+def _says(answer: frames.AnswerFrame) -> dict[str, str | int | float]:
+    """An answer's further parameters: how old it is, and the newest publication in it where there are several."""
+    says: dict[str, str | int | float] = {}
+    if answer.watermark is not None:
+        says["freshness_ms"] = max(0, int(time.time() * 1000) - answer.watermark)
+    if answer.highest != answer.publication:
+        says["publication_highest"] = answer.highest
+    return says
+
+
+def signature_of(version: Mapping[str, Any]) -> Signature:
+    """What a version takes, as its engine says."""
+    return Signature(
+        tuple(version["features"]), frozenset(version["sequences"]), int(version["dense"]), int(version["tasks"])
+    )

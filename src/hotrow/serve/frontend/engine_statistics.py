@@ -1,0 +1,122 @@
+"""What several engines have counted, added up: for Triton's model statistics and for the metrics page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hotrow.serve.protocol.backend import Figures
+
+
+def add_statistics(entries: Sequence[dict[str, Any]]) -> list[Mapping[str, Any]]:
+    """Model statistics of several engines, one entry a version."""
+    found: dict[tuple[str, str], Any] = {}
+    for entry in entries:
+        key = (entry["name"], entry["version"])
+        found[key] = entry if key not in found else _add(found[key], entry)
+    return list(found.values())
+
+
+def _add(a: Any, b: Any) -> Any:
+    if isinstance(a, dict):
+        return {
+            key: max(a[key], b[key]) if key == "last_inference" else _add(a[key], b[key]) if key in b else a[key]
+            for key in a
+        }
+    if isinstance(a, list):
+        sizes = {entry["batch_size"]: entry for entry in a}
+        for entry in b:
+            size = entry["batch_size"]
+            old = sizes.get(size)
+            merged = entry if old is None else {**_add(old, entry), "batch_size": size}
+            sizes[size] = merged
+        return [sizes[size] for size in sorted(sizes)]
+    return a + b if isinstance(a, (int, float)) else a
+
+
+_REMOTE = {  # a remote store's figure → the metric's name
+    "hits": "hotrow_remote_hits_total",
+    "misses": "hotrow_remote_misses_total",
+    "absent": "hotrow_remote_absent_total",
+    "late": "hotrow_remote_late_total",
+    "bytes": "hotrow_remote_bytes_total",
+    "rows": "hotrow_remote_cached_rows",
+    "up": "hotrow_remote_up",
+}
+
+_BUS = {  # a follower's count → the metric's name
+    "publications": "hotrow_bus_publications_total",
+    "rows": "hotrow_bus_rows_total",
+    "switch_seconds": "hotrow_bus_switch_seconds_total",
+    "corrupt": "hotrow_bus_bad_messages_total",
+    "bus_errors": "hotrow_bus_errors_total",
+    "reloads": "hotrow_bus_reloads_total",
+}
+
+
+_COUNTERS = {  # a version's count → the metric's name and its unit
+    "rows": (("nv_inference_count", 1), ("hotrow_rows_total", 1)),
+    "executions": (("nv_inference_exec_count", 1),),
+    "queue_seconds": (("nv_inference_queue_duration_us", 1e6),),
+    "join_seconds": (("nv_inference_compute_input_duration_us", 1e6),),
+    "run_seconds": (("nv_inference_compute_infer_duration_us", 1e6),),
+    "answer_seconds": (("nv_inference_compute_output_duration_us", 1e6),),
+}
+
+
+def add_figures(engines: Sequence[dict[str, Any]]) -> Figures:
+    """(metric, labels) → value, over all engines, by the names of metrics.TABLE."""
+    totals: dict[tuple[str, ...], float] = {}
+
+    def put(value: float, *key: str) -> None:
+        totals[key] = totals.get(key, 0.0) + value
+
+    for figures in engines:
+        for model in figures["models"]:
+            labels = (model["model"], model["version"])
+            put(model["pending"], "nv_inference_pending_request_count", *labels)
+            for why, count in model["shed"].items():
+                put(count, "hotrow_shed_total", *labels, why)
+        for version in figures["versions"]:
+            labels = (version["model"], version["version"])
+            for name, metrics in _COUNTERS.items():
+                for metric, unit in metrics:
+                    put(version[name] * unit, metric, *labels)
+            put(version["executions"] - version["compiled"], "hotrow_fallback_total", *labels)
+            for policy, count in version["late_by_policy"].items():
+                put(count, "hotrow_late_rows_total", *labels, policy)
+            tower = version.get("tower", {})
+            for bucket, hits in tower.get("buckets", {}).items():
+                put(hits, "hotrow_bucket_hits_total", *labels, bucket)
+            if tower:
+                put(tower["padded_rows"], "hotrow_padding_rows_total", *labels)
+                put(tower["compile_queue"], "hotrow_compile_queue")
+                put(tower["compile_seconds"], "hotrow_compile_seconds_total", *labels)
+                put(tower["compiled_pieces"], "hotrow_compiled_pieces", *labels)
+            for op, buckets in tower.get("eager_ops", {}).items():
+                put(buckets, "hotrow_eager_ops", *labels, op)
+            for name, metric in _REMOTE.items() if tower.get("remote") else ():
+                put(tower["remote"][name], metric, *labels)
+            put_freshness(totals, labels, version)
+    return totals
+
+
+def put_freshness(totals: dict[tuple[str, ...], float], labels: tuple[str, str], version: Mapping[str, Any]) -> None:
+    """Of several engines the oldest counts: the lowest publication, the greatest age."""
+    number = ("hotrow_publication", *labels)
+    totals[number] = min(version["publication"], totals.get(number, version["publication"]))
+    says = version.get("freshness") or {}
+
+    def worst(value: float, *key: str) -> None:
+        totals[key] = max(value, totals.get(key, 0.0))
+
+    if says.get("age") is not None:
+        worst(says["age"], "hotrow_freshness_seconds", *labels)
+    for quantile, seconds in says.get("ages", {}).items():
+        worst(seconds, "hotrow_freshness_quantile_seconds", *labels, quantile)
+    follower = says.get("follower")
+    if follower is not None:
+        key = ("hotrow_stale", *labels)
+        totals[key] = totals.get(key, 0.0) + says["stale"]
+        for name, metric in _BUS.items():
+            totals[(metric, *labels)] = totals.get((metric, *labels), 0.0) + follower[name]

@@ -1,0 +1,324 @@
+"""The gRPC side of the protocol: inference.GRPCInferenceService over the same Service that HTTP uses.
+
+Handlers run on the front end's event loop (grpc.aio). A request's tensors come as raw_input_contents, one entry for
+each input in order, or as typed contents, not both; answers have raw_output_contents. Errors are RefusedError's status
+as gRPC's code, its message as the details, and its retry_after as trailing metadata `retry-after` in seconds. A
+client's own gRPC deadline is the request's deadline when it names none.
+
+A message over the limit `body` is refused by name, with INVALID_ARGUMENT. grpc itself refuses to read one of more than
+twice the limit (RESOURCE_EXHAUSTED), and its words name no option.
+
+Message classes are made once in `_messages`; importing this module needs grpcio and protobuf.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import grpc
+import numpy as np
+from google.protobuf import json_format
+from google.protobuf.message import DecodeError
+
+from hotrow.serve.frontend.grpc_messages import METHODS, SERVICE, build
+from hotrow.serve.frontend.http_message import too_large
+from hotrow.serve.frontend.service import Caller, Service, model_config, model_metadata, server_metadata
+from hotrow.serve.protocol.inference_json import ModelInputs, Recipe, Wishes, answer_parameters, outputs_of, read_wishes
+from hotrow.serve.protocol.limits import Limits
+from hotrow.serve.protocol.request import Answer, RefusedError, Request
+from hotrow.serve.protocol.tensors import BYTES, Declared, Elements, as_type, bad, declare, decoded, from_bytes, shown
+
+log = logging.getLogger("hotrow.serve")
+
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    BYTES: "bytes_contents",
+}
+_PARAMETERS = ("bool_param", "int64_param", "string_param", "double_param", "uint64_param")
+_LONGEST = 3600.0
+_LARGEST_MESSAGE = (1 << 31) - 1  # bytes, by the type of grpc's option
+
+
+@functools.cache
+def _messages() -> dict[str, Any]:
+    return build()
+
+
+class GrpcServer:
+    """The gRPC port of a front end."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._server: Any = None
+
+    async def start(self, host: str, port: int, reuse_port: bool = False) -> int:
+        """Listen; gives the port, for those who asked for port 0."""
+        limits = self.service.limits
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", min(2 * limits.body_bytes, _LARGEST_MESSAGE)),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_metadata_size", limits.header_bytes),
+                ("grpc.max_concurrent_streams", limits.in_flight),
+                ("grpc.so_reuseport", int(reuse_port)),
+                ("grpc.keepalive_time_ms", int(limits.idle_seconds * 1000)),
+                ("grpc.http2.max_ping_strikes", 2),
+            ],
+            maximum_concurrent_rpcs=limits.in_flight,
+        )
+        self._server.add_generic_rpc_handlers([self._handlers()])
+        try:
+            bound = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        except RuntimeError as error:
+            raise OSError(f"gRPC port {port}: {error}") from error
+        await self._server.start()
+        return int(bound)
+
+    async def close(self, grace: float) -> None:
+        """Take no new call, finish those in flight for up to `grace` seconds, close."""
+        if self._server is not None:
+            await self._server.stop(grace)
+
+    def _handlers(self) -> Any:
+        classes, calls, methods = _messages(), Calls(self.service), {}
+        for name, (request, response) in METHODS.items():
+            make = grpc.unary_unary_rpc_method_handler
+            behaviour: Any = _refusing(getattr(calls, name), classes[request], self.service.limits)
+            if name == "ModelStreamInfer":
+                make, behaviour = grpc.stream_stream_rpc_method_handler, calls.ModelStreamInfer
+            # Bytes are parsed by us: grpc answers what it cannot parse with UNKNOWN and a traceback in the log.
+            methods[name] = make(behaviour, None, classes[response].SerializeToString)
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+
+def _refusing(
+    call: Callable[[Any, Any], Awaitable[Any]], kind: Any, limits: Limits
+) -> Callable[[bytes, Any], Awaitable[Any]]:
+    """The call of a message's bytes, with errors as gRPC tells them."""
+
+    async def answer(data: bytes, context: Any) -> Any:
+        try:
+            return await call(_parsed(kind, data, limits), context)
+        except RefusedError as error:
+            trailing = (
+                () if error.retry_after is None else (("retry-after", str(max(1, math.ceil(error.retry_after)))),)
+            )
+            await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message, trailing)
+        except Exception as error:
+            if isinstance(error, grpc.aio.AbortError):
+                raise
+            log.exception("a gRPC call failed")
+            await context.abort(grpc.StatusCode.INTERNAL, "the server failed to answer; its log says why")
+
+    return answer
+
+
+def _parsed(kind: Any, data: bytes, limits: Limits) -> Any:
+    if len(data) > limits.body_bytes:
+        raise too_large(len(data), limits)
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise bad(f"the message is no {kind.DESCRIPTOR.full_name}; send what the protocol's .proto says") from error
+
+
+class Calls:
+    """One method for each of the service's; names are the protocol's."""
+
+    def __init__(self, service: Service) -> None:
+        self.service, self._make = service, _messages()
+
+    async def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Whether the server works."""
+        return self._make["ServerLiveResponse"](live=await self.service.backend.live())
+
+    async def ServerReady(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Whether it takes requests."""
+        return self._make["ServerReadyResponse"](ready=await self.service.ready())
+
+    async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Whether a model answers."""
+        return self._make["ModelReadyResponse"](ready=self.service.model_ready(request.name, request.version))
+
+    async def ServerMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """What this server is."""
+        return self._make["ServerMetadataResponse"](**server_metadata())
+
+    async def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """A model's tensors."""
+        return self._filled("ModelMetadataResponse", model_metadata(self.service.model(request.name, request.version)))
+
+    async def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """A model's configuration."""
+        config = model_config(self.service.model(request.name, request.version))
+        return self._filled("ModelConfigResponse", {"config": config})
+
+    async def ModelStatistics(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """What a model has done."""
+        statistics = await self.service.statistics(request.name, request.version)
+        return self._filled("ModelStatisticsResponse", {"model_stats": statistics})
+
+    async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """The repository's models."""
+        entries = await self.service.index(request.ready)
+        return self._make["RepositoryIndexResponse"](models=[asdict(entry) for entry in entries])
+
+    async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Load a model."""
+        if any(name == "config" or name.startswith("file:") for name in request.parameters):
+            raise bad(
+                "a model is loaded from its folder as it is; export a new version instead of sending config or files"
+            )
+        await self.service.load(request.model_name, Caller(_authorization(context)))
+        return self._make["RepositoryModelLoadResponse"]()
+
+    async def RepositoryModelUnload(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Unload a model."""
+        await self.service.unload(request.model_name, Caller(_authorization(context)))
+        return self._make["RepositoryModelUnloadResponse"]()
+
+    async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Answer a request."""
+        size = request.ByteSize()
+        self.service.counts.add("hotrow_request_bytes_total", "grpc", by=size)
+        remaining = context.time_remaining()
+
+        def read(inputs: ModelInputs, version: str | None) -> tuple[Request, Wishes]:
+            return read_request(request, inputs, version, remaining)
+
+        answer, wishes = await self.service.infer(request.model_name, request.model_version, size, read)
+        return self._response(answer, wishes)
+
+    async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        """Answer requests in their order; an error is one answer's, and the stream goes on."""
+        make = self._make["ModelStreamInferResponse"]
+        async for data in requests:
+            name = ""
+            try:
+                request = _parsed(self._make["ModelInferRequest"], data, self.service.limits)
+                name = request.id
+                yield make(infer_response=await self.ModelInfer(request, context))
+            except RefusedError as error:
+                yield make(error_message=error.message, infer_response={"id": name})
+            except Exception:
+                log.exception("a gRPC stream's request failed")
+                yield make(error_message="the server failed to answer; its log says why")
+
+    def _response(self, answer: Answer, wishes: Wishes) -> Any:
+        names = [output.name for output in wishes.outputs]
+        arrays = outputs_of(answer, names)
+        response = self._make["ModelInferResponse"](
+            model_name=answer.model,
+            model_version=answer.version,
+            id=wishes.id or "",
+            outputs=[
+                {"name": name, "datatype": "FP32", "shape": array.shape}
+                for name, array in zip(names, arrays, strict=True)
+            ],
+            raw_output_contents=[array.tobytes() for array in arrays],
+        )
+        for name, value in answer_parameters(answer).items():
+            kind = {bool: "bool_param", int: "int64_param", float: "double_param"}.get(type(value), "string_param")
+            setattr(response.parameters[name], kind, value)
+        return response
+
+    def _filled(self, name: str, document: dict[str, Any]) -> Any:
+        return json_format.ParseDict(document, self._make[name](), ignore_unknown_fields=True)
+
+
+def read_request(
+    message: Any, inputs: ModelInputs, version: str | None, remaining: float | None
+) -> tuple[Request, Wishes]:
+    """The request in a ModelInferRequest."""
+    wishes = read_wishes(message.id, _plain(message.parameters), _outputs(message.outputs))
+    if wishes.seconds is None and remaining is not None and remaining < _LONGEST:
+        wishes = replace(wishes, seconds=max(remaining, 1e-6))
+    if not message.inputs:
+        raise bad("the request has no inputs; give tensors with name, datatype, shape and contents")
+    tensors = []
+    for entry in message.inputs:
+        tensors.append(declare(entry.name, entry.datatype, list(entry.shape)))
+        for name in entry.parameters:
+            raise bad(f"input {shown(entry.name)} has the parameter {shown(name)}; shared memory is not supported")
+    plan = inputs.plan(tensors, wishes)
+    recipe = Recipe(tuple(tensors), (), (), 0, wishes, plan, None)
+    return inputs.request(recipe, _elements(message, tensors), version), wishes
+
+
+def _elements(message: Any, tensors: list[Declared]) -> list[Elements]:
+    raw = message.raw_input_contents
+    if not raw:
+        return [_typed(tensor, entry.contents) for tensor, entry in zip(tensors, message.inputs, strict=True)]
+    if len(raw) != len(tensors):
+        raise bad(
+            f"raw_input_contents has {len(raw)} entries for {len(tensors)} inputs; give one for each, in order, and no "
+            "typed contents beside them"
+        )
+    if any(entry.HasField("contents") for entry in message.inputs):
+        raise bad("the request has both raw_input_contents and typed contents; send one of them")
+    return [from_bytes(tensor, data, 0, len(data)) for tensor, data in zip(tensors, raw, strict=True)]
+
+
+def _typed(tensor: Declared, contents: Any) -> Elements:
+    field = _CONTENTS.get(tensor.datatype)
+    if field is None:
+        raise bad(
+            f"input {shown(tensor.name)} is {tensor.datatype}, which has no typed contents; use raw_input_contents"
+        )
+    given = getattr(contents, field)
+    if not given and tensor.size and contents.ListFields():
+        found = ", ".join(descriptor.name for descriptor, _ in contents.ListFields())
+        raise bad(f"input {shown(tensor.name)} is {tensor.datatype} but its contents are {found}; use {field}")
+    if tensor.datatype == BYTES:
+        return decoded(tensor, given)
+    return as_type(tensor, np.array(given, dtype=_typed_dtype(field)))
+
+
+def _typed_dtype(field: str) -> Any:
+    return {"bool": "?", "int": "i4", "int64": "i8", "uint": "u4", "uint64": "u8", "fp32": "f4", "fp64": "f8"}[
+        field.removesuffix("_contents")
+    ]
+
+
+def _plain(parameters: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for name, value in parameters.items():
+        kind = value.WhichOneof("parameter_choice")
+        plain[name] = getattr(value, kind) if kind in _PARAMETERS else None
+    return plain
+
+
+def _outputs(outputs: Any) -> list[dict[str, Any]]:
+    return [{"name": output.name, "parameters": _plain(output.parameters)} for output in outputs]
+
+
+def _authorization(context: Any) -> str | None:
+    for name, value in context.invocation_metadata() or ():
+        if name.lower() == "authorization":
+            return value if isinstance(value, str) else None
+    return None

@@ -1,0 +1,289 @@
+"""TowerGraph: the tower as exported, seen as one flat function of its weights and its inputs.
+
+torch.export lifts parameters, buffers and constants to inputs of its graph, and an exported version's graph has its
+weights as an argument from the start (serve/graph/tower.py). We keep it that way: the original graph
+and everything that is compiled from it are functions `f(weights, inputs) -> logits`. So an artifact holds no
+weights, new weights need no compilation, and a run that took the old weights keeps them to its end: weights are one
+tuple, and whoever swaps it does so between two reads of one name. (AOTInductor's own constant buffers were looked at
+and dropped: an update writes to each artifact in turn, so two buckets could answer one batch with different
+weights.)
+
+An input's dimensions are numbers, or free: the first input's first dimension is `rows`, every other free one is a
+`length` (of histories), numbered in the order of the inputs. A `Shape` gives values to the free ones.
+
+A TowerGraph never changes after it was made; any thread may call it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.errors import BatchError, OptionError
+from hotrow.serve.graph import graph_rewrite
+from hotrow.undocumented import ChangedError, describe
+
+Weights = tuple[Tensor, ...]
+Operator: type[Any] = type(torch.ops.aten.relu.default)  # with its types of arguments
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """Rows of a batch, and the lengths its sequences are padded to.
+
+    >>> Shape(50), Shape(50, (20,))
+    (Shape(rows=50, lengths=()), Shape(rows=50, lengths=(20,)))
+    """
+
+    rows: int
+    lengths: tuple[int, ...] = ()
+
+    def holds(self, other: Shape) -> bool:
+        """Whether `other` can be padded to this."""
+        return self.rows >= other.rows and self.longer(other.lengths)
+
+    def longer(self, lengths: Sequence[int]) -> bool:
+        """Whether sequences of these lengths can be padded to this."""
+        return all(mine >= theirs for mine, theirs in zip(self.lengths, lengths, strict=True))
+
+    @property
+    def work(self) -> int:
+        """What a run costs, in rows and positions: the measure of padding."""
+        return self.rows * (1 + sum(self.lengths))
+
+    def __str__(self) -> str:
+        return "x".join(str(size) for size in (self.rows, *self.lengths))
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor that a graph reads; `axes` holds a size, or None for rows and -1 - i for the i-th length."""
+
+    name: str
+    dtype: torch.dtype
+    axes: tuple[int | None, ...]
+
+    def sizes(self, shape: Shape) -> tuple[int, ...]:
+        """The tensor's sizes when the batch has that shape."""
+        return tuple(shape.rows if a is None else a if a >= 0 else shape.lengths[-1 - a] for a in self.axes)
+
+    @property
+    def jagged(self) -> bool:
+        """Whether it has a length."""
+        return any(axis is not None and axis < 0 for axis in self.axes)
+
+
+class TowerGraph:
+    """An exported tower: `weights` as they were saved, `inputs` it reads, and a digest that weights do not change."""
+
+    def __init__(self, program: torch.export.ExportedProgram, path: str | os.PathLike[str] | None = None) -> None:
+        signature = program.graph_signature
+        if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
+            changed = next(iter([*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]))
+            raise OptionError(f"the tower writes to {changed!r} when it runs; export it after tower.eval()")
+        if len(signature.user_outputs) != 1:
+            raise OptionError(f"the tower gives {len(signature.user_outputs)} outputs; give one tensor of logits")
+        self.program = program
+        self.path = None if path is None else Path(path)
+        self.module = _without_none(program)
+        self._quick = _quick(program, self.module)
+        held = {**program.constants, **program.state_dict}
+        lifted = [str(spec.target) for spec in signature.input_specs if spec.target is not None]
+        given = _given_weights(program)
+        self.names = (*lifted, *given)
+        self.weights: Weights = (*(held[name].detach() for name in lifted), *given.values())
+        self._unsaved = frozenset(given)
+        self.inputs, self.lengths = _inputs(program)
+        self._places = _places(program)
+        self.digest = _digest(program)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> TowerGraph:
+        """Read what torch.export.save wrote."""
+        with open(path, "rb") as file:  # of a path, torch.export.load warns where it does not end with .pt2
+            return cls(torch.export.load(file), path)
+
+    @classmethod
+    def of(cls, tower: torch.nn.Module, vectors: Mapping[str, Tensor], dense: Tensor | None = None) -> TowerGraph:
+        """Export a tower with free rows (and free lengths of sequences), from one batch of at least two rows."""
+        rows, free = torch.export.Dim("rows", min=1, max=1 << 24), torch.export.Dim.AUTO
+        axes: dict[str, dict[int, Any]] = {}
+        for name, vector in vectors.items():
+            sequence = vector.dim() == 3 or name.endswith("_mask")
+            axes[name] = {0: rows, 1: free} if sequence else {0: rows}
+        with torch.no_grad():
+            program = torch.export.export(
+                tower.eval(), (dict(vectors), dense), dynamic_shapes=(axes, None if dense is None else {0: rows})
+            )
+        return cls(program)
+
+    def __call__(self, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
+        """Run the original graph."""
+        logits: Tensor = self._quick(*weights, *inputs)[0]
+        return logits
+
+    @property
+    def foreign(self) -> dict[str, str]:
+        """Ops that are not torch's own, and their schemas: another process may not know them."""
+        ops = [node.target for node in self.module.graph.nodes if isinstance(node.target, Operator)]
+        return {str(op): str(schema_of(op)) for op in ops if op.namespace not in ("aten", "prims")}
+
+    def flatten(self, vectors: Mapping[str, Tensor], dense: Tensor | None) -> list[Tensor]:
+        """The tensors in the graph's order. Vectors that the tower does not read are left out."""
+        flat: list[Tensor] = []
+        for place, given in zip(self._places, self.inputs, strict=True):
+            tensor = dense if place is None else vectors.get(place)
+            if tensor is None:
+                have = ", ".join(vectors) or "none"
+                raise BatchError(f"the tower reads {given.name!r}, which did not come; there are vectors of: {have}")
+            flat.append(tensor)
+        return flat
+
+    def shape_of(self, inputs: Sequence[Tensor]) -> Shape:
+        """What shape these inputs have."""
+        lengths = [0] * self.lengths
+        if self.lengths:
+            for given, tensor in zip(self.inputs, inputs, strict=True):
+                for axis, size in zip(given.axes, tensor.shape, strict=True):
+                    if axis is not None and axis < 0:
+                        lengths[-1 - axis] = size
+        return Shape(inputs[0].shape[0], tuple(lengths))
+
+    def draw(self, shape: Shape, device: torch.device, seed: int = 0) -> list[Tensor]:
+        """Random inputs of a shape: normal numbers, and masks that are true for a prefix of at least one position."""
+        generator = torch.Generator().manual_seed(seed)
+        return [_drawn(given, given.sizes(shape), generator).to(device) for given in self.inputs]
+
+    def arrange(self, state: Mapping[str, Tensor], device: torch.device) -> Weights:
+        """Weights by name as one tuple in the graph's order; what `state` lacks keeps its saved value.
+
+        A name that the graph does not have, or another shape, is an error.
+        """
+        known = dict(zip(self.names, self.weights, strict=True))
+        for name in self._unsaved:
+            if name not in state:
+                raise OptionError(f"the weight {name!r} is missing, and the graph was saved without weights: give it")
+        for name, tensor in state.items():
+            if name not in known:
+                raise OptionError(f"the tower has no weight {name!r}; it has: {', '.join(self.names)}")
+            if tensor.shape != known[name].shape or tensor.dtype != known[name].dtype:
+                raise OptionError(
+                    f"weight {name!r} came as {tensor.dtype} {list(tensor.shape)}, but the tower was exported with "
+                    f"{known[name].dtype} {list(known[name].shape)}; export it again"
+                )
+        return tuple(state.get(name, known[name]).detach().to(device).contiguous() for name in self.names)
+
+
+def schema_of(op: Any) -> Any:
+    """The types of an operator's arguments and which of them it writes to. torch does not document where it is."""
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        raise ChangedError(describe("torch", "has operators without _schema"))
+    return schema
+
+
+def _quick(program: torch.export.ExportedProgram, module: torch.fx.GraphModule) -> Callable[..., Any]:
+    """What runs the graph: on a CPU with fewer calls (serve/graph/graph_rewrite.py)."""
+    made = [node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder"]
+    if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in made):
+        return module.forward
+    quick = torch.fx.GraphModule(module, copy.deepcopy(module.graph))
+    graph_rewrite.join_pairs(quick, program)
+    return quick.forward
+
+
+def _without_none(program: torch.export.ExportedProgram) -> torch.fx.GraphModule:
+    """The graph without arguments that were None at export; nothing reads them, but a call would have to pass them."""
+    module = graph_rewrite.copy_of(program)
+    for node in list(module.graph.nodes):
+        if node.op == "placeholder" and not node.users and node.meta.get("val") is None:
+            module.graph.erase_node(node)
+    module.recompile()
+    return module
+
+
+def _drawn(given: Input, sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if given.dtype == torch.bool:
+        lengths = torch.randint(1, max(2, sizes[-1] + 1), sizes[:-1], generator=generator)
+        return torch.arange(sizes[-1]) < lengths.unsqueeze(-1)
+    if given.dtype.is_floating_point:
+        return torch.randn(sizes, generator=generator).to(given.dtype)
+    return torch.zeros(sizes, dtype=given.dtype)
+
+
+def _arguments(program: torch.export.ExportedProgram) -> dict[str, Any]:
+    """The numbers of the user inputs, by argument: weights (where they are one), vectors and dense."""
+    spec = program.call_spec.in_spec
+    args, kwargs = spec.unflatten(range(spec.num_leaves))
+    both = len(args) > 1 and isinstance(args[0], dict) and isinstance(args[1], dict)
+    return {**dict(zip(("weights", "vectors", "dense")[not both :], args, strict=False)), **kwargs}
+
+
+def _given_weights(program: torch.export.ExportedProgram) -> dict[str, Tensor]:
+    """Weights that are an argument of the graph: zeros of their shapes, by name."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    names = list(program.graph_signature.user_inputs)
+    places = _arguments(program).get("weights", {})
+    found = {name: values[str(names[leaf])] for name, leaf in places.items()}
+    return {name: torch.zeros(tuple(value.shape), dtype=value.dtype) for name, value in found.items()}
+
+
+def _user_inputs(program: torch.export.ExportedProgram) -> list[str]:
+    """The graph's names of what it reads beside weights."""
+    skipped = len(_arguments(program).get("weights", {}))
+    return [str(name) for name in program.graph_signature.user_inputs[skipped:]]
+
+
+def _inputs(program: torch.export.ExportedProgram) -> tuple[tuple[Input, ...], int]:
+    """The inputs and how many lengths there are. Which dimensions are one and the same is told by their symbol."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    symbols: dict[str, int | None] = {}
+    found = []
+    for name in _user_inputs(program):
+        value = values.get(str(name))
+        if not isinstance(value, Tensor):
+            if value is None:
+                continue  # an argument that was None at export
+            raise OptionError(f"the tower reads {name!r}, which is no tensor; give it tensors alone")
+        axes: list[int | None] = []
+        for size in value.shape:
+            if isinstance(size, int):
+                axes.append(size)
+            else:
+                if str(size) not in symbols:
+                    symbols[str(size)] = None if not symbols else -len(symbols)
+                axes.append(symbols[str(size)])
+        found.append(Input(str(name), value.dtype, tuple(axes)))
+    if not found or found[0].axes[:1] != (None,):
+        raise OptionError("the tower was exported with a fixed number of rows; export it with a free first dimension")
+    return tuple(found), len(symbols) - 1
+
+
+def _places(program: torch.export.ExportedProgram) -> list[str | None]:
+    """For each input the name of its vector, or None for the dense features: found by unflattening the places."""
+    given = _arguments(program)
+    by_leaf: dict[int, str | None] = {leaf: name for name, leaf in given["vectors"].items()}
+    if isinstance(given.get("dense"), int):
+        by_leaf[given["dense"]] = None
+    skipped = len(given.get("weights", {}))
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    read = enumerate(_user_inputs(program), start=skipped)
+    return [by_leaf[leaf] for leaf, name in read if isinstance(values.get(name), Tensor)]
+
+
+def _digest(program: torch.export.ExportedProgram) -> str:
+    """A hash of the ops, their arguments and the sizes of what they read; not of the weights' values."""
+    digest = hashlib.sha256()
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        seen = f"{value.dtype}{tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        digest.update(f"{node.op} {node.target} {node.args} {node.kwargs} {seen}\n".encode())
+    return digest.hexdigest()

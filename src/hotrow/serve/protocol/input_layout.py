@@ -1,0 +1,329 @@
+"""Layout: which tensor is what, how many rows a request has, and the columns of its Request.
+
+A model's inputs are named after its signature. For a key feature `item`:
+
+    item                    INT64 [rows] or [rows, 1]: one id per row; [rows, n]: n ids per row
+    item + item.offsets     INT64 [ids], and INT64 or INT32 [rows + 1]: any number of ids per row
+    item.weights            FP32, one for each id, in the same order
+
+`dense` is FP32 [rows, width]. `keys` is INT64 [rows, f]: one id per row for each of the f features that have no tensor
+of their own, in the signature's order; a client with 26 such features sends one tensor.
+
+**rows** is the largest first size among all tensors (for jagged ones: offsets less one). Every tensor has that many
+rows, or exactly one, which then holds for all of them (`shared`: the user's features, sent once). Everything else is
+refused. A feature that the model takes as a sequence never comes as a plain [n] with n > 1: that could mean n rows or
+one row's n ids, so it needs offsets, or the shape [1, n] or [n, 1].
+
+What follows from names, types and shapes alone is a Plan. Clients repeat themselves, so plans are kept by the HTTP side
+(inference_json.py) and a repeated request pays only for its data: offsets that rise, numbers that are finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hotrow.errors import choices
+from hotrow.serve.protocol.limits import Limits
+from hotrow.serve.protocol.request import Array, Ids, PackedIds, Signature
+from hotrow.serve.protocol.tensors import Declared, bad, shown
+
+KEYS, DENSE = "keys", "dense"
+_VALUES, _OFFSETS, _WEIGHTS = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Column:
+    """Where one feature's ids come from: a tensor by its place, or a column of `keys`."""
+
+    place: int
+    packed: int | None = None
+    offsets: int | None = None
+    weights: int | None = None
+    regular: Array | None = None  # the offsets of a [rows, n] tensor
+    shared: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether the tensor has one id for each row and nothing else."""
+        extras = (self.packed, self.offsets, self.weights, self.regular)
+        return not self.shared and all(extra is None for extra in extras)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request's shape: everything about it but its elements."""
+
+    names: tuple[str, ...]  # the tensors' names, for messages
+    rows: int
+    columns: tuple[Column, ...]
+    plain: bool  # whether every feature is one id per row from a tensor of its own, in the signature's order
+    keys: tuple[int, int, int] | None  # place, rows, features
+    dense: tuple[int, int, int] | None  # place, rows, width
+    block: bool = False  # whether a plain plan's tensors come as one array, those of all features together
+
+    @property
+    def whole(self) -> bool:
+        """Whether `keys` has every feature's id of every row: a request's matrix as it is."""
+        return self.keys is not None and self.keys[1:] == (self.rows, len(self.columns))
+
+    def matrix(self, elements: Sequence[Array]) -> Array:
+        """The ids of all features, [rows, features]. Requires: `whole`."""
+        assert self.keys is not None
+        place, rows, features = self.keys
+        return elements[place].reshape(rows, features)
+
+    def in_one_block(self) -> Plan:
+        """A plain plan whose features' tensors lie behind each other and are read as one."""
+        dense = self.dense and (self.dense[0] - len(self.columns) + 1, *self.dense[1:])
+        return replace(self, block=True, dense=dense)
+
+    def ids(self, elements: Sequence[Array]) -> Sequence[Ids]:
+        """The ids of every feature.
+
+        Requires: `elements` are the declared tensors, flat, in their order; in one block: the block, then the others.
+        """
+        if self.block:
+            return PackedIds(elements[0].reshape(-1, self.rows))
+        packed: Array | None = None
+        if self.keys is not None:
+            place, rows, features = self.keys
+            packed = np.ascontiguousarray(elements[place].reshape(rows, features).T)
+            if features == len(self.columns) and rows == self.rows:
+                return PackedIds(packed)
+        elif self.plain:
+            return tuple(map(Ids, elements[: len(self.columns)]))
+        ids = []
+        for column in self.columns:
+            if column.packed is not None:
+                assert packed is not None
+                ids.append(Ids(packed[column.packed], shared=column.shared))
+            else:
+                ids.append(self._own(column, elements))
+        return tuple(ids)
+
+    def dense_of(self, elements: Sequence[Array]) -> Array | None:
+        """The dense features, finite."""
+        if self.dense is None:
+            return None
+        place, rows, width = self.dense
+        dense = elements[place].reshape(rows, width)
+        # A sum is finite only if every element is; one operation where a whole look takes two. It may overflow.
+        if not math.isfinite(np.add.reduce(elements[place])) and not np.isfinite(dense).all():
+            row, column = (int(at[0]) for at in np.nonzero(~np.isfinite(dense)))
+            raise bad(
+                f"'dense' is {dense[row, column]} at row {row}, column {column}; send finite numbers "
+                "(what the training data had for a missing one, often 0)"
+            )
+        return dense
+
+    @property
+    def dense_shared(self) -> bool:
+        """Whether one row of dense features holds for all."""
+        return self.dense is not None and self.dense[1] == 1 < self.rows
+
+    def _own(self, column: Column, elements: Sequence[Array]) -> Ids:
+        values = elements[column.place]
+        offsets, weights = column.regular, None
+        if column.offsets is not None:
+            offsets = rising(elements[column.offsets], values.size, self.names[column.offsets])
+        if column.weights is not None:
+            weights = elements[column.weights]
+            if not np.isfinite(weights).all():
+                raise bad(f"{shown(self.names[column.weights])} has NaN or infinite elements; send finite weights")
+        return Ids(values, None if column.shared else offsets, weights, column.shared)
+
+
+def rising(offsets: Array, count: int, name: str) -> Array:
+    """Offsets as int64 that start at 0, never fall and end at `count`, or the error that says so."""
+    if offsets[0] != 0 or offsets[-1] != count or (offsets[1:] < offsets[:-1]).any():
+        some = offsets.tolist() if offsets.size <= 8 else [*offsets[:4].tolist(), "...", *offsets[-3:].tolist()]
+        raise bad(f"{shown(name)} must start at 0, never fall and end at the number of ids, {count}; got {some}")
+    return offsets.astype(np.int64, copy=False)
+
+
+class Layout:
+    """What the tensors of one signature are called, and how they become columns.
+
+    >>> layout = Layout(Signature(("user", "item"), frozenset(), 0), Limits())
+    >>> layout.plan([Declared("user", "INT64", (1,), 1), Declared("item", "INT64", (50,), 50)]).rows
+    50
+    """
+
+    def __init__(self, signature: Signature, limits: Limits) -> None:
+        self.signature, self.limits = signature, limits
+        self._roles: dict[str, tuple[int, int]] = {}
+        for number, name in enumerate(signature.features):
+            self._roles[f"{name}.offsets"] = (_OFFSETS, number)
+            self._roles[f"{name}.weights"] = (_WEIGHTS, number)
+        for number, name in enumerate(signature.features):  # a feature's own name wins over another's suffix
+            self._roles[name] = (_VALUES, number)
+        self.has_keys = KEYS not in self._roles
+
+    def plan(self, tensors: Sequence[Declared]) -> Plan:
+        """The plan of a request with these tensors, or the error that tells what to send instead."""
+        own, keys, dense = self._sort(tensors)
+        counts = {tensors[place].name: tensors[place].shape[0] for place in (keys, dense) if place is not None}
+        for number in own[_VALUES]:
+            counts[self.signature.features[number]] = self._rows_of(number, own, tensors)
+        rows = self._agreed(counts)
+        rest = [number for number in range(len(self.signature.features)) if number not in own[_VALUES]]
+        self._check_keys(rest, None if keys is None else tensors[keys])
+        columns = []
+        for number, name in enumerate(self.signature.features):
+            if number in own[_VALUES]:
+                columns.append(self._column(number, own, tensors, counts[name] == 1 < rows))
+            else:
+                assert keys is not None
+                columns.append(Column(keys, rest.index(number), shared=tensors[keys].shape[0] == 1 < rows))
+        self._check_ids(columns, tensors, rows)
+        return Plan(
+            tuple(tensor.name for tensor in tensors),
+            rows,
+            tuple(columns),
+            all(column.plain and column.place == number for number, column in enumerate(columns)),
+            None if keys is None else (keys, tensors[keys].shape[0], len(rest)),
+            None if dense is None else (dense, tensors[dense].shape[0], self.signature.dense),
+        )
+
+    def _sort(self, tensors: Sequence[Declared]) -> tuple[tuple[dict[int, int], ...], int | None, int | None]:
+        """Places of the tensors by role; types and numbers of sizes are right afterwards."""
+        own: tuple[dict[int, int], ...] = ({}, {}, {})
+        keys = dense = None
+        seen: set[str] = set()
+        for place, tensor in enumerate(tensors):
+            if tensor.name in seen:
+                raise bad(f"two inputs are named {shown(tensor.name)}; send each once")
+            seen.add(tensor.name)
+            role = self._roles.get(tensor.name)
+            if role is not None:
+                own[role[0]][role[1]] = place
+                _check_type(tensor, *_TYPES[role[0]])
+            elif tensor.name == KEYS and self.signature.features:
+                keys = place
+                _check_type(tensor, ("INT64",), (2,))
+            elif tensor.name == DENSE and self.signature.dense:
+                dense = place
+                _check_type(tensor, ("FP32",), (2,))
+            else:
+                raise bad(f"the model has no input {shown(tensor.name)}; {choices(tensor.name, self.inputs())}")
+        self._check_dense(None if dense is None else tensors[dense])
+        for number in (own[_OFFSETS].keys() | own[_WEIGHTS].keys()) - own[_VALUES].keys():
+            name = self.signature.features[number]
+            raise bad(
+                f"input {shown(name)} has offsets or weights but no ids; send {shown(name)} INT64 [ids] with them"
+            )
+        return own, keys, dense
+
+    def inputs(self) -> list[str]:
+        """Every name that an input may have, without the suffixes."""
+        names = list(self.signature.features)
+        if self.signature.features and self.has_keys:
+            names.append(KEYS)
+        if self.signature.dense and DENSE not in self._roles:
+            names.append(DENSE)
+        return names
+
+    def _rows_of(self, number: int, own: tuple[dict[int, int], ...], tensors: Sequence[Declared]) -> int:
+        tensor = tensors[own[_VALUES][number]]
+        place = own[_OFFSETS].get(number)
+        if place is None:
+            if len(tensor.shape) == 1 and tensor.shape[0] > 1 and tensor.name in self.signature.sequences:
+                n = tensor.shape[0]
+                raise bad(
+                    f"input {shown(tensor.name)} of shape [{n}] is a sequence: one row with {n} ids, or {n} rows with "
+                    f"one? Send the shape [1, {n}] or [{n}, 1], or {shown(tensor.name + '.offsets')} of [rows + 1]"
+                )
+            return tensor.shape[0]
+        if len(tensor.shape) != 1:
+            raise bad(
+                f"input {shown(tensor.name)} has offsets and the shape {list(tensor.shape)}; with offsets send its "
+                "ids as one list, [ids]"
+            )
+        return tensors[place].shape[0] - 1
+
+    def _agreed(self, counts: dict[str, int]) -> int:
+        """The number of rows; every count is that or 1."""
+        rows = max(counts.values(), default=0)
+        if rows == 0 or min(counts.values()) < 1:
+            named = ", ".join(f"{shown(name)} {count}" for name, count in counts.items() if count < 1)
+            raise bad(f"a request has at least one row, but {named or 'no tensor'} has none; send one or more rows")
+        if rows > self.limits.rows:
+            raise bad(f"{rows} rows are more than the limit rows={self.limits.rows}; send several requests", 413)
+        if any(count not in (1, rows) for count in counts.values()):
+            named = ", ".join(f"{shown(name)} {count}" for name, count in counts.items())
+            raise bad(
+                f"inputs have different numbers of rows: {named}; each has {rows} (one entry per row) or 1 (the same "
+                "for all). Ids that are not one per row need '<feature>.offsets' [rows + 1] or the shape [1, ids]"
+            )
+        return rows
+
+    def _column(self, number: int, own: tuple[dict[int, int], ...], tensors: Sequence[Declared], one: bool) -> Column:
+        place = own[_VALUES][number]
+        tensor = tensors[place]
+        weights = own[_WEIGHTS].get(number)
+        if weights is not None and tensors[weights].size != tensor.size:
+            raise bad(
+                f"{shown(tensors[weights].name)} has {tensors[weights].size} elements for {tensor.size} ids; "
+                "send one weight for each id"
+            )
+        regular = None
+        if len(tensor.shape) == 2 and tensor.shape[1] != 1:
+            regular = np.arange(tensor.shape[0] + 1, dtype=np.int64) * tensor.shape[1]
+        return Column(place, None, own[_OFFSETS].get(number), weights, regular, one)
+
+    def _check_keys(self, rest: list[int], keys: Declared | None) -> None:
+        names = [self.signature.features[number] for number in rest]
+        if keys is None and rest:
+            raise bad(
+                f"{len(names)} of the model's features were not sent: {_some(names)}; send a tensor for each, or "
+                f"all of them in 'keys' INT64 [rows, {len(names)}] (a feature without ids has the shape [1, 0])"
+            )
+        if keys is not None and keys.shape[1] != len(names):
+            raise bad(
+                f"'keys' has {keys.shape[1]} columns, but {len(names)} features have no tensor of their own: "
+                f"{_some(names)}; send one column for each, in this order"
+            )
+
+    def _check_dense(self, dense: Declared | None) -> None:
+        width = self.signature.dense
+        if width and dense is None:
+            raise bad(f"the input 'dense' is missing; send FP32 [rows, {width}], or [1, {width}] for all rows")
+        if dense is not None and dense.shape[1] != width:
+            raise bad(f"'dense' has {dense.shape[1]} columns and the model takes {width}; send [rows, {width}]")
+
+    def _check_ids(self, columns: Sequence[Column], tensors: Sequence[Declared], rows: int) -> None:
+        ids = 0
+        for column in columns:
+            count = tensors[column.place].shape[0] if column.packed is not None else tensors[column.place].size
+            ids += count * rows if column.shared else count
+        if ids > self.limits.ids:
+            raise bad(
+                f"the request has {ids} ids once shared ones stand at each of its {rows} rows; the limit is "
+                f"ids={self.limits.ids}: send fewer rows at a time",
+                413,
+            )
+
+
+_TYPES = {_VALUES: (("INT64",), (1, 2)), _OFFSETS: (("INT64", "INT32"), (1,)), _WEIGHTS: (("FP32",), (1, 2))}
+
+
+def _check_type(tensor: Declared, datatypes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+    if tensor.datatype not in datatypes:
+        raise bad(
+            f"input {shown(tensor.name)} is {tensor.datatype}; send {' or '.join(datatypes)} (raw columns: set the "
+            "request's parameter raw to true)"
+        )
+    if len(tensor.shape) not in sizes:
+        raise bad(f"input {shown(tensor.name)} has the shape {list(tensor.shape)}; send {_shapes(sizes)}")
+
+
+def _shapes(sizes: tuple[int, ...]) -> str:
+    return " or ".join("one size, [n]" if size == 1 else "two sizes, [rows, n]" for size in sizes)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(map(repr, names)) if len(names) <= 30 else ", ".join(map(repr, names[:30])) + ", ..."

@@ -1,0 +1,264 @@
+"""Export: a model becomes a version in a repository, whole or not at all.
+
+The parts, in order: the tower's graph and weights (tower.py), the rows of each table as values alone (row_files.py),
+the feature spec, and last the manifest with everything's checksum. All of it is written into a hidden draft, synced,
+and renamed to the version's number; so a folder that has a number is complete, whatever happened. One process exports
+into a model's folder at a time.
+
+The model is left as it was: rows are read, not moved; the tower is copied; no random number is drawn. Call it between
+two steps, from the thread that trains.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.errors import OptionError, StorageError, choices
+from hotrow.features import FeatureSpec
+from hotrow.nn import EmbeddingCollection, Recommender
+from hotrow.serve.graph import graph_archive
+from hotrow.serve.graph.tower import TowerInputs, Traced, trace
+from hotrow.serve.protocol.request import POLICIES
+from hotrow.serve.repository.manifest import (
+    FEATURES,
+    TOWER,
+    WEIGHTS,
+    Version,
+    check_name,
+    check_version,
+    file_digest,
+    list_versions,
+    open_version,
+    write_manifest,
+)
+from hotrow.serve.repository.row_files import check_values, write_rows
+from hotrow.table import TableRows
+from hotrow.train.checkpoint import durable_files, state_encoding
+
+DefaultRows = Mapping[str, Tensor | Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the one who exports decides, checked."""
+
+    values: str
+    policy: str
+    deadline: float | None
+    default_rows: dict[str, list[float]]
+    features: FeatureSpec | None
+    wrote: Callable[[int], object] = field(default=lambda rows: None)
+    publication: int = 0
+
+
+def export(
+    model: Recommender,
+    path: str | os.PathLike[str],
+    *,
+    features: FeatureSpec | None = None,
+    dense_features: int | None = None,
+    values: str = "fp32",
+    version: int | None = None,
+    policy: str = "wait",
+    deadline: float | None = None,
+    default_rows: DefaultRows | None = None,
+    progress: Callable[[int], object] | None = None,
+    publication: int = 0,
+) -> Version:
+    """Write `model` as the next version of `path`, such as "repository/ctr", for `hr.Engine` and `hotrow serve`.
+
+    `features` is the spec that makes batches of raw columns, so that clients may send those. How many dense features
+    the tower reads comes from the spec or the tower (`tower.dense_features`), else say `dense_features`. `values` is
+    how rows are stored. `policy` says what happens to a row that would come after the request's deadline (`deadline`
+    seconds, or the server's): "wait", "initial" or "default", the row in `default_rows` by table (zeros without).
+    `progress` hears how many rows each chunk had. `publication` is the number whose rows these are: a server that
+    follows the bus begins there (`hr.Publish(snapshot=lambda n: hr.export(model, path, publication=n).path)`).
+
+    >>> import tempfile, torch, hotrow as hr
+    >>> embeddings = hr.EmbeddingCollection([hr.Table("user", dim=4), hr.Table("item", dim=4)])
+    >>> model = hr.Recommender(embeddings, hr.models.DLRM(embeddings.features, top=(8,)))
+    >>> with tempfile.TemporaryDirectory() as repository:
+    ...     hr.export(model, f"{repository}/ctr").number, hr.export(model, f"{repository}/ctr").number
+    (1, 2)
+    """
+    if not isinstance(model, Recommender):
+        raise OptionError(
+            f"export takes an hr.Recommender, not {type(model).__name__}; of a Trainer pass trainer.model"
+        )
+    embeddings, folder = model.embeddings, Path(path)
+    check_name(folder.name)
+    if embeddings.ranks is not None and embeddings.ranks.world > 1:
+        raise OptionError("a rank has only a part of the rows; save a checkpoint and export that: `hotrow export`")
+    chosen = Choices(
+        _checked(check_values, values),
+        _policy(policy),
+        _deadline(deadline),
+        _default_rows(embeddings, default_rows or {}),
+        features,
+        progress or (lambda rows: None),
+        _publication(publication),
+    )
+    _check_spec(embeddings, features)
+    traced = trace(model.tower, TowerInputs.of(embeddings, dense := _dense(model, features, dense_features)))
+    durable_files.make(folder)
+    with durable_files.alone(folder, "wait for it, or export under another name"):
+        for left in folder.glob(".*.tmp"):
+            durable_files.remove(left)
+        number = _number(folder, version)
+        draft = folder / f".{number}.tmp"
+        try:
+            _write(draft, folder.name, number, embeddings, traced, dense, chosen)
+            durable_files.rename(draft, folder / str(number))
+        except BaseException:
+            with suppress(StorageError):  # the next export removes it
+                durable_files.remove(draft)
+            raise
+        durable_files.sync(folder)
+    return open_version(folder / str(number))
+
+
+def _write(
+    draft: Path, model: str, number: int, embeddings: EmbeddingCollection, traced: Traced, dense: int, chosen: Choices
+) -> None:
+    """A version's files, all on the disk when this returns."""
+    durable_files.make(draft / "rows")
+    durable_files.write(draft / TOWER, graph_archive.pack(traced.program))
+    graph_archive.check((draft / TOWER).read_bytes(), draft / TOWER)
+    durable_files.write(draft / WEIGHTS, state_encoding.to_bytes(traced.weights))
+    if chosen.features is not None:
+        durable_files.write(draft / FEATURES, chosen.features.to_json().encode())
+    tables = [_write_table(draft / "rows", rows, chosen) for rows in embeddings.tables]
+    durable_files.sync(draft / "rows")
+    write_manifest(
+        draft,
+        {
+            "model": model,
+            "number": number,
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "torch": str(torch.__version__),
+            "signature": {
+                "features": [feature for rows in embeddings.tables for feature in rows.table.poolings],
+                "sequences": sorted(embeddings.sequences),
+                "dense": dense,
+                "tasks": traced.tasks,
+            },
+            "tower": {"weights": list(traced.weights), "tied": traced.tied},
+            "seed": embeddings.seed,
+            "tables": tables,
+            "policy": chosen.policy,
+            "deadline": chosen.deadline,
+            "trained": {"step": embeddings.steps, "watermark": embeddings.watermark},
+            "publication": chosen.publication,
+            "files": _fingerprints(draft),
+        },
+    )
+    durable_files.sync(draft)
+
+
+def _write_table(folder: Path, rows: TableRows, chosen: Choices) -> dict[str, Any]:
+    """One table's rows; returns what the manifest says of it."""
+    table = rows.table
+    count = write_rows(table, len(rows), rows.scan(), folder / table.name, chosen.values, chosen.wrote)
+    return {
+        "name": table.name,
+        "dim": table.dim,
+        "features": table.poolings,
+        "initial": table.initial.to_dict(),
+        "rows": count,
+        "values": chosen.values,
+        "default": chosen.default_rows.get(table.name),
+        **({} if table.dtype == "fp32" else {"dtype": table.dtype}),
+    }
+
+
+def _fingerprints(draft: Path) -> dict[str, Any]:
+    """Size and checksum of every file. Requires: they are all there."""
+    files = sorted(path for path in draft.rglob("*") if path.is_file())
+    return {
+        path.relative_to(draft).as_posix(): {"bytes": path.stat().st_size, "blake2b": file_digest(path)}
+        for path in files
+    }
+
+
+def _number(folder: Path, version: int | None) -> int:
+    taken = list_versions(folder)
+    if version is None:
+        return 1 + max(taken, default=0)
+    number = check_version(version)
+    if (folder / str(number)).exists():
+        raise OptionError(f"version={number} of {folder} is there; versions are never changed: leave version= out")
+    return number
+
+
+def _dense(model: Recommender, features: FeatureSpec | None, given: int | None) -> int:
+    """How many dense features the tower reads, from whoever knows."""
+    of_tower = getattr(model.tower, "dense_features", None)
+    of_spec = None if features is None else len(features.dense_names)
+    says = {
+        "dense_features=": given,
+        "the tower": of_tower if isinstance(of_tower, int) else None,
+        "features=": of_spec,
+    }
+    known = {who: count for who, count in says.items() if count is not None}
+    if len(set(known.values())) > 1:
+        told = ", ".join(f"{who} says {count}" for who, count in known.items())
+        raise OptionError(f"how many dense features has a row? {told}; make them agree")
+    return next(iter(known.values()), 0)
+
+
+def _check_spec(embeddings: EmbeddingCollection, features: FeatureSpec | None) -> None:
+    if features is None:
+        return
+    for rows in embeddings.tables:
+        for feature in rows.table.poolings:
+            if feature not in features.id_names:
+                raise OptionError(
+                    f"features= has no feature {feature!r}, which table {rows.table.name!r} reads; "
+                    f"{choices(feature, features.id_names)}"
+                )
+
+
+def _checked(check: Callable[[str], None], value: str) -> str:
+    check(value)
+    return value
+
+
+def _policy(policy: str) -> str:
+    if policy not in POLICIES:
+        raise OptionError(f"policy={policy!r}: {choices(policy, POLICIES)}")
+    return policy
+
+
+def _deadline(deadline: float | None) -> float | None:
+    if deadline is None:
+        return None
+    if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not 0 < deadline < math.inf:
+        raise OptionError(f"deadline={deadline!r}: give seconds above 0, such as 0.05, or None for the server's")
+    return float(deadline)
+
+
+def _publication(number: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 53:
+        raise OptionError(f"publication={number!r}: give the number of a publication, or 0 for none")
+    return number
+
+
+def _default_rows(embeddings: EmbeddingCollection, given: DefaultRows) -> dict[str, list[float]]:
+    rows = {}
+    for name, values in given.items():
+        dim = embeddings.table(name).table.dim
+        row = torch.as_tensor(values, dtype=torch.float32).flatten().cpu()
+        if row.numel() != dim or not bool(torch.isfinite(row).all()):
+            raise OptionError(f"default_rows[{name!r}] has {row.numel()} values; give {dim} finite numbers")
+        rows[name] = row.tolist()
+    return rows

@@ -1,0 +1,117 @@
+"""A checkpoint into a repository, without the program that trained it.
+
+The checkpoint has the tables, their rows, the tower's weights and the feature spec; how the tower is built comes from
+the caller. Rows are not brought into memory: they become those of a collection over an SSD folder of its own (links to
+the checkpoint's segments, where the disk is the same), and stream from there. So expired rows stay out, parts that
+several ranks wrote come together, and there is one way to export.
+
+The folder lies hidden in the repository and goes at the end; one that a crash left is removed by the next export.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from hotrow.config import Memory, format_size
+from hotrow.errors import CheckpointError
+from hotrow.nn import EmbeddingCollection, Recommender
+from hotrow.row_progress import RowsView
+from hotrow.serve.repository.export import export
+from hotrow.serve.repository.manifest import Version, check_name
+from hotrow.table import Table
+from hotrow.train.checkpoint import durable_files
+from hotrow.train.checkpoint.loading import apply_rows
+from hotrow.train.checkpoint.manifest import DENSE, Checkpoint, open_checkpoint
+from hotrow.train.checkpoint.row_logs import remove_if_free
+
+PREFIX = ".export-"
+_FIXED, _ROW, _TABLE_ROWS = 64 << 20, 32, 16384  # DRAM: buffers; for each row's place; rows of each table
+_FIELDS = frozenset(Table.__dataclass_fields__)
+
+TowerOf = Callable[[Checkpoint, EmbeddingCollection], nn.Module]
+
+
+def export_checkpoint(
+    path: str | os.PathLike[str],
+    repository: str | os.PathLike[str],
+    model: str | None,
+    tower_of: TowerOf,
+    *,
+    view: RowsView,
+    **options: Any,
+) -> Version:
+    """Export a checkpoint (or a folder's newest) as the next version of `model`, by default the run's folder's name.
+
+    `options` are those of `hr.export`.
+    """
+    checkpoint = open_checkpoint(path)
+    name = check_name(checkpoint.path.resolve().parent.name if model is None else model)
+    checkpoint.verify()
+    folder = Path(repository)
+    durable_files.make(folder)
+    for left in folder.glob(f"{PREFIX}*"):
+        remove_if_free(left)
+    scratch = folder / f"{PREFIX}{os.getpid()}"
+    try:
+        embeddings = _embeddings(checkpoint, scratch, view)
+        tower = tower_of(checkpoint, embeddings)
+        _load_weights(checkpoint, tower)
+        view.begin("writing rows", sum(len(rows) for rows in embeddings.tables))
+        return export(
+            Recommender(embeddings, tower),
+            folder / name,
+            features=checkpoint.features(),
+            progress=view.advance,
+            **{"publication": _publication(checkpoint), **options},
+        )
+    finally:
+        durable_files.remove(scratch)
+
+
+def _publication(checkpoint: Checkpoint) -> int:
+    """The publication whose rows the checkpoint has; 0 where it is not at one."""
+    published = checkpoint.manifest.get("publish")
+    return int(published["number"]) if published is not None and published["whole"] else 0
+
+
+def _embeddings(checkpoint: Checkpoint, scratch: Path, view: RowsView) -> EmbeddingCollection:
+    """The checkpoint's rows, over an SSD folder."""
+    tables = [Table.from_dict(_definition(saved)) for saved in checkpoint.manifest["tables"]]
+    widest = sum(_TABLE_ROWS * (4 * saved["width"] + 64) for saved in checkpoint.manifest["tables"])
+    rows = sum(saved["rows"] for saved in checkpoint.manifest["tables"])
+    sketches = sum(table.admission.sketch_bytes for table in tables if table.admission is not None)
+    dram = _FIXED + widest + _ROW * rows + sketches
+    view.begin(f"reading {rows:,} rows in {format_size(dram)}", None)
+    embeddings = EmbeddingCollection(
+        tables, memory=Memory(dram=dram, ssd=scratch), seed=int(checkpoint.manifest["seed"])
+    )
+    apply_rows(checkpoint, [(one.table.name, one) for one in embeddings.tables])
+    embeddings.steps = checkpoint.step
+    embeddings.watermark = checkpoint.manifest.get("watermark")
+    return embeddings
+
+
+def _definition(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A table as the manifest has it, without what is said of its rows."""
+    return {name: value for name, value in saved.items() if name in _FIELDS}
+
+
+def _load_weights(checkpoint: Checkpoint, tower: nn.Module) -> None:
+    weights, mine = checkpoint.tensors(DENSE), tower.state_dict()
+    for name in sorted({*weights, *mine}):  # a file's own order is no order
+        shapes = [_shape(tensors.get(name)) for tensors in (weights, mine)]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(
+                f"{checkpoint.path / DENSE} has {shapes[0]} as weight {name!r} but the tower that is described has "
+                f"{shapes[1]}; pass the job file that trained it: --job job.toml"
+            )
+    tower.load_state_dict(weights)
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{list(tensor.shape)}"

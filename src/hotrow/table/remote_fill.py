@@ -1,0 +1,28 @@
+"""Fill a remote store with the rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.progress import Progress
+
+from hotrow.table.rows import TableRows
+from hotrow.tiers.remote.store import Keys, RemoteStore, TableFormat, bits_for, fill
+
+
+def fill_table(remote: RemoteStore, rows: TableRows, number: int, value: str = "fp32", show: bool = True) -> int:
+    """Write all rows of a table (a collection's, or an export's) into a store as publication `number` has them.
+
+    The memory it takes is a chunk's. Call `remote.finish(number)` when all tables are in.
+    """
+    name, dim = rows.table.name, rows.table.dim
+    remote.create(name, TableFormat(dim, value, bits_for(len(rows))))
+
+    def chunks() -> Iterator[tuple[Keys, Any]]:
+        for chunk in rows.scan():
+            yield chunk.keys.numpy(), chunk.values[:, :dim].numpy()
+
+    with Progress(disable=not show) as progress:
+        task = progress.add_task(f"filling {name}", total=len(rows))
+        return fill(remote, name, chunks(), number, lambda done: progress.update(task, completed=done))

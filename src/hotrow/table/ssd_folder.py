@@ -1,0 +1,89 @@
+"""The SSD folder of a collection: one lock, a folder with a log for each table, and a few words about the table.
+
+Its content belongs to the running process. A process that dies leaves it behind, and the next one starts it anew from a
+checkpoint: checkpoints hold links to the segments they need, so nothing that was committed is lost with it. The words
+(table.json, docs/formats/segments.md) are for people who look into the folder; nothing else depends on them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hotrow import _core
+from hotrow.config import Memory, enough, format_size
+from hotrow.errors import CheckpointError, MemoryBudgetError
+from hotrow.table.rows import TableRows
+from hotrow.tiers.host.core_errors import core_errors
+from hotrow.tiers.host.stored_table import SMALLEST_BUFFER, smallest_dram_bytes
+
+DESCRIPTION, FORMAT, VERSION = "table.json", "hotrow-ssd-table", 1
+LARGEST_BUFFER = 1 << 20  # bytes of a table's write buffer
+
+
+class SsdFolder:
+    """Holds the folder for as long as the collection lives."""
+
+    def __init__(self, memory: Memory, tables: Sequence[TableRows]) -> None:
+        self.path = os.path.abspath(os.fspath(memory.ssd or "."))
+        least = smallest_dram_bytes(tables)
+        if memory.dram_bytes < least:
+            raise MemoryBudgetError(
+                f"dram={format_size(memory.dram_bytes)} is too small for {len(tables)} tables over ssd=; "
+                f"give at least {enough(least)} (beside the rows of a batch, and 10 bytes for each row on SSD)"
+            )
+        with core_errors():
+            lock = _core.lock_folder(self.path)
+        # Write buffers are part of the budget: a hundredth of it for all of them.
+        buffer = min(LARGEST_BUFFER, max(SMALLEST_BUFFER, memory.dram_bytes // 100 // len(tables) // 4096 * 4096))
+        _allow_many_files()
+        for rows in tables:
+            folder = os.path.join(self.path, rows.table.name)
+            rows.store.attach(folder, evicts=True, buffer=buffer, lock=lock)
+            with core_errors():
+                _core.replace_file(os.path.join(folder, DESCRIPTION), describe(rows))
+
+
+def describe(rows: TableRows) -> bytes:
+    """What table.json says of a table."""
+    words: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": rows.table.name, "dim": rows.table.dim}
+    words |= {"optimizer": rows.optimizer.to_dict(), "row_bytes": rows.store.row_bytes}
+    if rows.table.dtype != "fp32":
+        words["dtype"] = rows.table.dtype
+    if rows.table.values is not None:
+        words["values"] = rows.table.values
+    return json.dumps({**words, "checksum": _checksum(words)}, indent=1).encode()
+
+
+def read_description(folder: Path) -> dict[str, Any] | None:
+    """A table.json, checked; None where there is none."""
+    path = folder / DESCRIPTION
+    try:
+        words = json.loads(path.read_bytes())
+        checksum = words.pop("checksum")
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path} is corrupt: it is not what HotRow writes") from None
+    if (words.get("format"), words.get("version")) != (FORMAT, VERSION):
+        raise CheckpointError(f"{path} is not of format {FORMAT!r} version {VERSION}, which this release reads")
+    if checksum != _checksum(words):
+        raise CheckpointError(f"{path} is corrupt: its checksum differs from its contents")
+    return dict(words)
+
+
+def _checksum(words: dict[str, Any]) -> str:
+    """Over all fields but itself, as JSON with sorted keys and no spaces."""
+    data = json.dumps(words, sort_keys=True, separators=(",", ":")).encode()
+    return f"{_core.hash_bytes(data) & 0xFFFFFFFFFFFFFFFF:016x}"
+
+
+def _allow_many_files() -> None:
+    """A log keeps one descriptor for each segment of 64 MiB: as many as the system lets this process have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

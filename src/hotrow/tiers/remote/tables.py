@@ -1,0 +1,148 @@
+"""RemoteTables: a collection's tables over one remote store.
+
+The store is opened once for all collections of a process that name it (two versions of a model, or a version and the
+export that takes its place), because RocksDB lets nobody open a folder twice, and Redis need not be asked by each.
+
+Threads: any number of plans at once, each on one thread; `bring` and `cold` from any.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hotrow.config import Memory, enough, format_size
+from hotrow.credentials import public
+from hotrow.errors import ClosedError, MemoryBudgetError, OptionError
+from hotrow.tiers.host.store import HostStore
+from hotrow.tiers.host.stored_table import StoredTable, smallest_dram_bytes
+from hotrow.tiers.remote.cached_rows import Brought, RemoteRows
+from hotrow.tiers.remote.store import RemoteStore, open_remote, write_publication
+
+READ = 1.0  # seconds that a batch which waits gives the store
+WAIT = 30.0  # seconds that a request gives it whose policy is to wait
+PAUSE = 0.05  # between two tries
+AT_ONCE = 8  # tables that are asked for at the same time
+
+Change = tuple[Tensor, Tensor, Tensor]  # keys, values, deleted keys
+
+
+class _Opened(NamedTuple):
+    store: RemoteStore
+    users: int
+
+
+_opened: dict[str, _Opened] = {}
+_opening = threading.Lock()
+
+
+def share_remote(url: str) -> RemoteStore:
+    """The store at a URL, one for this process. Give it back with `unshare_remote`."""
+    with _opening:
+        found = _opened.get(url) or _Opened(open_remote(url), 0)
+        _opened[url] = found._replace(users=found.users + 1)
+        return found.store
+
+
+def unshare_remote(url: str) -> None:
+    """The last one closes it."""
+    with _opening:
+        found = _opened.pop(url)
+        if found.users > 1:
+            _opened[url] = found._replace(users=found.users - 1)
+        else:
+            found.store.close()
+
+
+class RemoteTables:
+    """The tables of a collection whose last tier is a remote store."""
+
+    def __init__(self, memory: Memory, tables: Sequence[StoredTable], seed: int) -> None:
+        assert memory.remote is not None
+        if memory.dram_bytes < (least := smallest_dram_bytes(tables)):
+            raise MemoryBudgetError(
+                f"dram={format_size(memory.dram_bytes)} is too small for a cache of {len(tables)} tables over remote=; "
+                f"give at least {enough(least)}"
+            )
+        self.url = memory.remote
+        self.store = share_remote(self.url)
+        try:
+            if not self.store.marks().filled:
+                raise OptionError(
+                    f"remote={public(self.url)!r} has no rows yet, or is being filled; fill it first: "
+                    "hotrow publish-remote BUS URL --export repository/ctr"
+                )
+            self.rows = [RemoteRows(rows.table, self.store, seed, rows.budget, rows.store) for rows in tables]
+        except BaseException:
+            unshare_remote(self.url)
+            raise
+        self.by_store = {id(rows.store): rows for rows in self.rows}
+        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="hotrow-remote")
+
+    def begin(self, number: int) -> None:
+        """The publication that is in service."""
+        for rows in self.rows:
+            rows.begin(number)
+
+    def cold(self, parts: Sequence[tuple[HostStore, Tensor]]) -> int:
+        """How many of some tables' keys must be asked for, duplicates counted."""
+        return sum([int(self.by_store[id(store)].cold(keys).sum()) for store, keys in parts])
+
+    def bring(self, parts: Sequence[tuple[HostStore, Tensor]], seconds: float) -> list[Brought | None]:
+        """Ask the store for those keys that DRAM lacks; what came, for each part that lacked any."""
+        wanted = []
+        for store, keys in parts:
+            rows = self.by_store[id(store)]
+            missing = keys[rows.cold(keys)]
+            wanted.append((rows, torch.unique(missing).numpy() if missing.numel() else None))
+        deadline = time.monotonic() + seconds
+        try:
+            waits = [None if keys is None else self._pool.submit(rows.bring, keys, deadline) for rows, keys in wanted]
+        except RuntimeError:
+            raise ClosedError(f"the tables over {public(self.url)} are closed; open them again") from None
+        return [None if one is None else one.result() for one in waits]
+
+    def warm(self, parts: Sequence[tuple[HostStore, Tensor]], patient: bool = False) -> int:
+        """Bring rows of these keys; returns how many came. A patient one tries until all have, or WAIT is over."""
+        until, came = time.monotonic() + WAIT, 0
+        while True:
+            brought = [one.answer for one in self.bring(parts, READ) if one is not None]
+            came += sum([int(answer.found.sum()) for answer in brought])
+            late = any(answer.late.any() for answer in brought)
+            if not (patient and late) or time.monotonic() + PAUSE >= until:
+                return came
+            time.sleep(PAUSE)
+
+    def take(self, number: int, previous: int, changes: Mapping[str, Change]) -> None:
+        """A publication is about to be applied here: a store that nobody else can write gets it first."""
+        if is_local(self.url):
+            rows = {name: (keys.numpy(), values.numpy()) for name, (keys, values, _) in changes.items()}
+            deleted = {name: gone.numpy() for name, (_, _, gone) in changes.items()}
+            write_publication(self.store, number, rows, deleted, previous)
+
+    def metrics(self) -> dict[str, int]:
+        """The sums over all tables (RemoteRows.metrics)."""
+        figures = [rows.metrics() for rows in self.rows]
+        return {name: sum([one[name] for one in figures]) for name in figures[0]}
+
+    def figures(self) -> dict[str, int]:
+        """For metrics: what the cache and the store have done, and how the store is."""
+        counts, health = self.metrics(), self.store.health()
+        named = {name: counts[name] for name in ("hits", "misses", "absent", "late", "rows", "bytes")}
+        return {**named, "up": int(health["ok"]), "publication": self.store.lowest}
+
+    def close(self) -> None:
+        """Let go of the store; batches under way must have ended, or find their rows late."""
+        self._pool.shutdown(wait=True)
+        unshare_remote(self.url)
+
+
+def is_local(url: str) -> bool:
+    """Whether the store belongs to this process alone, which then must write it."""
+    return url.startswith("rocksdb:")

@@ -1,0 +1,110 @@
+"""Saver: one save at a time, in the caller's thread or behind its back while training goes on.
+
+A second save waits for the first. An error of the background is kept and raised by whoever saves or waits next, with
+the cure; until then training goes on, because the model in memory is whole. The thread is not a daemon: a program that
+ends while a checkpoint is being written ends when it is written.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from hotrow import trace
+from hotrow.errors import HotRowError, OptionError
+from hotrow.train.checkpoint.manifest import list_checkpoints, step_name
+from hotrow.train.checkpoint.saving import Instant, write
+from hotrow.train.report import SaveReport
+
+
+class Saver:
+    """One save at a time, in the caller's thread or behind its back. Belongs to a trainer, is called by its thread."""
+
+    def __init__(self, keep: int | None) -> None:
+        self.keep = keep
+        self.reports: list[SaveReport] = []  # of saves that came to their end
+        self._homes: set[Path] = set()  # folders that this trainer has saved into or loaded from
+        self._running: SaveReport | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def running(self) -> int | None:
+        """The step that is being written now."""
+        thread, running = self._thread, self._running
+        return running.step if running is not None and thread is not None and thread.is_alive() else None
+
+    def save(self, capture: Callable[[], Instant], folder: Path, wait: bool) -> SaveReport:
+        """Capture now and write, waiting for the end or not. Raises the error of the save before, if it failed."""
+        start = time.perf_counter()
+        self.wait()
+        with trace.span("checkpoint", "capture (training waits)"):
+            instant = capture()
+        report = SaveReport(folder / step_name(instant.step), instant.step, time.perf_counter() - start)
+        self._homes.add(folder.resolve())
+        if wait:
+            self._write(instant, report, start)
+            return report
+        self._running = report
+        self._thread = threading.Thread(
+            target=self._write_behind, args=(instant, report, start), name=f"save {report.path.name}"
+        )
+        self._thread.start()
+        return report
+
+    def wait(self) -> None:
+        """Wait for the save that is running; if it failed, its error is raised, once."""
+        report, error = self._join()
+        if error is None or report is None:
+            return
+        if not isinstance(error, HotRowError):
+            raise error
+        raise type(error)(
+            f"the checkpoint of step {report.step} was not written: {error}. The model in memory is whole and earlier "
+            "checkpoints are as they were: put that right and call save() again"
+        ) from error
+
+    def settle(self) -> None:
+        """Wait for the save that is running; if it failed, say so and forget it: something else is being loaded."""
+        report, error = self._join()
+        if error is not None and report is not None:
+            warnings.warn(f"the checkpoint of step {report.step} was not written: {error}", stacklevel=3)
+
+    def loaded(self, path: Path) -> None:
+        """The trainer is now what the checkpoint `path` holds."""
+        self._homes.add(path.resolve().parent)
+
+    def check_home(self, folder: Path) -> None:
+        """Refuse to mix a new run's checkpoints with those of another: the older ones would be removed one by one."""
+        found = [] if folder.resolve() in self._homes else list_checkpoints(folder)
+        if found:
+            raise OptionError(
+                f"checkpoints={str(folder)!r} has checkpoints of an earlier run (the newest is {found[0].name}); "
+                "go on from there with resume=True (hotrow train --resume), or give another folder to begin anew"
+            )
+
+    def _write(self, instant: Instant, report: SaveReport, start: float) -> None:
+        try:
+            with trace.span("checkpoint", f"write step {report.step}") as span:
+                write(instant, report, self.keep)
+                span.note(rows_written=report.rows_written, bytes_written=report.bytes_written)
+        finally:
+            instant.abandon()
+        report.seconds, report.done = time.perf_counter() - start, True
+        self.reports.append(report)
+
+    def _write_behind(self, instant: Instant, report: SaveReport, start: float) -> None:
+        try:
+            self._write(instant, report, start)
+        except BaseException as error:
+            self._error = error
+
+    def _join(self) -> tuple[SaveReport | None, BaseException | None]:
+        if self._thread is not None:
+            self._thread.join()
+        report, error = self._running, self._error
+        self._thread = self._running = self._error = None
+        return report, error

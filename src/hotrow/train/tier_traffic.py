@@ -1,0 +1,95 @@
+"""What moves between the tiers, on a trace: curves of rows and bytes a second, and what the GPU's streams did; and what
+the cache in HBM did in a run.
+
+Between DRAM and SSD, and between HBM and DRAM; beside them what the DRAM budget holds, and how many ids HBM had.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from hotrow import trace
+from hotrow.device import stream_trace
+from hotrow.nn import EmbeddingCollection
+
+INTERVAL = 0.05  # seconds between two points: asking 26 tables takes their locks
+
+
+class Traffic:
+    """Draws the curves for as long as its block runs, while there is a trace. The training thread's."""
+
+    def __init__(self, embeddings: EmbeddingCollection) -> None:
+        self.embeddings = embeddings
+        self.tiered = any(rows.store.evicts for rows in embeddings.tables)
+        self._at = time.perf_counter()
+        self._before = self._totals() if trace.on() else {}
+
+    def __enter__(self) -> Traffic:
+        stream_trace.begin(self.embeddings.device)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        stream_trace.end(whole=kind is None)
+
+    def show(self) -> None:
+        """A point of each curve, if it is time."""
+        if not trace.on() or (seconds := time.perf_counter() - self._at) < INTERVAL:
+            return
+        now = self._totals()
+        for name, total in now.items():
+            trace.counter(name, per_second=round((total - self._before[name]) / seconds))
+        trace.counter("dram: bytes used", bytes=self.embeddings.budget.used)
+        stream_trace.resolve()
+        self._at, self._before = time.perf_counter(), now
+
+    def _totals(self) -> dict[str, int]:
+        return self._of_hbm() | self._of_ssd()
+
+    def _of_hbm(self) -> dict[str, int]:
+        if self.embeddings.hot is None:
+            return {}
+        figures, ways = self.embeddings.hot.report(), [group.way for group in self.embeddings.hot.groups]
+        return {
+            "hbm: rows up": sum(way.raised for way in ways),
+            "hbm: rows down": sum(way.lowered for way in ways),
+            "hbm: bytes up": sum(4 * way.width * way.raised for way in ways),
+            "hbm: bytes down": sum(4 * way.width * way.lowered for way in ways),
+            "hbm: ids found": figures["hits"],
+            "hbm: ids missed": figures["misses"],
+            "hbm: rows without room": figures["overflows"],
+        }
+
+    def _of_ssd(self) -> dict[str, int]:
+        if not self.tiered:
+            return {}
+        tiers = [rows.store.tier() for rows in self.embeddings.tables]
+        return {
+            "ssd: rows up": sum(tier["arrivals"] + tier["prefetched"] for tier in tiers),
+            "ssd: rows down": sum(tier["evicted"] for tier in tiers),
+            "ssd: bytes read": sum(tier["bytes_read"] for tier in tiers),
+            "ssd: bytes written": sum(tier["bytes_written"] for tier in tiers),
+        }
+
+
+class Hbm:
+    """Hits, misses, evictions and overflows of the cache in HBM since this was made; nothing without one."""
+
+    def __init__(self, embeddings: EmbeddingCollection) -> None:
+        self.embeddings = embeddings
+        self._first = self.totals
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Since the collection was made."""
+        hot = self.embeddings.hot
+        return {} if hot is None else hot.figures()
+
+    def so_far(self) -> dict[str, int]:
+        """Since this was made."""
+        return {name: count - self._first[name] for name, count in self.totals.items()}
+
+
+def hit_rate(figures: dict[str, int]) -> float:
+    """The share of ids whose rows were in HBM."""
+    return figures["hits"] / max(1, figures["hits"] + figures["misses"])

@@ -1,0 +1,50 @@
+"""MPS is started if absent, told to nobody else, and ended by who started it. A stand-in for NVIDIA's program records
+how it is called: no GPU is needed for that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hotrow.serve.processes import mps
+
+
+@pytest.fixture
+def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    calls = tmp_path / "calls"
+    program = programs / mps.CONTROL
+    program.write_text(f'#!/bin/sh\necho "$1 $CUDA_MPS_PIPE_DIRECTORY $([ -z "$1" ] && cat)" >> {calls}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setattr(mps, "USUAL", str(tmp_path / "usual"))
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    return calls
+
+
+def test_the_service_is_started_in_a_private_folder_and_ended(control: Path, tmp_path: Path) -> None:
+    service = mps.Mps(tmp_path / "own")
+    assert "was started" in service.start() and service.started
+    pipe = service.environment["CUDA_MPS_PIPE_DIRECTORY"]
+    assert Path(pipe).is_relative_to(tmp_path / "own")
+    service.stop()
+    service.stop()
+    assert [line.split() for line in control.read_text().splitlines()] == [["-d", pipe], [pipe, "quit"]]
+
+
+def test_one_that_runs_is_used_and_left_alone(control: Path, tmp_path: Path) -> None:
+    (tmp_path / "usual").mkdir()
+    (tmp_path / "usual" / "control").touch()
+    service = mps.Mps(tmp_path / "own")
+    assert "already" in service.start()
+    service.stop()
+    assert not control.exists() and service.environment == {}
+
+
+def test_without_the_program_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(mps, "USUAL", str(tmp_path / "usual"))
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    assert "take turns" in mps.Mps(tmp_path).start()
