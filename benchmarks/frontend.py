@@ -102,14 +102,14 @@ class Quick:
 
 async def protocol() -> Any:
     """The handler that all servers share: a Call in, a Reply out, or RefusedError."""
-    from hotrow.serve.frontend.engine_client import RemoteBackend
+    from hotrow.serve.frontend.engine_client import EngineClient
     from hotrow.serve.frontend.http_protocol import HttpProtocol
     from hotrow.serve.frontend.service import Service
     from hotrow.serve.protocol.limits import Limits
 
     backend: Any = Quick()
     if path := os.environ.get(ENGINE):
-        backend = RemoteBackend([path])
+        backend = EngineClient([path])
         await backend.open()
         while not await backend.ready():
             await asyncio.sleep(0.01)
@@ -118,13 +118,13 @@ async def protocol() -> Any:
 
 async def answer(handler: Any, call: Any) -> Any:
     """The Reply to a call, refusals included."""
-    from hotrow.serve.frontend.http_message import refusal
+    from hotrow.serve.frontend.http_message import error_reply
     from hotrow.serve.protocol.request import RefusedError
 
     try:
         return await handler(call)
     except RefusedError as error:
-        return refusal(error)
+        return error_reply(error)
 
 
 def headers_of(reply: Any) -> list[tuple[str, str]]:

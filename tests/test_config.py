@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrow.config import Initial, Memory, format_size, parse_size
+from hotrow.config import Initial, Memory
 from hotrow.errors import OptionError
 from hotrow.optim import Adam
 from hotrow.table import Table
+from hotrow.units import format_size, parse_size
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from hotrow.batch import Jagged, KeyedBatch
 from hotrow.errors import OptionError
 from hotrow.nn import EmbeddingCollection
 from hotrow.optim import SGD, Adam
-from hotrow.row_policies import Clock, parse_time
+from hotrow.row_policies import Clock
 from hotrow.table import Admission, Expiry, Table
+from hotrow.units import parse_milliseconds
 
 DIM = 64
 
@@ -31,13 +32,13 @@ DIM = 64
     [("250ms", 250), ("30s", 30_000), ("1.5h", 5_400_000), ("2m", 120_000), (" 7 d ", 7 * 86_400_000)],
 )
 def test_a_span_of_time_is_read_as_people_write_it(text: str, milliseconds: int) -> None:
-    assert parse_time(text) == milliseconds
+    assert parse_milliseconds(text) == milliseconds
 
 
 @pytest.mark.parametrize("text", ["30", "d", "3 weeks", "-1h", "1h30m", "", "0d", "0.5ms", None, 30])
 def test_what_is_no_span_of_time_is_refused(text: Any) -> None:
     with pytest.raises(OptionError, match=r"is not a span of time; write a number and a unit, such as '30d'"):
-        parse_time(text)
+        parse_milliseconds(text)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_the_clock_never_calls_an_update_old_too_early(steps: list[int | None], 
 
 
 def test_the_clock_stays_small_however_long_training_goes_on() -> None:
-    clock = Clock(parse_time("30d"))
+    clock = Clock(parse_milliseconds("30d"))
     for step in range(1, 50_000):
         clock.note(step, step * 60_000)
     assert len(clock.marks) <= 258 and len(clock.to_json()) < 10_000

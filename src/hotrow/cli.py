@@ -214,11 +214,11 @@ def export(
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
 ) -> None:
     """Write a checkpoint into a repository."""
-    from hotrow.config import format_size
     from hotrow.job import build_recorded_tower, recorded_tower
-    from hotrow.row_progress import RowsView
+    from hotrow.progress import ProgressBar
     from hotrow.serve.repository.from_checkpoint import export_checkpoint
     from hotrow.train.checkpoint.manifest import Checkpoint
+    from hotrow.units import format_size
 
     def tower_of(opened: Checkpoint, embeddings: EmbeddingCollection) -> Module:
         record = opened.manifest.get("job") if job is None else recorded_tower(job, opened.features())
@@ -231,9 +231,9 @@ def export(
 
     console = Console()
     seconds = None if deadline is None else deadline / 1000
-    with RowsView("export", console, not quiet) as view:
+    with ProgressBar("export", console=console, enabled=not quiet) as bar:
         version = export_checkpoint(
-            checkpoint, repository, model, tower_of, values=values, policy=policy, deadline=seconds, view=view
+            checkpoint, repository, model, tower_of, values=values, policy=policy, deadline=seconds, bar=bar
         )
     rows = sum(table["rows"] for table in version.manifest["tables"])
     size = format_size(sum(file["bytes"] for file in version.manifest["files"].values()))
@@ -358,7 +358,7 @@ def serve(
     from hotrow.credentials import read_secret
     from hotrow.serve.processes.serve_options import ServeOptions
     from hotrow.serve.processes.supervisor import serve as run
-    from hotrow.serve.times import parse_seconds
+    from hotrow.units import parse_seconds
 
     source = context.get_parameter_source("token")
     typed = source is not None and source.name == "COMMANDLINE"
@@ -498,7 +498,7 @@ def main() -> None:
         from hotrow.parallel.ranks import joined
 
         if (ranks := joined()) is not None:
-            ranks.last_words(error)
+            ranks.report_failure(error)
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         if ranks is not None:
             ranks.end_if_broken(2)

@@ -1,70 +1,17 @@
-"""What a person writes: sizes, memory budgets, initial values. Checked here, once, with errors that show the cure."""
+"""Options that several packages take: memory budgets and the initial values of rows.
+
+Each is a frozen dataclass that checks its values when it is made, so code that receives one need not check again.
+"""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hotrow.errors import OptionError, choices
-
-_UNITS = {"": 1, "b": 1}
-for _power, _prefix in enumerate("kmgtp", start=1):
-    _UNITS[f"{_prefix}ib"] = 1024**_power
-    _UNITS[f"{_prefix}b"] = 1000**_power
-
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
-
-
-def parse_size(text: str | int, option: str = "size") -> int:
-    """Bytes of a size as a person writes it.
-
-    >>> parse_size("1.5GiB")
-    1610612736
-    >>> parse_size("12 potatoes", option="dram")
-    Traceback (most recent call last):
-    hotrow.errors.OptionError: dram='12 potatoes' is not a size; write a number and a unit, such as '8GiB' or '500MB'
-    """
-    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
-        return text
-    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
-    if match is None or match[2].lower() not in _UNITS or float(match[1]) * _UNITS[match[2].lower()] < 1:
-        raise OptionError(f"{option}={text!r} is not a size; write a number and a unit, such as '8GiB' or '500MB'")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-def format_size(count: float) -> str:
-    """A size for people.
-
-    >>> format_size(1610612736)
-    '1.5 GiB'
-    """
-    return in_units(count, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
-
-
-def enough(count: int) -> str:
-    """A budget to give, no less than so many bytes.
-
-    >>> enough(3_000_000)
-    '3MiB'
-    """
-    return f"{-(-count // (1 << 20))}MiB"
-
-
-def in_units(count: float, base: int, units: Sequence[str]) -> str:
-    """A number in the largest unit that keeps it at least 1; each unit is `base` times the one before.
-
-    >>> in_units(1_234_567, 1000, ("", "k", "M"))
-    '1.2M'
-    """
-    power = 0
-    while abs(count) >= base and power + 1 < len(units):
-        count /= base
-        power += 1
-    return f"{count:.0f}{units[0]}" if power == 0 else f"{count:.1f}{units[power]}"
-
+from hotrow.units import parse_size
 
 HBM_POLICIES = ["lfu", "lru"]
 

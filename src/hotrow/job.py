@@ -212,7 +212,7 @@ def build_job(values: Mapping[str, Any]) -> Job:
     if saves and "folder" not in saves:
         raise OptionError('[checkpoints] needs folder=, such as folder = "runs/ctr"')
     begin = partial(_open, dict(values.get("data", {})), saves.get("folder"))
-    source, test, (names, dense) = begin() if ranks is None else ranks.together("opening the data", begin)
+    source, test, (names, dense) = begin() if ranks is None else ranks.collective("opening the data", begin)
     embeddings = _embeddings(values, names, ranks)
     record = {"tower": values.get("tower", {}), "dense_features": dense}
     tower = build_recorded_tower(record, embeddings)

@@ -8,29 +8,15 @@ of the batches (their largest so far), never the clock; a row's time is that of 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hotrow.config import check_options, parse_size
+from hotrow.config import check_options
 from hotrow.errors import OptionError
+from hotrow.units import parse_milliseconds, parse_size
 
-_TIME_UNITS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
-_TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*")
 LEAST_MAX_ROWS = 16_384
-
-
-def parse_time(text: str, option: str = "time") -> int:
-    """Milliseconds of a span as a person writes it.
-
-    >>> parse_time("1.5h")
-    5400000
-    """
-    match = _TIME.fullmatch(text) if isinstance(text, str) else None
-    if match is None or match[2] not in _TIME_UNITS or float(match[1]) * _TIME_UNITS[match[2]] < 1:
-        raise OptionError(f"{option}={text!r} is not a span of time; write a number and a unit, such as '30d' or '12h'")
-    return int(float(match[1]) * _TIME_UNITS[match[2]])
 
 
 @dataclass(frozen=True)
@@ -97,7 +83,7 @@ class Expiry:
         if not isinstance(self.every, int) or self.every < 1:
             raise OptionError(f"expiry every={self.every!r}: give a whole number of updates, 1 or more")
         if self.time is not None:
-            parse_time(self.time)
+            parse_milliseconds(self.time)
         if self.min_norm is not None and not self.min_norm > 0:
             raise OptionError(f"expiry min_norm={self.min_norm!r}: give a number above 0")
         if self.max_rows is not None and self.max_rows < LEAST_MAX_ROWS:

@@ -18,7 +18,7 @@ from rich.console import Console
 from test_rank_training import WithSequences, make
 
 import hotrow as hr
-from hotrow.train import progress, stage_times
+from hotrow.train import progress_view, stage_times
 from hotrow.train.interrupt import Interrupted
 from hotrow.train.pipeline import Ahead, Pipeline
 
@@ -145,8 +145,8 @@ def slow_second(ranks: hr.Ranks, seconds: float) -> dict[str, Any]:
 
     trainer._forward_backward = compute  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(progress.ProgressView, "due", property(lambda view: view.enabled))
-        patch.setattr(progress.ProgressView, "update", update)
+        patch.setattr(progress_view.ProgressView, "due", property(lambda view: view.enabled))
+        patch.setattr(progress_view.ProgressView, "update", update)
         before = sum(ranks.bytes_sent.values())
         report = trainer.fit(WithSequences(640, BATCH))
     return {"report": report, "told": told, "sent": sum(ranks.bytes_sent.values()) - before}

@@ -75,7 +75,7 @@ def _spread(ids: Ids, rows: int) -> hr.Jagged:
     )
 
 
-class InProcess:
+class InProcessBackend:
     """A Backend over models in this process."""
 
     def __init__(self, models: Mapping[str, tuple[hr.Recommender, ModelInfo]]) -> None:
@@ -136,18 +136,18 @@ class InProcess:
         return True
 
 
-def small_backend() -> InProcess:
+def small_backend() -> InProcessBackend:
     """A model `ctr` with versions 1 and 2, a spec, and every kind of input."""
     model = small_model()
     signature = Signature(("user", "item", "history"), frozenset(), 2)
     info = ModelInfo("ctr", "2", signature, ("1", "2"), SPEC.to_json(), {"dtype": "fp32"})
-    return InProcess({"ctr": (model, info)})
+    return InProcessBackend({"ctr": (model, info)})
 
 
 class Running:
     """A front end on its own thread and loop, as a process would have it."""
 
-    def __init__(self, backend: InProcess, **options: Any) -> None:
+    def __init__(self, backend: InProcessBackend, **options: Any) -> None:
         ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
         self.backend = backend
         self.frontend = Frontend(backend, FrontendOptions(**{**ports, "drain_seconds": 5.0, **options}))

@@ -63,7 +63,7 @@ class Client:
             body = self._exactly(int(headers["content-length"]))
         return Reply(int(status), headers, body, head)
 
-    def ask(self, data: bytes, method: str = "POST") -> Reply:
+    def roundtrip(self, data: bytes, method: str = "POST") -> Reply:
         """Send a request and read its reply."""
         self.socket.sendall(data)
         reply = self.reply(method)
@@ -77,13 +77,13 @@ class Client:
             found.append(reply)
         return found
 
-    def waits(self) -> bool:
+    def has_more(self) -> bool:
         """Whether something of a next reply has come; waits for it, or for the end."""
         return bool(self._data) or self._receive()
 
     def ended(self) -> bool:
         """Whether the server closes the connection and says nothing more."""
-        return not self.waits()
+        return not self.has_more()
 
     def _receive(self) -> bool:
         try:
@@ -143,9 +143,9 @@ def until_released(running: Running) -> None:
     answer."""
     service, http = running.frontend.service, running.frontend._http
     until = time.monotonic() + 10
-    while (service.door.inside or http.held) and time.monotonic() < until:
+    while (service.load_shedder.in_flight or http.held) and time.monotonic() < until:
         time.sleep(0.005)
-    assert service.door.inside == 0 and http.held == 0
+    assert service.load_shedder.in_flight == 0 and http.held == 0
 
 
 def good(**changes: Any) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def good(**changes: Any) -> dict[str, Any]:
     return {name: array for name, array in {**tensors, **changes}.items() if array is not None}
 
 
-def asking(running: Running, **changes: Any) -> tuple[int, str]:
+def infer_status(running: Running, **changes: Any) -> tuple[int, str]:
     """The status and the error of a request with such tensors."""
     status, reply = exchange(running, http_request(*binary(good(**changes))))
     return status, reply.get("error", "")

@@ -19,7 +19,7 @@ from runs import SHAPE, DropoutTower, all_rows, bits
 import hotrow as hr
 from hotrow.data import Cursor
 from hotrow.data.synthetic_log.clicks import SyntheticClicks
-from hotrow.train import progress, threaded_stages
+from hotrow.train import progress_view, threaded_stages
 from hotrow.train import trainer as train_loop
 from hotrow.train.checkpoint.manifest import list_checkpoints
 from hotrow.train.pipeline import Ahead, Pipeline
@@ -314,7 +314,7 @@ def test_the_bar_is_told_how_busy_the_stages_were_since_it_last_moved(monkeypatc
     console = Console(file=io.StringIO(), width=400)
     told: list[dict[str, float]] = []
 
-    class Watching(progress.ProgressView):
+    class Watching(progress_view.ProgressView):
         due = property(lambda view: True)  # type: ignore[assignment]
 
         def __init__(self, *args: Any, **options: Any) -> None:

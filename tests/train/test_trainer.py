@@ -13,7 +13,7 @@ from runs import all_rows
 import hotrow as hr
 from hotrow import _core
 from hotrow.data.synthetic_log.clicks import SyntheticClicks
-from hotrow.train.progress import ProgressView
+from hotrow.train.progress_view import ProgressView
 
 
 def clicks(examples: int = 8192, offset: int = 0, batch_size: int = 512) -> SyntheticClicks:

@@ -32,7 +32,7 @@ from rich.panel import Panel
 from rich.table import Table as View
 
 from hotrow._core import set_threads
-from hotrow.config import Memory, format_size
+from hotrow.config import Memory
 from hotrow.data import Drift, Shape
 from hotrow.data.synthetic_log.clicks import SyntheticClicks
 from hotrow.demo.page import Line, Plot, page
@@ -47,6 +47,7 @@ from hotrow.table import Table
 from hotrow.train.metrics import Metrics
 from hotrow.train.progressive_validation import Window
 from hotrow.train.trainer import Trainer
+from hotrow.units import format_size
 
 SECONDS, BATCH, DIM, KEYS = 110.0, 1024, 32, 4_000_000
 FASTEST = 20_000  # examples a second: the index of the rows that this makes fits beside the rows

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table as View
 
 from hotrow import _core
-from hotrow.config import format_size
 from hotrow.errors import CheckpointError
 from hotrow.inspect.ranking import Ranking, check_name
 from hotrow.tiers.host.core_errors import core_errors
 from hotrow.tiers.host.store import floats_of
 from hotrow.train.checkpoint.manifest import Checkpoint, list_checkpoints, open_checkpoint
+from hotrow.units import format_size
 
 CHUNK = 65536
 CHEAP_ROWS = 10_000_000  # about ten seconds of reading; more only when the table is asked for by name

@@ -6,13 +6,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table as View
 
-from hotrow.config import format_size
 from hotrow.errors import CheckpointError
 from hotrow.inspect.ranking import Ranking, check_name
 from hotrow.inspect.segments import Findings, TableFolder, in_use, list_tables, scan
+from hotrow.progress import ProgressBar
+from hotrow.units import format_size
 
 CHEAP_BYTES = 4 << 30  # some ten seconds of reading; more only when the table is asked for by name
 
@@ -48,13 +48,9 @@ def inspect_ssd(folder: Path, table: str | None, top: int, console: Console) -> 
 
 
 def _scan(tables: list[TableFolder], top: int, console: Console) -> dict[Path, Findings]:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
     total = sum(each.bytes * each.passes for each in tables)
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("reading", total=total)
-        return {each.path: scan(each, top, lambda count: bar.advance(task, count)) for each in tables}
+    with ProgressBar("reading", total, console, bytes=True) as bar:
+        return {each.path: scan(each, top, bar.advance) for each in tables}
 
 
 def _overview(tables: list[TableFolder], results: dict[Path, Findings]) -> View:

@@ -21,10 +21,9 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
-from hotrow.config import parse_size
 from hotrow.credentials import kafka_settings, public, split_login
 from hotrow.errors import OptionError
-from hotrow.row_policies import parse_time
+from hotrow.units import parse_milliseconds, parse_size
 
 SCHEMES = ("dir", "redis", "rediss", "kafka")
 
@@ -78,7 +77,7 @@ class Retention(NamedTuple):
     def of(options: dict[str, str]) -> Retention:
         """Taken out of an address's options."""
         span, size = options.pop("keep", "1d"), options.pop("size", "16GiB")
-        return Retention(parse_time(span, "keep") / 1000, parse_size(size, "size"))
+        return Retention(parse_milliseconds(span, "keep") / 1000, parse_size(size, "size"))
 
 
 def open_bus(address: str) -> Bus:

@@ -32,18 +32,18 @@ import torch
 from torch import Tensor, nn
 
 from hotrow import trace
-from hotrow.config import enough, format_size, parse_size
 from hotrow.credentials import public
 from hotrow.errors import MemoryBudgetError, OptionError, PublishError
 from hotrow.nn import EmbeddingCollection
 from hotrow.parallel.ranks import Ranks
 from hotrow.publish.bus import open_bus
-from hotrow.publish.delivery import Cut, Delivery, Keys, Sender, foreign_keys
+from hotrow.publish.delivery import Cut, Delivery, Keys, Sender, keys_on_bus
 from hotrow.publish.history import Commit, commits_after, newest_commit, snapshot_of
 from hotrow.publish.publication import DELTA, ROLLBACK, VALUES, SnapshotPlace, TableChange
 from hotrow.publish.spool import Spool
 from hotrow.table.rows import TableRows
 from hotrow.tiers.host.stored_table import SLOTS_AT_A_TIME, smallest_dram_bytes
+from hotrow.units import format_size, parse_size, round_up_size
 
 Snapshot = Callable[[int], str]
 KEY_BYTES = 16  # of a changed row's key, noted until the next publication
@@ -180,7 +180,7 @@ class Publisher:
         foreign = list(known) if everything else found["foreign"]
         if foreign:  # readers have rows that this trainer's run has not, or has otherwise
             bus = open_bus(self.options.bus)
-            self.delivery.carry(foreign_keys(bus, [known[n] for n in foreign]))
+            self.delivery.carry(keys_on_bus(bus, [known[n] for n in foreign]))
             bus.close()
 
     def _look(self, saved: dict[str, Any] | None, resume: bool) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class Publisher:
             why = "; all rows go out first" if everything and any(len(rows) for rows in tables) else ""
             raise MemoryBudgetError(
                 f"dram={format_size(limit)} is too small to note what changes in {len(tables)} tables that are "
-                f"published{why}; give at least {enough(least)}, or leave publish= out"
+                f"published{why}; give at least {round_up_size(least)}, or leave publish= out"
             )
 
     def _spool_folder(self) -> Path:
@@ -415,7 +415,7 @@ class Publisher:
         """What rank 0 found."""
         if self.ranks is None:
             return look()
-        found = self.ranks.together("looking at the bus", lambda: look() if self.ranks and self.ranks.first else {})
+        found = self.ranks.collective("looking at the bus", lambda: look() if self.ranks and self.ranks.first else {})
         first: dict[str, Any] = self.ranks.patient.gather_json(found)[0]
         return first
 

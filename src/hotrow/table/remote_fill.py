@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rich.progress import Progress
-
+from hotrow.progress import ProgressBar
 from hotrow.table.rows import TableRows
 from hotrow.tiers.remote.store import Keys, RemoteStore, TableFormat, bits_for, fill
 
@@ -23,6 +22,5 @@ def fill_table(remote: RemoteStore, rows: TableRows, number: int, value: str = "
         for chunk in rows.scan():
             yield chunk.keys.numpy(), chunk.values[:, :dim].numpy()
 
-    with Progress(disable=not show) as progress:
-        task = progress.add_task(f"filling {name}", total=len(rows))
-        return fill(remote, name, chunks(), number, lambda done: progress.update(task, completed=done))
+    with ProgressBar(f"filling {name}", len(rows), enabled=show) as bar:
+        return fill(remote, name, chunks(), number, bar.update)

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from hotrow.optim import Optimizer
-from hotrow.row_policies import Clock, parse_time
+from hotrow.row_policies import Clock
 from hotrow.table_definition import Table
-from hotrow.tiers.host.store import Budget, HostStore, Rows, Ticket
+from hotrow.tiers.host.store import Budget, HostStore, Rows, PrefetchHandle
+from hotrow.units import parse_milliseconds
 
 if TYPE_CHECKING:
-    from hotrow.tiers.remote.cached_rows import RemoteRows
+    from hotrow.tiers.remote.cached_rows import CachedTable
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,11 @@ class TableRows:
         if table.default is not None:
             self.store.default_row = torch.tensor(table.default)
         self.budget = budget
-        self.remote: RemoteRows | None = None  # a store elsewhere that has the rows, set by the collection
+        self.remote: CachedTable | None = None  # a store elsewhere that has the rows, set by the collection
         self.clock = Clock(self._span())
-        self.hot: Hot | None = None  # a cache above, set by the collection
+        self.hbm_cache: Hot | None = None  # a cache above, set by the collection
         # With ranks, set by the collection: the sum over all ranks of a number that each of them has.
-        self.over_ranks: Callable[[int], int] | None = None
+        self.sum_over_ranks: Callable[[int], int] | None = None
         if table.admission is not None:
             self.store.set_admission(table.admission.after, table.admission.probability, table.admission.sketch_bytes)
 
@@ -76,7 +77,7 @@ class TableRows:
 
     def read(self, keys: Tensor) -> Tensor:
         """Values [n, dim]; a key without a row reads its initial values and stays without one."""
-        self.settle()
+        self.flush()
         return self.store.read(keys)[0]
 
     def contains(self, keys: Tensor) -> Tensor:
@@ -92,47 +93,47 @@ class TableRows:
     ) -> None:
         """Set rows: `values` is [n, dim], or [n, width] with the optimizer's state behind the values."""
         with self._alone():
-            self.cool()
+            self.flush_and_drop()
             self.store.assign(keys, values, counts, last_steps)
 
     def erase(self, keys: Tensor) -> int:
         """Remove rows; returns how many there were. A batch that sees the key again starts it anew."""
         with self._alone():
-            self.cool()
+            self.flush_and_drop()
             return self.store.erase(keys)
 
     def scan(self, chunk: int = 65536) -> Iterator[Rows]:
         """All rows with their optimizer state, counts and last steps, chunk by chunk."""
-        self.settle()
+        self.flush()
         return self.store.scan(chunk)
 
     def _alone(self) -> AbstractContextManager[None]:
         """Inside it, no row comes up from the store."""
-        return nullcontext() if self.hot is None else self.hot.exclusive()
+        return nullcontext() if self.hbm_cache is None else self.hbm_cache.exclusive()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Make the store below hold the newest of every row: whoever reads it directly calls this first."""
-        if self.hot is not None:
-            self.hot.flush()
+        if self.hbm_cache is not None:
+            self.hbm_cache.flush()
 
-    def cool(self) -> None:
+    def flush_and_drop(self) -> None:
         """Settle, and keep no row above the store: whoever changes it directly calls this first."""
-        if self.hot is not None:
-            self.hot.flush()
-            self.hot.drop()
+        if self.hbm_cache is not None:
+            self.hbm_cache.flush()
+            self.hbm_cache.drop()
 
-    def prefetch(self, keys: Tensor) -> Ticket:
+    def prefetch(self, keys: Tensor) -> PrefetchHandle:
         """Start bringing rows of these keys up from SSD and return at once; `wait()` on what it returns if you must.
 
         No result depends on it: a batch that comes before its rows are there reads them itself.
         """
-        return Ticket(self.store, keys)
+        return PrefetchHandle(self.store, keys)
 
     def cold(self, keys: Tensor) -> Tensor:
         """Which keys have rows that are not in DRAM, as far as can be told without waiting."""
         return self.store.cold(keys) if self.remote is None else self.remote.cold(keys)
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         """A snapshot was loaded into the store: take its clock over."""
         self.clock = Clock.from_json(self.store.notes, self._span())
 
@@ -140,7 +141,7 @@ class TableRows:
         """Whether rows may be removed after that update."""
         return self.table.expiry is not None and step % self.table.expiry.every == 0
 
-    def committed(self, step: int, watermark: int | None) -> int:
+    def after_step(self, step: int, watermark: int | None) -> int:
         """The update `step` has landed, with event times up to `watermark`: sweep if it is time.
 
         Returns how many rows went at once.
@@ -168,13 +169,17 @@ class TableRows:
 
     def _elsewhere(self, rules: dict[str, float]) -> int:
         """How many rows that stay other ranks have, where that matters: a cap is for the rows of all ranks."""
-        if self.over_ranks is None or not rules["max_rows"] or self.over_ranks(len(self)) <= rules["max_rows"]:
+        if self.sum_over_ranks is None or not rules["max_rows"] or self.sum_over_ranks(len(self)) <= rules["max_rows"]:
             return 0
         here = self.store.staying(**rules)
-        return self.over_ranks(here) - here
+        return self.sum_over_ranks(here) - here
 
     def _span(self) -> int:
-        return 0 if self.table.expiry is None or self.table.expiry.time is None else parse_time(self.table.expiry.time)
+        return (
+            0
+            if self.table.expiry is None or self.table.expiry.time is None
+            else parse_milliseconds(self.table.expiry.time)
+        )
 
     def state(self, rows: Rows) -> dict[str, Tensor]:
         """The optimizer state inside scanned rows, by name."""

@@ -7,7 +7,6 @@ checkpoint: checkpoints hold links to the segments they need, so nothing that wa
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 from collections.abc import Sequence
@@ -15,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from hotrow import _core
-from hotrow.config import Memory, enough, format_size
+from hotrow.checksummed_json import FileFormat, OtherFormatError
+from hotrow.config import Memory
 from hotrow.errors import CheckpointError, MemoryBudgetError
 from hotrow.table.rows import TableRows
 from hotrow.tiers.host.core_errors import core_errors
 from hotrow.tiers.host.stored_table import SMALLEST_BUFFER, smallest_dram_bytes
+from hotrow.units import format_size, round_up_size
 
 DESCRIPTION, FORMAT, VERSION = "table.json", "hotrow-ssd-table", 1
 LARGEST_BUFFER = 1 << 20  # bytes of a table's write buffer
@@ -34,7 +35,7 @@ class SsdFolder:
         if memory.dram_bytes < least:
             raise MemoryBudgetError(
                 f"dram={format_size(memory.dram_bytes)} is too small for {len(tables)} tables over ssd=; "
-                f"give at least {enough(least)} (beside the rows of a batch, and 10 bytes for each row on SSD)"
+                f"give at least {round_up_size(least)} (beside the rows of a batch, and 10 bytes for each row on SSD)"
             )
         with core_errors():
             lock = _core.lock_folder(self.path)
@@ -50,36 +51,35 @@ class SsdFolder:
 
 def describe(rows: TableRows) -> bytes:
     """What table.json says of a table."""
-    words: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": rows.table.name, "dim": rows.table.dim}
+    words: dict[str, Any] = {"name": rows.table.name, "dim": rows.table.dim}
     words |= {"optimizer": rows.optimizer.to_dict(), "row_bytes": rows.store.row_bytes}
     if rows.table.dtype != "fp32":
         words["dtype"] = rows.table.dtype
     if rows.table.values is not None:
         words["values"] = rows.table.values
-    return json.dumps({**words, "checksum": _checksum(words)}, indent=1).encode()
+    return TABLE_JSON.dump(words)
 
 
 def read_description(folder: Path) -> dict[str, Any] | None:
     """A table.json, checked; None where there is none."""
     path = folder / DESCRIPTION
     try:
-        words = json.loads(path.read_bytes())
-        checksum = words.pop("checksum")
+        words = TABLE_JSON.load(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{path} is corrupt: it is not what HotRow writes") from None
-    if (words.get("format"), words.get("version")) != (FORMAT, VERSION):
-        raise CheckpointError(f"{path} is not of format {FORMAT!r} version {VERSION}, which this release reads")
-    if checksum != _checksum(words):
-        raise CheckpointError(f"{path} is corrupt: its checksum differs from its contents")
-    return dict(words)
+    except OtherFormatError:
+        raise CheckpointError(f"{path} is not of format {FORMAT!r} version {VERSION}, which this release reads") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is corrupt: {error}") from None
+    del words["checksum"]
+    return words
 
 
-def _checksum(words: dict[str, Any]) -> str:
-    """Over all fields but itself, as JSON with sorted keys and no spaces."""
-    data = json.dumps(words, sort_keys=True, separators=(",", ":")).encode()
+def _digest(data: bytes) -> str:
     return f"{_core.hash_bytes(data) & 0xFFFFFFFFFFFFFFFF:016x}"
+
+
+TABLE_JSON = FileFormat(FORMAT, (VERSION,), _digest)
 
 
 def _allow_many_files() -> None:

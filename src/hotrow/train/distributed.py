@@ -6,7 +6,7 @@ its share of them, so that sums over ranks are that mean. Every rank has the sam
 the same bits in both; its metrics and its random state are its own, and are put together only when somebody looks.
 
 A rank never stops alone: the others would wait for it in the next exchange. Ctrl-C or SIGTERM on one of them is a wish,
-which all hear of in the step that it falls into (`Ranks.wants_to_stop`, plan.py); all stop behind that step. Where no
+which all hear of in the step that it falls into (`Ranks.stop_signal`, plan.py); all stop behind that step. Where no
 step is made, in an evaluation and at the end, they ask each other.
 """
 
@@ -48,21 +48,21 @@ class Team:
         ranks.agree("the trainer", describe(trainer))
         self._fits = False
         self.tower = trainer.model.tower
-        ranks.copy_from_first([*self.tower.parameters(), *self.tower.buffers()])
+        ranks.broadcast_tensors([*self.tower.parameters(), *self.tower.buffers()])
         self.dense = DenseGradients(trainer.parameters, ranks)
         self._sent = 0  # bytes, before the run
         # Dropout differs from rank to rank; rank 0 draws as one process would.
         torch.manual_seed(torch.initial_seed() + ranks.rank)
 
     @contextmanager
-    def fitting(self, wants_to_stop: Callable[[], int]) -> Iterator[None]:
+    def fitting(self, stop_signal: Callable[[], int]) -> Iterator[None]:
         """While `fit` runs: whether this rank wants to stop is heard by all."""
         ranks = self.ranks
-        ranks.wants_to_stop, ranks.stopping, ranks.failing, self._fits = wants_to_stop, 0, False, True
+        ranks.stop_signal, ranks.stopping, ranks.failing, self._fits = stop_signal, 0, False, True
         try:
             yield
         finally:
-            ranks.wants_to_stop, ranks.stopping, self._fits = lambda: 0, 0, False
+            ranks.stop_signal, ranks.stopping, self._fits = lambda: 0, 0, False
 
     @property
     def stopping(self) -> int:
@@ -72,7 +72,7 @@ class Team:
     def ask(self) -> int:
         """The same, after they have asked each other once more. All ranks call it, between two batches."""
         if self._fits:
-            words = self.ranks.rows.gather_numbers(self.ranks.wants_to_stop())
+            words = self.ranks.rows.gather_numbers(self.ranks.stop_signal())
             self.ranks.stopping = max(self.ranks.stopping, *(wants for (wants,) in words))
         return self.ranks.stopping
 
@@ -99,13 +99,13 @@ class Team:
 
     def stand_in(self, lookup: Lookup) -> tuple[Tensor, Tensor, int]:
         """Take part in a step without a batch of one's own, or with one that came to nothing."""
-        self.embeddings.take_part(lookup)
+        self.embeddings.step_without_gradients(lookup)
         return torch.zeros(0), torch.zeros(()), lookup.examples
 
     def reduce_dense(self) -> None:
         """Dense gradients become the sums over all ranks; what is not a parameter becomes rank 0's."""
         self.dense.finish()
-        self.ranks.copy_from_first(list(self.tower.buffers()), "dense")
+        self.ranks.broadcast_tensors(list(self.tower.buffers()), "dense")
 
     @contextmanager
     def running(self, path: Path | None) -> Iterator[None]:

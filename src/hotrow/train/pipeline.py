@@ -30,15 +30,15 @@ from typing import TypeVar
 from torch import Tensor
 
 from hotrow.batch import KeyedBatch
-from hotrow.config import format_size
 from hotrow.data import Cursor, Source
 from hotrow.device import stream_trace
 from hotrow.errors import MemoryBudgetError
 from hotrow.nn import EmbeddingCollection
 from hotrow.table import Lookup
-from hotrow.tiers.batch_values import Moved
+from hotrow.tiers.batch_values import TransferStats
 from hotrow.train.stage_times import Moment, Stages, now
 from hotrow.train.threaded_stages import Flow, Stage
+from hotrow.units import format_size
 
 Result = TypeVar("Result")
 FUTILE = 0.25  # of the rows from SSD: when more were gone again at their batch's turn, fewer batches run ahead
@@ -64,7 +64,7 @@ class Travelling:
     batch: KeyedBatch
     after: Cursor
     lookup: Lookup | None = None
-    moved: Moved | None = None  # by fetch
+    moved: TransferStats | None = None  # by fetch
 
 
 def run(
@@ -134,9 +134,9 @@ class Pipeline:
     def _over(self, item: Travelling) -> bool:
         """Whether no rank has a batch left."""
         assert item.lookup is not None
-        if item.lookup.over:
+        if item.lookup.finished:
             self.embeddings.release(item.lookup)
-        return item.lookup.over
+        return item.lookup.finished
 
     @property
     def _route_stuck(self) -> str:
@@ -169,7 +169,7 @@ class Pipeline:
         except MemoryBudgetError:
             with self._fetching, self._staging:  # again, with nobody beside it: what is left is the truth
                 self.embeddings.fetch(lookup)
-        if self._in_vain(item, lookup.plan.late):
+        if self._in_vain(item, lookup.plan.prefetch_misses):
             self._shrink()
         self.stages.landing.worked(begin, now(), 0, self.stages.landing.batches + 1, "compute (fetch)")
         return lookup

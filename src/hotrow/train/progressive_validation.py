@@ -23,8 +23,8 @@ import numpy as np
 from torch import Tensor
 
 from hotrow.errors import BatchError, OptionError
-from hotrow.row_policies import parse_time
 from hotrow.train.metrics import Metrics
+from hotrow.units import parse_milliseconds
 
 KEPT = 100_000  # points of the curve that a trainer remembers
 
@@ -141,7 +141,7 @@ def curve(points: list[Window]) -> list[dict[str, Any]]:
 def _check(every: object) -> tuple[int, int]:
     """Examples and milliseconds of a window; one of them is 0."""
     if isinstance(every, str):
-        span = int(parse_time(every, "window"))
+        span = int(parse_milliseconds(every, "window"))
         if span < 1:
             raise OptionError(f"window={every!r}: give a stretch of event time above 0, such as '1h'")
         return 0, span

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from rich.table import Table as View
 
 from hotrow import trace
-from hotrow.config import format_size
 from hotrow.parallel.exchange import waited
+from hotrow.units import format_size
 
 NAMES = ("read", "route", "fetch", "stage", "compute")
 EXCHANGE = "exchange"  # not a stage: what all of them waited for other ranks, and what was sent
@@ -204,7 +204,7 @@ def table(stages: list[StageReport], seconds: float) -> View:
     return view
 
 
-def brief(shares: dict[str, float]) -> str:
+def format_shares(shares: dict[str, float]) -> str:
     """The stages in a few characters.
 
     >>> brief({"read": 0.31, "route": 0.02, "fetch": 0.84, "stage": 0.0, "compute": 1.0})

@@ -47,14 +47,14 @@ class Traffic:
         return self._of_hbm() | self._of_ssd()
 
     def _of_hbm(self) -> dict[str, int]:
-        if self.embeddings.hot is None:
+        if self.embeddings.hbm_cache is None:
             return {}
-        figures, ways = self.embeddings.hot.report(), [group.way for group in self.embeddings.hot.groups]
+        figures, transfers = self.embeddings.hbm_cache.report(), [group.row_transfer for group in self.embeddings.hbm_cache.groups]
         return {
-            "hbm: rows up": sum(way.raised for way in ways),
-            "hbm: rows down": sum(way.lowered for way in ways),
-            "hbm: bytes up": sum(4 * way.width * way.raised for way in ways),
-            "hbm: bytes down": sum(4 * way.width * way.lowered for way in ways),
+            "hbm: rows up": sum(transfer.rows_uploaded for transfer in transfers),
+            "hbm: rows down": sum(transfer.rows_written_back for transfer in transfers),
+            "hbm: bytes up": sum(4 * transfer.width * transfer.rows_uploaded for transfer in transfers),
+            "hbm: bytes down": sum(4 * transfer.width * transfer.rows_written_back for transfer in transfers),
             "hbm: ids found": figures["hits"],
             "hbm: ids missed": figures["misses"],
             "hbm: rows without room": figures["overflows"],
@@ -82,7 +82,7 @@ class Hbm:
     @property
     def totals(self) -> dict[str, int]:
         """Since the collection was made."""
-        hot = self.embeddings.hot
+        hot = self.embeddings.hbm_cache
         return {} if hot is None else hot.figures()
 
     def so_far(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def checks_with_rows(trainer: Trainer) -> bool:
     """Whether it shows only in the step that a loss is not finite."""
     embeddings = trainer.model.embeddings
-    on_gpu = embeddings.hot is not None and embeddings.device.type == "cuda"
+    on_gpu = embeddings.hbm_cache is not None and embeddings.device.type == "cuda"
     return on_gpu and trainer.team is None and not trainer.scaler.is_enabled()
 
 

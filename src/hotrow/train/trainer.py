@@ -119,7 +119,7 @@ class Trainer:
         if keep is not None and keep < 1:
             raise OptionError(f"keep={keep}: give how many checkpoints stay, 1 or more, or None for all")
         if lookahead is None:
-            lookahead = LOOKAHEAD if model.embeddings.hot is None else LOOKAHEAD_HBM
+            lookahead = LOOKAHEAD if model.embeddings.hbm_cache is None else LOOKAHEAD_HBM
         if not isinstance(lookahead, int) or isinstance(lookahead, bool) or not 0 <= lookahead <= MOST_AHEAD:
             raise OptionError(f"lookahead={lookahead!r}: give a number of batches from 0 to {MOST_AHEAD}")
         self.model = model
@@ -275,7 +275,7 @@ class Trainer:
                     if (steps is not None and step >= steps) or self.asked_to_stop():
                         break
                     lookup = embeddings.route(batch, ahead=False)
-                    if lookup.over:
+                    if lookup.finished:
                         embeddings.release(lookup)
                         break
                     examples += lookup.examples
@@ -417,11 +417,11 @@ class Trainer:
 
         A stream that has been quiet for a second is a second further than its newest event.
         """
-        quiet_for: Callable[[Cursor | None], float | None] | None = getattr(source, "quiet_for", None)
+        idle_seconds: Callable[[Cursor | None], float | None] | None = getattr(source, "idle_seconds", None)
         newest = self.model.embeddings.watermark
-        if self.publisher is None or quiet_for is None or newest is None or self._waiting:
+        if self.publisher is None or idle_seconds is None or newest is None or self._waiting:
             return
-        if (seconds := quiet_for(self.cursor)) is not None:
+        if (seconds := idle_seconds(self.cursor)) is not None:
             self.publisher.idle(newest + int(1000 * seconds))
 
     def _gives_up(self) -> bool:
@@ -484,13 +484,13 @@ class Trainer:
         def look() -> str | None:
             return next((path.name for path in list_checkpoints(folder)), None)
 
-        name = look() if self.team is None else self.team.ranks.from_first(f"looking into {folder}", look)
+        name = look() if self.team is None else self.team.ranks.broadcast_result(f"looking into {folder}", look)
         return None if name is None else folder / name
 
     def _check_home(self, folder: Path) -> None:
         """Refuse to mix this run's checkpoints with another's; where one rank must, all do."""
         check = partial(self.saver.check_home, folder)
-        check() if self.team is None else self.team.ranks.together(f"looking into {folder}", check)
+        check() if self.team is None else self.team.ranks.collective(f"looking into {folder}", check)
 
     def _commit(self, report: Report) -> None:
         """Make the step for which gradients wait; what its batches were is then part of the run."""
@@ -548,11 +548,11 @@ class Trainer:
         labels = _labels(lookup.batch).to(self.model.embeddings.device, non_blocking=True)
         with self._autocast():
             logits = self.model(lookup)
-        value = self.loss(logits, labels) * lookup.share / self.accumulate
+        value = self.loss(logits, labels) * lookup.example_fraction / self.accumulate
         if not (checks_with_rows(self) or self.scaler.is_enabled() or bool(torch.isfinite(value))):
             if self.team is not None:  # all ranks must hear of it: they do in the step
-                self.team.ranks.spoiled = True
-                self.model.embeddings.take_part(lookup, gathered=True)
+                self.team.ranks.not_finite = True
+                self.model.embeddings.step_without_gradients(lookup, gathered=True)
                 return logits.detach()[:0], value.detach(), lookup.examples
             self.forget()
             raise bad_loss(self, value)

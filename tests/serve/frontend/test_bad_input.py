@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fuzz import binary, http_request, text
 from in_process import Running, small_backend
-from raw_http import asking, connect, exchange, good, read_reply
+from raw_http import connect, exchange, good, infer_status, read_reply
 
 from hotrow.serve.protocol.limits import Limits
 
@@ -41,7 +41,7 @@ from hotrow.serve.protocol.limits import Limits
     ],
 )
 def test_a_wrong_tensor_is_named_with_the_cure(running: Running, changes: dict[str, Any], says: str) -> None:
-    status, error = asking(running, **changes)
+    status, error = infer_status(running, **changes)
     assert status == 400 and says in error, error
 
 
@@ -114,7 +114,7 @@ def test_a_sequence_of_ambiguous_shape_is_refused() -> None:
 
 def test_a_small_body_cannot_become_many_ids() -> None:
     with Running(small_backend(), limits=Limits(ids=10_000, rows=500)) as running:
-        status, error = asking(
+        status, error = infer_status(
             running, item=np.arange(4), history=np.arange(3000).reshape(1, 3000), **{"history.offsets": None}
         )
         assert status == 413 and "limit is ids=10000" in error
@@ -145,7 +145,7 @@ def test_bodies_over_the_limit_are_refused_before_they_are_read() -> None:
         )
         assert status in (400, 431)
         assert running.frontend._http.held == 0
-        assert asking(running)[0] == 200
+        assert infer_status(running)[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_idle_connections_cost_no_answers_and_too_many_are_told() -> None:
     with Running(small_backend(), limits=Limits(connections=300)) as running:
         idle = [connect(running) for _ in range(299)]
         try:
-            assert asking(running)[0] == 200
+            assert infer_status(running)[0] == 200
             time.sleep(0.05)
             one_more = connect(running)
             idle.append(one_more)

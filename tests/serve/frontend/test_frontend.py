@@ -13,7 +13,7 @@ import tritonclient.http as over_http
 from fuzz import binary, http_request
 from in_process import Running, small_backend
 from prometheus_client.parser import text_string_to_metric_families
-from raw_http import asking, connect, exchange, good, read_reply
+from raw_http import connect, exchange, good, infer_status, read_reply
 from tritonclient.utils import InferenceServerException
 
 from hotrow.errors import OptionError
@@ -51,7 +51,7 @@ def test_off_loopback_without_a_token_nothing_is_loaded_but_requests_are_answere
         assert status == 403 and "--token" in reply["error"]
         with pytest.raises(InferenceServerException, match="--token"):
             over_grpc.InferenceServerClient(running.address("grpc")).load_model("ctr")
-        assert asking(running)[0] == 200
+        assert infer_status(running)[0] == 200
 
 
 def test_a_web_page_cannot_unload_a_model_of_its_reader(running: Running) -> None:
@@ -81,7 +81,7 @@ def test_a_broken_backend_is_a_500_that_says_nothing_of_the_inside() -> None:
         status, reply = exchange(running, http_request(*binary(good())))
         assert status == 500 and "secret" not in reply["error"]
         backend.refuse = None
-        assert asking(running)[0] == 200
+        assert infer_status(running)[0] == 200
 
 
 def test_more_requests_than_in_flight_are_refused_at_once() -> None:
@@ -93,7 +93,7 @@ def test_more_requests_than_in_flight_are_refused_at_once() -> None:
             connection.sendall(http_request(*binary(good())))
         time.sleep(0.2)
         began = time.monotonic()
-        assert asking(running)[0] == 429
+        assert infer_status(running)[0] == 429
         assert time.monotonic() - began < 0.4
         assert [read_reply(connection)[0] for connection in waiting] == [200, 200]
 
@@ -123,8 +123,8 @@ def test_draining_finishes_what_is_in_flight_and_takes_nothing_new() -> None:
 def test_metrics_have_tritons_names_and_add_up() -> None:
     with Running(small_backend()) as running:
         for _ in range(3):
-            assert asking(running)[0] == 200
-        assert asking(running, item=np.arange(3))[0] == 400
+            assert infer_status(running)[0] == 200
+        assert infer_status(running, item=np.arange(3))[0] == 400
         text = _page(running)
         values = {
             (family.name, *sample.labels.values()): sample.value  # the parser adds _total to samples

@@ -1,4 +1,4 @@
-"""Bodies into requests and answers into bodies, without a network: what the quick ways give equals the plain ones."""
+"""The protocol without a network: bodies into requests, answers into bodies, and equal results with and without a cache."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrow.serve.protocol.backend import ModelInfo
-from hotrow.serve.protocol.inference_json import ModelInputs, Output, Wishes, sigmoid, write
+from hotrow.serve.protocol.inference_json import Output, RequestOptions, RequestParser, sigmoid, write_answer
 from hotrow.serve.protocol.limits import Limits
 from hotrow.serve.protocol.request import Answer, Ids, PackedIds, RefusedError, Request, Signature
 
 INFO = ModelInfo("ctr", "1", Signature(("a", "b", "c"), frozenset(), 2))
 
 
-def inputs() -> ModelInputs:
-    return ModelInputs(INFO, Limits())
+def new_parser() -> RequestParser:
+    return RequestParser(INFO, Limits())
 
 
 def columns(request: Request) -> list[list[int]]:
@@ -39,48 +39,48 @@ def test_every_form_and_order_gives_the_same_columns(rows: int, order: list[str]
     dense = draw.normal(size=(rows, 2)).astype(np.float32)
     own = {"a": keys[:, 0].copy(), "b": keys[:, 1].copy(), "c": keys[:, 2].copy(), "dense": dense}
     own = {name: own[name] for name in order}
-    model = inputs()
+    parser = new_parser()
     bodies = [binary(own), binary({"dense": dense, "keys": keys}), (text(own), None), binary(own)]
-    for body, header in bodies:  # the last is a repeated header, from its kept recipe
-        request, _ = model.read(body, header, None)
+    for body, header in bodies:  # the last header is repeated, so it is read from the cache
+        request, _ = parser.parse(body, header, None)
         assert columns(request) == keys.T.tolist() and request.rows == rows
         assert request.dense is not None and np.array_equal(request.dense, dense)
         assert all(ids.values.flags.aligned and ids.offsets is None for ids in features(request))
 
 
-def test_plain_requests_come_as_one_matrix() -> None:
+def test_requests_with_one_id_per_row_come_as_one_matrix() -> None:
     own = {name: np.arange(4) for name in "abc"} | {"dense": np.zeros((4, 2), np.float32)}
-    request, _ = inputs().read(*binary(own), None)
+    request, _ = new_parser().parse(*binary(own), None)
     assert isinstance(request.ids, PackedIds) and request.ids.matrix.shape == (3, 4)
     assert request.ids.matrix.flags.c_contiguous and len(request.ids) == 3
 
 
-def test_a_kept_header_still_checks_every_request_s_data() -> None:
-    model = inputs()
+def test_a_cached_header_still_checks_every_request_s_data() -> None:
+    parser = new_parser()
     good, header = binary({"keys": np.zeros((2, 3), np.int64), "dense": np.zeros((2, 2), np.float32)})
-    model.read(good, header, None)
-    bad = good[:-4] + np.float32(np.nan).tobytes()
+    parser.parse(good, header, None)
+    invalid = good[:-4] + np.float32(np.nan).tobytes()
     with pytest.raises(RefusedError, match="row 1, column 1"):
-        model.read(bad, header, None)
+        parser.parse(invalid, header, None)
     with pytest.raises(RefusedError, match="add up to"):
-        model.read(good[:-4], header, None)
+        parser.parse(good[:-4], header, None)
 
 
 def test_large_but_finite_dense_features_are_taken() -> None:
     dense = np.full((4, 2), 3e38, np.float32)
     with np.errstate(over="ignore"):
-        request, _ = inputs().read(*binary({"keys": np.zeros((4, 3), np.int64), "dense": dense}), None)
+        request, _ = new_parser().parse(*binary({"keys": np.zeros((4, 3), np.int64), "dense": dense}), None)
     assert request.dense is not None and np.array_equal(request.dense, dense)
 
 
-def test_recipes_are_bounded_and_ids_are_not_kept() -> None:
-    model = inputs()
+def test_cached_headers_are_bounded_and_those_with_an_id_are_not_cached() -> None:
+    parser = new_parser()
     for rows in range(1, 1200):
-        model.read(*binary({"keys": np.zeros((rows, 3), np.int64), "dense": np.zeros((1, 2), np.float32)}), None)
-    assert 0 < len(model._recipes) <= 512
-    before = len(model._recipes)
-    model.read(text({"keys": np.zeros((1, 3), np.int64), "dense": np.zeros((1, 2), np.float32)}), None, None)
-    assert len(model._recipes) == before
+        parser.parse(*binary({"keys": np.zeros((rows, 3), np.int64), "dense": np.zeros((1, 2), np.float32)}), None)
+    assert 0 < len(parser._parsed_headers) <= 512
+    before = len(parser._parsed_headers)
+    parser.parse(text({"keys": np.zeros((1, 3), np.int64), "dense": np.zeros((1, 2), np.float32)}), None, None)
+    assert len(parser._parsed_headers) == before
 
 
 def test_probabilities_are_torchs_to_rounding_from_end_to_end() -> None:
@@ -93,7 +93,9 @@ def test_probabilities_are_torchs_to_rounding_from_end_to_end() -> None:
 @pytest.mark.parametrize("name", [None, 'x"\\\n'])
 def test_answers_are_json_whatever_they_hold(parameters: dict[str, str | int | float], name: str | None) -> None:
     answer = Answer(np.zeros((2, 3), np.float32), 'm"', "1", 9, 2, True, parameters)
-    body, header = write(answer, Wishes(id=name, outputs=(Output("logits", True), Output("probabilities", False))))
+    body, header = write_answer(
+        answer, RequestOptions(id=name, outputs=(Output("logits", True), Output("probabilities", False)))
+    )
     document = json.loads(body[:header])
     assert document["model_name"] == 'm"' and document.get("id") == name
     assert document["parameters"] == {"publication": 9, "late_rows": 2, "compiled": True, **parameters}

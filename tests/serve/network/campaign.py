@@ -110,7 +110,7 @@ def _block(campaign: Campaign, first: int, count: int) -> Counter[str]:
     seen.update(_together(http, seed, waiting))
     with connect(http) as client:
         for body, header in valid_bodies():
-            reply = client.ask(http_request(body, header))
+            reply = client.roundtrip(http_request(body, header))
             assert reply.status == 200, (first, seed, reply)
     return seen
 

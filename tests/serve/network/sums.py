@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 from fuzz import binary, entries, http_request, text
-from in_process import InProcess, Running, columns
+from in_process import InProcessBackend, Running, columns
 from raw_http import Reply, chunked
 
 from hotrow.serve.frontend.grpc_messages import SERVICE, build
@@ -26,7 +26,7 @@ NAMES = ("a", "b", "c", "d")
 MESSAGES = build()
 
 
-class Sums(InProcess):
+class Sums(InProcessBackend):
     """A backend with this model alone."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from oracle import Seen, found_by_h11
 from raw_http import Client, Reply, client, pieces
 from sums import Sums
 
-from hotrow.serve.frontend.http_connection import Connection
+from hotrow.serve.frontend.http_connection import HttpConnection
 from hotrow.serve.frontend.http_message import HttpRequest
 
 MARKER = b"GET /v2/marker HTTP/1.1\r\nHost: h\r\n\r\n"
@@ -56,11 +56,11 @@ def check(running: Recording, case: Case, parts: list[bytes] | None = None) -> N
     data = case.data + MARKER
     found, reads_on = found_by_h11((case.data if case.plain is None else case.plain) + MARKER)
     running.seen = []
-    with client(running) as asking:
+    with client(running) as connection:
         with contextlib.suppress(OSError):  # it may be refused before its end
-            asking.send(*(parts or [data]))
-            asking.socket.shutdown(socket.SHUT_WR)
-        replies = _replies(running, asking, found)
+            connection.send(*(parts or [data]))
+            connection.socket.shutdown(socket.SHUT_WR)
+        replies = _replies(running, connection, found)
     handled, wanted = running.seen, [like_ours(seen) for seen in found]
     complete = bool(handled) and handled[-1].target == "/v2/marker"
     story = f"{case.name}: {data!r}\n  handled {handled}\n  h11     {wanted}, reads on: {reads_on}\n  {replies}"
@@ -77,12 +77,12 @@ def check(running: Recording, case: Case, parts: list[bytes] | None = None) -> N
         assert replies and replies[-1].headers.get("connection") == "close", story
 
 
-def _replies(running: Recording, asking: Client, found: list[Seen]) -> list[Reply]:
+def _replies(running: Recording, connection: Client, found: list[Seen]) -> list[Reply]:
     """The final replies. Those to a HEAD that was handled have no body; refusals have one, and end the connection."""
     replies: list[Reply] = []
     while True:
-        handled = asking.waits() and len(replies) < min(len(running.seen), len(found))
-        reply = asking.reply(found[len(replies)].method if handled else "POST")
+        handled = connection.has_more() and len(replies) < min(len(running.seen), len(found))
+        reply = connection.reply(found[len(replies)].method if handled else "POST")
         if reply is None:
             return replies
         replies += [reply] if reply.status != 100 else []
@@ -118,27 +118,27 @@ def test_the_oracle_finds_requests_itself() -> None:
 def test_requests_that_are_shed_end_where_h11_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under overload a request to infer is refused without its body being kept (load shedding)."""
     shed: list[Seen] = []
-    refuse = Connection._shed
+    refuse = HttpConnection._shed
 
-    def noted(connection: Connection, request: HttpRequest) -> None:
+    def noted(connection: HttpConnection, request: HttpRequest) -> None:
         shed.append(Seen(request.method, request.target.decode("latin-1"), b""))
         running.seen.append(shed[-1])
         refuse(connection, request)
 
-    monkeypatch.setattr(Connection, "_shed", noted)
+    monkeypatch.setattr(HttpConnection, "_shed", noted)
     with Recording() as running:
-        door = running.frontend._http.door
-        door.shut_for = lambda waited: True  # type: ignore[method-assign]
+        load_shedder = running.frontend._http.load_shedder
+        load_shedder.should_shed = lambda waited: True  # type: ignore[method-assign]
         for case in [*CASES, *(drawn_case(seed) for seed in range(300))]:
             data, plain = (
                 re.sub(rb"(GET|HEAD|PUT|POST)( +)/v2/a ", rb"POST\2/v2/models/m/infer ", one) + MARKER
                 for one in (case.data, case.data if case.plain is None else case.plain)
             )
             running.seen = []
-            with client(running) as asking, contextlib.suppress(OSError):
-                asking.send(data)
-                asking.socket.shutdown(socket.SHUT_WR)
-                while asking.socket.recv(65536):
+            with client(running) as connection, contextlib.suppress(OSError):
+                connection.send(data)
+                connection.socket.shutdown(socket.SHUT_WR)
+                while connection.socket.recv(65536):
                     pass
             found, _ = found_by_h11(plain)
             seen = [(each.method, each.target) for each in running.seen]

@@ -26,9 +26,9 @@ def small() -> Iterator[Running]:
         yield server
 
 
-def refused(asking: Client, data: bytes, status: int, name: str) -> None:
+def refused(connection: Client, data: bytes, status: int, name: str) -> None:
     """The request is refused with this status and the limit's name."""
-    reply = asking.ask(data)
+    reply = connection.roundtrip(data)
     assert reply.status == status and f"{name}=" in reply.error(), (reply.status, reply.body[:300])
 
 
@@ -36,12 +36,12 @@ def refused(asking: Client, data: bytes, status: int, name: str) -> None:
 @pytest.mark.parametrize("form", ["binary", "gzip binary", "deflate binary"])
 def test_a_body_at_the_limit_is_answered_and_one_byte_more_is_not(small: Running, form: str, sizes: list[int]) -> None:
     tensors = drawn(1_000, ids=27_000)
-    with client(small) as asking:
-        found = logits(asking.ask(request(form, tensors, sizes, BODY)))
+    with client(small) as connection:
+        found = logits(connection.roundtrip(request(form, tensors, sizes, BODY)))
         np.testing.assert_array_equal(found, expected(tensors))
-        refused(asking, request(form, tensors, sizes, BODY + 1), 413, "body")
-    with client(small) as asking:
-        assert asking.ask(request(form, tensors, sizes, BODY)).status == 200
+        refused(connection, request(form, tensors, sizes, BODY + 1), 413, "body")
+    with client(small) as connection:
+        assert connection.roundtrip(request(form, tensors, sizes, BODY)).status == 200
     until_released(small)
 
 
@@ -49,62 +49,62 @@ def test_a_body_at_the_limit_is_answered_and_one_byte_more_is_not(small: Running
 @pytest.mark.parametrize("form", ["json", "gzip json"])
 def test_json_at_the_limit_is_answered_and_one_byte_more_is_not(small: Running, form: str, sizes: list[int]) -> None:
     tensors = drawn(1_000)
-    with client(small) as asking:
-        found = logits(asking.ask(request(form, tensors, sizes, JSON)))
+    with client(small) as connection:
+        found = logits(connection.roundtrip(request(form, tensors, sizes, JSON)))
         np.testing.assert_array_equal(found, expected(tensors))
-        refused(asking, request(form, tensors, sizes, JSON + 1), 413, "json")
+        refused(connection, request(form, tensors, sizes, JSON + 1), 413, "json")
 
 
 def test_the_body_limit_counts_bytes_of_the_body_and_not_of_its_chunks(small: Running) -> None:
     """In chunks of one byte a body takes six bytes for each on the wire."""
     tensors = drawn(500)
-    with client(small) as asking:
-        found = logits(asking.ask(request("json", tensors, [1] * JSON, JSON)))
+    with client(small) as connection:
+        found = logits(connection.roundtrip(request("json", tensors, [1] * JSON, JSON)))
     np.testing.assert_array_equal(found, expected(tensors))
 
 
 def test_a_body_that_announces_too_much_is_refused_before_it_comes(small: Running) -> None:
     for announced in (f"Content-Length: {BODY + 1}", "Content-Length: 99999999999", f"Content-Length: {2**63}"):
-        with client(small) as asking:
-            reply = asking.ask(f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\n{announced}\r\n\r\n".encode())
+        with client(small) as connection:
+            reply = connection.roundtrip(f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\n{announced}\r\n\r\n".encode())
             assert reply.status == 413 and "body=256KiB" in reply.error(), (announced, reply)
-            assert asking.ended()
+            assert connection.ended()
 
 
 def test_headers_at_the_limit_are_taken_and_one_byte_more_are_not(small: Running) -> None:
     """The limit is for the request line and all headers, with the empty line behind them."""
     for header in (b"X-Long: %b\r\n", b"X-%b: y\r\n"):
         spare = HEADERS - len(GET + header % b"" + b"\r\n")
-        with client(small) as asking:
-            assert asking.ask(GET + header % (b"x" * spare) + b"\r\n").status == 200
-            refused(asking, GET + header % (b"x" * (spare + 1)) + b"\r\n", 431, "headers")
-            assert asking.ended()
+        with client(small) as connection:
+            assert connection.roundtrip(GET + header % (b"x" * spare) + b"\r\n").status == 200
+            refused(connection, GET + header % (b"x" * (spare + 1)) + b"\r\n", 431, "headers")
+            assert connection.ended()
 
 
 def test_the_header_limit_holds_for_the_request_line_and_for_many_headers(small: Running) -> None:
     many = b"".join(b"X-%d: yyyyyyyyyyyyyyyyyyyyyyyyyyyyyy\r\n" % number for number in range(200))
     path = b"GET /v2/health/live?%b HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for data in (GET + many + b"\r\n", path % (b"x" * HEADERS)):
-        with client(small) as asking:
-            refused(asking, data, 431, "headers")
-            assert asking.ended()
-    with client(small) as asking:
-        assert asking.ask(path % (b"x" * (HEADERS - len(path) + 2))).status == 200
+        with client(small) as connection:
+            refused(connection, data, 431, "headers")
+            assert connection.ended()
+    with client(small) as connection:
+        assert connection.roundtrip(path % (b"x" * (HEADERS - len(path) + 2))).status == 200
 
 
 @pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nX-Long: ", b"GET / HTTP/1.1\r\nX"])
 def test_a_head_without_an_end_is_refused_while_it_comes(small: Running, start: bytes) -> None:
-    with client(small) as asking:
+    with client(small) as connection:
         for part in (start, b"x" * HEADERS):
-            asking.send(part)
+            connection.send(part)
             time.sleep(0.01)
-        refused(asking, b"x" * HEADERS, 431, "headers")
-        assert asking.ended()
+        refused(connection, b"x" * HEADERS, 431, "headers")
+        assert connection.ended()
 
 
 def test_one_header_may_take_most_of_the_default_limit(sums: Running) -> None:
-    with client(sums) as asking:
-        assert asking.ask(GET + b"Cookie: " + b"x" * 30_000 + b"\r\n\r\n").status == 200
+    with client(sums) as connection:
+        assert connection.roundtrip(GET + b"Cookie: " + b"x" * 30_000 + b"\r\n\r\n").status == 200
 
 
 @pytest.mark.parametrize("where", ["extension", "trailer"])
@@ -115,10 +115,10 @@ def test_what_surrounds_chunks_is_limited_too(small: Running, where: str) -> Non
         "extension": b"1;" + b"e" * 4 * BODY,
         "trailer": b"0\r\n" + b"X-Trailer: yyyyyyyyyyyyyyyyyyyy\r\n" * 40_000,
     }
-    with client(small) as asking:
-        reply = asking.ask(head + endless[where])
+    with client(small) as connection:
+        reply = connection.roundtrip(head + endless[where])
         assert reply.status in (400, 413, 431), reply
-        assert asking.ended()
+        assert connection.ended()
     until_released(small)
 
 
@@ -127,10 +127,10 @@ def test_rows_and_ids_at_the_limit_are_answered_and_one_more_is_not(small: Runni
     ids = {"rows": (drawn(ROWS, top=99), drawn(ROWS + 1, top=99))}
     if form != "json":
         ids["ids"] = (drawn(9, ids=IDS - 27), drawn(9, ids=IDS - 26))
-    with client(small) as asking:
+    with client(small) as connection:
         for name, (most, over) in ids.items():
-            np.testing.assert_array_equal(logits(asking.ask(request(form, most))), expected(most))
-            refused(asking, request(form, over), 413, name)
+            np.testing.assert_array_equal(logits(connection.roundtrip(request(form, most))), expected(most))
+            refused(connection, request(form, over), 413, name)
 
 
 def test_the_same_limits_hold_over_grpc(small: Running) -> None:
@@ -164,9 +164,11 @@ def test_the_default_body_limit_is_reached_and_not_passed(sums: Running) -> None
     limit = Limits().body_bytes
     tensors = drawn(131_072, ids=7_800_000)
     want = expected(tensors)
-    with client(sums) as asking:
-        np.testing.assert_array_equal(logits(asking.ask(request("binary", tensors, [1 << 24] * 3, limit))), want)
-        refused(asking, request("binary", tensors, pad=limit + 1)[: 1 << 20], 413, "body")
+    with client(sums) as connection:
+        np.testing.assert_array_equal(
+            logits(connection.roundtrip(request("binary", tensors, [1 << 24] * 3, limit))), want
+        )
+        refused(connection, request("binary", tensors, pad=limit + 1)[: 1 << 20], 413, "body")
     whole = message(tensors, pad=limit)
     np.testing.assert_array_equal(over_grpc(sums, whole), want)
     with pytest.raises(grpc.RpcError, match="body=64MiB"):

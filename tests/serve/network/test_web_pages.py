@@ -48,8 +48,8 @@ def send(
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", "Content-Length: 0"]
     lines += [] if origin is None else [f"Origin: {origin}"]
     data = ("\r\n".join(lines) + f"\r\n{extra}\r\n").replace("{port}", str(port))
-    with client(running) as asking:
-        return asking.ask(data.encode())
+    with client(running) as connection:
+        return connection.roundtrip(data.encode())
 
 
 def in_service(running: Running) -> bool:
@@ -109,13 +109,17 @@ def test_a_preflight_allows_nothing(server: Running, path: str) -> None:
 def test_a_page_may_ask_but_its_browser_shows_it_no_answer(server: Running) -> None:
     """Inference changes nothing, so it is answered; without CORS headers the page cannot read the answer."""
     for origin in ("http://evil.example", "null", "http://localhost:1"):
-        with client(server) as asking:
-            reply = asking.ask(http_request(*binary(good()), f"Origin: {origin}\r\n"))
+        with client(server) as connection:
+            reply = connection.roundtrip(http_request(*binary(good()), f"Origin: {origin}\r\n"))
             assert reply.status == 200 and not allows(reply)
-            reply = asking.ask(f"GET /v2/models/ctr HTTP/1.1\r\nHost: localhost\r\nOrigin: {origin}\r\n\r\n".encode())
+            reply = connection.roundtrip(
+                f"GET /v2/models/ctr HTTP/1.1\r\nHost: localhost\r\nOrigin: {origin}\r\n\r\n".encode()
+            )
             assert reply.status == 200 and not allows(reply)
-        with client(server, "metrics") as asking:
-            reply = asking.ask(f"GET /metrics HTTP/1.1\r\nHost: localhost\r\nOrigin: {origin}\r\n\r\n".encode())
+        with client(server, "metrics") as connection:
+            reply = connection.roundtrip(
+                f"GET /metrics HTTP/1.1\r\nHost: localhost\r\nOrigin: {origin}\r\n\r\n".encode()
+            )
             assert reply.status == 200 and not allows(reply)
 
 
@@ -139,8 +143,8 @@ def test_a_page_cannot_speak_to_the_grpc_port(server: Running) -> None:
     lines = ["POST /inference.GRPCInferenceService/RepositoryModelUnload HTTP/1.1\r\nHost: localhost\r\n"]
     body = b"\0\0\0\0\5\x12\3ctr"
     lines += ["Content-Type: application/grpc\r\n", f"Content-Length: {len(body)}\r\n\r\n"]
-    with client(server, "grpc") as asking:
-        asking.send("".join(lines).encode() + body)
-        while asking.waits():  # frames of HTTP/2, and the end
-            asking._data = b""
+    with client(server, "grpc") as connection:
+        connection.send("".join(lines).encode() + body)
+        while connection.has_more():  # frames of HTTP/2, and the end
+            connection._data = b""
     assert in_service(server)

@@ -17,7 +17,7 @@ import hotrow as hr
 from hotrow.cli import app
 from hotrow.features import Dense, Key
 from hotrow.job import build_job, load_job
-from hotrow.row_progress import RowsView
+from hotrow.progress import ProgressBar
 
 JOB = """
 [data]
@@ -137,12 +137,12 @@ def test_what_left_memory_and_what_expired_is_exported_right(data: dict[str, Pat
 def test_the_bar_shows_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
-    monkeypatch.setattr("hotrow.row_progress.PATIENCE", 0.0)
+    monkeypatch.setattr("hotrow.progress.DELAY", 0.0)
     console = Console(force_terminal=True, record=True, width=100)
-    with RowsView("export", console) as view:
-        view.begin("writing rows", 10)
-        view.advance(10)
-        view._shows.join()
+    with ProgressBar("export", console=console) as bar:
+        bar.begin("writing rows", 10)
+        bar.advance(10)
+        bar._timer.join()
     assert "writing rows" in console.export_text()
 
 

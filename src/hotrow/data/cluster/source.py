@@ -1,11 +1,11 @@
 """OnRay: a source whose decoding and feature work run on a Ray cluster.
 
-It wraps any source and streams the very same batches with the very same cursors, in order; a checkpoint written with it
-resumes without it, and the other way round. Sources that can be split (split.py) are decoded by many workers at once,
-others by one. Every pass has a window of its own (window.py), which is gone when the iterator is closed, drained or
-raises; ranks are processes of their own and each joins the cluster by itself.
+It wraps any source and streams the same batches with the same cursors, in order. A checkpoint written with it resumes
+without it, and vice versa. Many workers decode a source that can be split (split.py); one worker reads any other.
+Every pass has its own window (window.py), which is closed when the iterator is closed, exhausted or raises. Each rank
+is a process and joins the cluster by itself.
 
-A rank asks for its own batches with `every`, and the workers make no others (share.py), where the source allows it.
+A rank reads its own batches with `every`. Where the source has a strided view (strided.py), workers decode no others.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 
 from hotrow.batch import KeyedBatch
-from hotrow.config import parse_size
 from hotrow.data.cluster.connect import connect
 from hotrow.data.cluster.submit import Decodable, Submitter
-from hotrow.data.cluster.window import Limits, Tally, Window, describe_limits
-from hotrow.data.share import Dealt, Sharable, Share, Steps, deal, whole_steps
+from hotrow.data.cluster.window import Limits, WorkerStats, Window, describe_limits
 from hotrow.data.source import Cursor, Source
-from hotrow.data.split import Splittable, Unit, whole_batches
+from hotrow.data.split import Splittable, Unit, finished_batches
+from hotrow.data.strided import StridedStream, SupportsStride, Strided, Steps, stride_batches, finished_steps
 from hotrow.errors import OptionError
 from hotrow.features import FeatureSpec
+from hotrow.units import parse_size
 
 
 def on_ray(
@@ -39,11 +39,11 @@ def on_ray(
 ) -> OnRay:
     """The same source, decoded on a Ray cluster: the same batches, cursors and bits.
 
-    address: "HOST:PORT" of the head, "auto" for the cluster that this machine has joined, "local" for a Ray of this
-    process's own; without it, what the process has joined, or RAY_ADDRESS, or "local". workers: how many units are
-    decoded at once; without it, one for each CPU that the cluster has at the moment. ahead: how many units may wait or
-    be decoded, 2 for each worker unless given; memory: how many bytes they may take in Ray's object store. cpus,
-    resources: what Ray sets aside for each worker. timeout: so many seconds without anything decoded are an error.
+    address: "HOST:PORT" of the head, "auto" for the cluster that this machine has joined, "local" for a Ray that this
+    process starts; default: the cluster that the process has joined, else RAY_ADDRESS, else "local". workers: how many
+    units are decoded at once; default: one for each CPU that the cluster has at the moment. ahead: how many units may be
+    decoded or in progress at once; default: 2 for each worker. memory: how many bytes they may take in Ray's object
+    store. cpus, resources: what Ray reserves for each worker. timeout: seconds without a decoded unit before an error.
 
     >>> clicks = on_ray(hr.data.synthetic(examples=100_000), "10.0.0.5:6379", workers=16)  # doctest: +SKIP
     >>> trainer.fit(clicks)  # doctest: +SKIP
@@ -64,7 +64,7 @@ class OnRay:
 
     def __init__(self, source: Source, address: str | None, limits: Limits, resources: dict[str, float]) -> None:
         self.source = source
-        self._tally = Tally()
+        self._tally = WorkerStats()
         self._limits = limits
         store = 2 * limits.memory + (100 << 20)
         self.address = connect(address, limits.workers and max(1, round(limits.workers * limits.cpus)), store)
@@ -78,21 +78,21 @@ class OnRay:
     def every(self, number: int, of: int, cursor: Cursor | None = None) -> Steps:
         """Batch `number` of every `of` batches, None where the source has ended before it, with the cursor after all.
 
-        Workers make no features for the others' batches, unless the source cannot tell where those are.
+        Workers make no features for other ranks' batches, unless the source cannot tell where those are.
         """
         source = self.source
-        share = source.share(number, of) if of > 1 and isinstance(source, Sharable) else None
-        units = share.units(cursor) if share is not None else None
-        if share is not None and units is not None:
-            return self._share(cursor, share, units)
+        strided = source.strided(number, of) if of > 1 and isinstance(source, SupportsStride) else None
+        units = strided.units(cursor) if strided is not None else None
+        if strided is not None and units is not None:
+            return self._stream_strided(cursor, strided, units)
         if of > 1 and (not isinstance(source, Splittable) or source.units(cursor) is None):
-            return self._dealt(cursor, Dealt(source, number, of))
-        return deal(self.batches(cursor), number, of)
+            return self._stream_serial(cursor, StridedStream(source, number, of))
+        return stride_batches(self.batches(cursor), number, of)
 
     def scale(self, workers: int | None) -> None:
-        """Let so many workers decode from now on, also in passes under way; None for all the cluster has.
+        """Set how many workers decode from now on, also in running passes; None for all the cluster has.
 
-        Workers that are too many finish what they have begun.
+        A worker that is no longer needed finishes its current unit.
         """
         _check_count("workers", workers)
         self._limits.workers = workers
@@ -127,21 +127,21 @@ class OnRay:
         """How many rows the latest pass has skipped so far; 0 for a source that is read by one worker."""
         return int(getattr(self.source, "skipped", 0))
 
-    def _share(self, cursor: Cursor | None, share: Share, units: Iterator[Unit]) -> Steps:
-        with self._window(share, units, cursor) as window:
-            yield from share.assemble(cursor, window.parts(), window.ask)
+    def _stream_strided(self, cursor: Cursor | None, strided: Strided, units: Iterator[Unit]) -> Steps:
+        with self._window(strided, units, cursor) as window:
+            yield from strided.assemble(cursor, window.parts(), window.decode_now)
 
-    def _dealt(self, cursor: Cursor | None, dealt: Dealt) -> Steps:
-        with self._window(dealt, None, cursor) as window:
-            yield from whole_steps(window.parts())
+    def _stream_serial(self, cursor: Cursor | None, stream: StridedStream) -> Steps:
+        with self._window(stream, None, cursor) as window:
+            yield from finished_steps(window.parts())
 
     def _stream(self, cursor: Cursor | None, units: Iterator[Unit] | None) -> Iterator[tuple[KeyedBatch, Cursor]]:
         with self._window(self.source, units, cursor) as window:
             if units is None:
-                yield from whole_batches(window.parts())
+                yield from finished_batches(window.parts())
             else:
                 assert isinstance(self.source, Splittable)
-                yield from self.source.assemble(cursor, window.parts(), window.ask)
+                yield from self.source.assemble(cursor, window.parts(), window.decode_now)
 
     def _window(self, source: Decodable, units: Iterator[Unit] | None, cursor: Cursor | None) -> closing[Window]:
         submit = Submitter(source, units is None, self._limits.cpus, self._resources)

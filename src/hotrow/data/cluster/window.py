@@ -1,14 +1,14 @@
-"""Window: the units of one pass that are under way, first in, first out.
+"""Window: the units of one pass that are in flight, a bounded FIFO queue.
 
-The trainer takes parts from the front. Behind it a thread keeps the window full: at most `workers` units being decoded,
-at most `ahead` decoded or being decoded, and never more of them than fit into `memory`, each taken to be as large as
-the largest so far (so the very first one goes alone). The trainer that stops taking stops the workers.
+The trainer takes decoded units from the front. A background thread keeps the window full, within three limits: at most
+`workers` units being decoded; at most `ahead` units in the window; and at most `memory` bytes, where every unit counts
+as the largest one so far (so the very first unit is decoded alone). When the trainer stops taking units, the workers
+stop too.
 
-A worker or a node that dies is Ray's business up to a point: it runs the unit again elsewhere, and decodes again what
-was lost with a node (submit.py). Which unit comes next is decided here and in order, so nothing is lost or comes
-twice.
+When a worker or a node dies, Ray runs its unit again elsewhere and rebuilds the results that were lost (submit.py). The
+window fixes the order of the units, so none is lost or repeated.
 
-The thread and the trainer share what is under `_change`; everything else belongs to one of them.
+The thread and the trainer share the fields guarded by `_change`; every other field belongs to one of them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotrow.config import format_size
 from hotrow.data.cluster.connect import import_ray
 from hotrow.data.cluster.submit import RETRIES, Submitter
-from hotrow.data.cluster.worker import Head, unpack_error
-from hotrow.data.split import Part, Unit
-from hotrow.data.wire import unpack
+from hotrow.data.cluster.wire_format import unpack
+from hotrow.data.cluster.worker import ResultHeader, unpack_error
+from hotrow.data.split import DecodedUnit, Unit
 from hotrow.errors import ClusterError, HotRowError
+from hotrow.units import format_size
 
 _POLL_SECONDS = 0.05
 _COUNT_SECONDS = 1.0
@@ -36,8 +36,8 @@ _UNREACHED_SECONDS = 1.0
 
 @dataclass
 class Limits:
-    """How much may be under way. workers=None: as many as the cluster has CPUs for. `timeout` seconds without a
-    finished unit are an error. `largest` is learned: the bytes of the largest part so far, of all passes."""
+    """How much may be in flight. workers=None: as many as the cluster has CPUs for. `timeout` seconds without a
+    finished unit are an error. `largest` is measured: the bytes of the largest decoded unit so far, over all passes."""
 
     workers: int | None
     ahead: int | None
@@ -48,29 +48,29 @@ class Limits:
 
 
 @dataclass
-class Tally:
-    """Who has decoded how many units, by node and process, and the CPU seconds that took over there."""
+class WorkerStats:
+    """How many units each worker process has decoded, by node and process id, and the CPU seconds that they spent."""
 
     units: Counter[tuple[str, int]] = field(default_factory=Counter)
     seconds: float = 0.0
 
 
 @dataclass
-class Job:
-    """One unit on its way: Ray's references to head and body, and then the head or the error."""
+class InFlightUnit:
+    """One submitted unit: Ray's references to its header and body, and later the header or the error."""
 
     unit: Unit
     refs: tuple[Any, Any] | None = None
-    head: Head | None = None
+    header: ResultHeader | None = None
     error: BaseException | None = None
 
     @property
     def done(self) -> bool:
-        return self.head is not None or self.error is not None
+        return self.header is not None or self.error is not None
 
 
 class Window:
-    """One pass over the units. `units` is None for a source that is read serially after `first`."""
+    """One pass over the units. `units` is None for a serial source, which is read from the unit `first` on."""
 
     def __init__(
         self,
@@ -78,41 +78,41 @@ class Window:
         units: Iterator[Unit] | None,
         first: Unit,
         limits: Limits,
-        tally: Tally,
+        tally: WorkerStats,
     ) -> None:
         self._ray = import_ray()
         self._submit = submit
         self._units = units
-        self._following: deque[Unit] = deque([first])  # of a serial source
+        self._next_serial: deque[Unit] = deque([first])  # of a serial source
         self._limits = limits
         self._tally = tally
         self._change = threading.Condition()
-        self._jobs: deque[Job] = deque()
-        self._planned = False  # there are no more units
+        self._jobs: deque[InFlightUnit] = deque()
+        self._exhausted = False  # there are no more units
         self._stopped = False
         self._workers = limits.workers or 1
         self._counted = float("-inf")
         self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="hotrow-ray-window", daemon=True)
 
-    def parts(self) -> Iterator[tuple[Unit, Part]]:
-        """The parts of all units, in order. A part counts as under way until the next one is asked for."""
+    def parts(self) -> Iterator[tuple[Unit, DecodedUnit]]:
+        """The decoded units, in order. A unit counts as in flight until the caller takes the next one."""
         self._thread.start()
-        while (job := self._front()) is not None:
+        while (job := self._wait_for_first()) is not None:
             yield job.unit, self._receive(job)
             with self._change:
                 if self._jobs:
                     self._jobs.popleft()
                 self._change.notify_all()
 
-    def ask(self, unit: Unit) -> Part:
+    def decode_now(self, unit: Unit) -> DecodedUnit:
         """Decode one unit now, and wait for it."""
-        job = Job(unit, self._submit(unit))
-        self._settle(job, self._limits.timeout)
+        job = InFlightUnit(unit, self._submit(unit))
+        self._complete(job, self._limits.timeout)
         return self._receive(job)
 
     def close(self) -> None:
-        """Stop the thread and drop what is under way. May be called twice."""
+        """Stop the thread and cancel what is in flight. May be called twice."""
         with self._change:
             self._stopped = True
             jobs = list(self._jobs)
@@ -122,39 +122,39 @@ class Window:
             self._thread.join()
         self._submit.close([job.refs[0] for job in jobs if job.refs is not None and not job.done])
 
-    # The trainer's side.
+    # Called by the trainer.
 
-    def _front(self) -> Job | None:
-        """The first job, done; None after the last one."""
+    def _wait_for_first(self) -> InFlightUnit | None:
+        """Block until the first unit is done and return it; None after the last one."""
         began = time.monotonic()
         with self._change:
             while True:
                 if self._jobs and self._jobs[0].done:
                     return self._jobs[0]
-                if self._planned and not self._jobs:
+                if self._exhausted and not self._jobs:
                     return None
                 idle = time.monotonic() - max(began, self._progress)
                 if idle > self._limits.timeout:
-                    raise ClusterError(self._explain_idleness())
+                    raise ClusterError(self._timeout_message())
                 self._change.wait(min(1.0, self._limits.timeout))
 
-    def _receive(self, job: Job) -> Part:
+    def _receive(self, job: InFlightUnit) -> DecodedUnit:
         if job.error is not None:
             raise job.error
-        assert job.head is not None and job.refs is not None
+        assert job.header is not None and job.refs is not None
         try:
             arrays = self._get(job, 1, self._limits.timeout)
         except self._ray.exceptions.RayError as error:
             raise _translate(error, job.unit) from error
-        part = unpack(job.head.text, arrays)
-        part.error = unpack_error(job.head)
+        part = unpack(job.header.text, arrays)
+        part.error = unpack_error(job.header)
         return part
 
-    def _get(self, job: Job, which: int, timeout: float) -> Any:
-        """A job's head (0) or body (1).
+    def _get(self, job: InFlightUnit, which: int, timeout: float) -> Any:
+        """A unit's header (0) or body (1).
 
-        Before Ray has noticed that an actor died, each of its tries fails at once, and one death may take all of them:
-        so an actor that is only not reachable is given time, and asked for the unit again.
+        Until Ray notices that an actor died, each of Ray's own retries fails at once, so one death can use up all of
+        them. So when an actor is unreachable this waits a second and submits the unit again.
         """
         tries = RETRIES
         while True:
@@ -168,7 +168,7 @@ class Window:
                     job.refs = self._submit(job.unit)
             tries -= 1
 
-    def _explain_idleness(self) -> str:
+    def _timeout_message(self) -> str:
         total, free = (
             table.get("CPU", 0.0) for table in (self._ray.cluster_resources(), self._ray.available_resources())
         )
@@ -178,7 +178,7 @@ class Window:
             "--address=HOST:PORT`, end what keeps them busy (`ray status`), or pass a longer timeout="
         )
 
-    # The thread's side.
+    # Called by the window's thread.
 
     def _run(self) -> None:
         try:
@@ -192,47 +192,47 @@ class Window:
                         continue
                 ready, _ = self._ray.wait(list(running), num_returns=1, timeout=_POLL_SECONDS, fetch_local=True)
                 for body in ready:
-                    self._settle(running[body], self._limits.timeout)
+                    self._complete(running[body], self._limits.timeout)
         except BaseException as error:
-            self._end(error)
+            self._fail_all(error)
 
     def _fill(self) -> None:
         while True:
             with self._change:
-                if self._stopped or self._planned or not self._has_room():
+                if self._stopped or self._exhausted or not self._can_submit():
                     return
             unit, failed = None, None
             try:
-                unit = self._next_unit()  # without the lock: it may have to look for line ends
-            except Exception as error:  # a file that cannot be opened: its turn comes after what is before it
-                failed = Job({}, error=error)
+                unit = self._next_unit()  # without the lock: it may scan a file for line ends
+            except Exception as error:  # a file that cannot be opened: the error is raised after the units before it
+                failed = InFlightUnit({}, error=error)
             with self._change:
                 if failed is not None:
                     self._jobs.append(failed)
-                    self._planned = True
+                    self._exhausted = True
                 elif unit is not None and not self._stopped:
-                    self._jobs.append(Job(unit, self._submit(unit)))
-                if self._planned:
+                    self._jobs.append(InFlightUnit(unit, self._submit(unit)))
+                if self._exhausted:
                     self._change.notify_all()
                 if unit is None:
                     return
 
     def _next_unit(self) -> Unit | None:
-        """The next unit, or None if there is no more or it is not known yet."""
+        """The next unit, or None if there is none or it is not known yet."""
         if self._units is None:
-            return self._following.popleft() if self._following else None
+            return self._next_serial.popleft() if self._next_serial else None
         unit = next(self._units, None)
-        self._planned = unit is None
+        self._exhausted = unit is None
         return unit
 
-    def _follow(self, head: Head) -> None:
-        """A serial source's next unit begins where this one has ended."""
-        notes = json.loads(head.text)["notes"]
-        self._planned = notes["ended"] or head.error is not None
-        if not self._planned:
-            self._following.append({"cursor": notes["cursors"][-1]})
+    def _queue_next_serial(self, header: ResultHeader) -> None:
+        """Queue a serial source's next unit, which begins where this one ended."""
+        notes = json.loads(header.text)["notes"]
+        self._exhausted = notes["ended"] or header.error is not None
+        if not self._exhausted:
+            self._next_serial.append({"cursor": notes["cursors"][-1]})
 
-    def _has_room(self) -> bool:
+    def _can_submit(self) -> bool:
         held = len(self._jobs)
         running = sum(not job.done for job in self._jobs)
         if running >= (1 if self._units is None else self._workers):
@@ -242,55 +242,55 @@ class Window:
         largest = self._limits.largest
         return held == 0 or (largest > 0 and (held + 1) * largest <= self._limits.memory)
 
-    def _settle(self, job: Job, timeout: float) -> None:
-        """Wait for the head of a job, and note what it says."""
+    def _complete(self, job: InFlightUnit, timeout: float) -> None:
+        """Wait for a unit's header and record it."""
         try:
-            head: Head = self._get(job, 0, timeout)
+            header: ResultHeader = self._get(job, 0, timeout)
         except self._ray.exceptions.RayError as error:
             with self._change:
                 job.error = _translate(error, job.unit)
                 self._change.notify_all()
             return
         with self._change:
-            job.head = head
-            self._limits.largest = max(self._limits.largest, head.size, 1)
+            job.header = header
+            self._limits.largest = max(self._limits.largest, header.size, 1)
             self._progress = time.monotonic()
-            self._tally.units[head.node, head.pid] += 1
-            self._tally.seconds += head.seconds
+            self._tally.units[header.node, header.pid] += 1
+            self._tally.seconds += header.seconds
             if self._units is None:
-                self._follow(head)
+                self._queue_next_serial(header)
             self._change.notify_all()
 
     def _count_workers(self) -> None:
-        """A cluster that has grown gets more to do."""
+        """Update how many units may run at once: a cluster may have grown."""
         if self._limits.workers is not None:
             self._workers = self._limits.workers
         elif time.monotonic() - self._counted > _COUNT_SECONDS:
             self._workers = max(1, int(self._ray.cluster_resources().get("CPU", 0.0) / self._limits.cpus))
             self._counted = time.monotonic()
 
-    def _end(self, error: BaseException) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         with self._change:
-            self._jobs.append(Job({}, error=error))
+            self._jobs.append(InFlightUnit({}, error=error))
             for job in self._jobs:
-                job.error = job.error or (None if job.head else error)
-            self._planned = True
+                job.error = job.error or (None if job.header else error)
+            self._exhausted = True
             self._change.notify_all()
 
 
 def _translate(error: BaseException, unit: Unit) -> BaseException:
-    """Ray's error as one of ours: what the worker raised, or what became of it."""
+    """Ray's error as a HotRowError: the one that the worker raised, or a ClusterError."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, HotRowError):
         return cause
-    said = str(error).strip().splitlines()
+    lines = str(error).strip().splitlines()
     return ClusterError(
-        f"unit {unit} cannot be decoded on the Ray cluster: {type(error).__name__}: {said[-1] if said else ''} "
+        f"unit {unit} cannot be decoded on the Ray cluster: {type(error).__name__}: {lines[-1] if lines else ''} "
         f"(workers that die are replaced {RETRIES} times; their logs are in /tmp/ray/session_latest on their nodes)"
     )
 
 
 def describe_limits(limits: Limits) -> str:
-    """For a line in a log."""
+    """The limits in a few words, for a log line."""
     workers = "all" if limits.workers is None else str(limits.workers)
     return f"{workers} workers, up to {format_size(limits.memory)} ahead"

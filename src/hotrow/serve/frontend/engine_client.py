@@ -1,13 +1,13 @@
-"""RemoteBackend: the front end's side of the engines' sockets.
+"""EngineClient: the Backend of a server's front end: one connection to each engine process.
 
-One event loop, one connection to each engine (engine_connection.py). A request goes to the ready engine with the fewest rows
-under way. Numbers of models are each engine's own, so a frame is made for the engine that was chosen.
+A request goes to the ready engine with the fewest rows in flight. An engine numbers its models itself, so a frame is
+made after the engine is chosen.
 
-An engine that dies takes its requests along: they are refused with 503 and Retry-After at once, the others serve on,
-and the connection is tried again until the engine is back. Until it is ready again, what it said about its models is
-believed: they are known, and not available (503). A model is unknown (404) when an engine that is ready does not have
-it, and none that is away had it. What engines say about a model is kept as ModelInfo; the same object as long as
-nothing changed. Models are loaded and unloaded when all engines are there, or not at all.
+When an engine dies, its requests are refused at once with 503 and Retry-After, the other engines go on, and the front
+end reconnects until the engine is back. Until it is ready again, its last description of its models is kept: they are
+known and unavailable (503). A model is unknown (404) if no ready engine has it and no engine that is away had it. The
+engines' descriptions are kept as ModelInfo, the same object as long as nothing changes. Models are loaded and unloaded
+only while all engines are ready, because otherwise engines would serve different models.
 
 All methods are called on the event loop.
 """
@@ -21,166 +21,172 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hotrow.errors import choices
-from hotrow.serve.frontend.engine_connection import RETRY_SECONDS, EngineLink, signature_of
+from hotrow.serve.frontend.engine_connection import RETRY_SECONDS, EngineConnection, signature_of
 from hotrow.serve.frontend.engine_statistics import add_figures, add_statistics
 from hotrow.serve.protocol.backend import READY, UNAVAILABLE, Figures, IndexEntry, ModelInfo
 from hotrow.serve.protocol.request import Answer, RefusedError, Request, Signature
 
 
-class RemoteBackend:
-    """Engines behind sockets, as a front end's Backend."""
+class EngineClient:
+    """A Backend over engine processes."""
 
     def __init__(self, sockets: Sequence[str]) -> None:
-        self.links = [EngineLink(self, path) for path in sockets]
+        self.connections = [EngineConnection(self, path) for path in sockets]
         self.loop: asyncio.AbstractEventLoop
         self._models: dict[str, ModelInfo] = {}
-        self._known: dict[str, str] = {}  # model → what its ModelInfo was made of
+        self._model_sources: dict[str, str] = {}  # model → what its ModelInfo was made of
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def open(self) -> None:
-        """Connect; engines that are not there yet are waited for in the background."""
+        """Connect to the engines in the background, and retry until each one is there."""
         self.loop = asyncio.get_running_loop()
-        for link in self.links:
-            self._connect_soon(link)
+        for connection in self.connections:
+            self._connect_soon(connection)
 
     async def close(self) -> None:
-        """Let go of the engines."""
+        """Close the connections."""
         self._closed = True
         for task in list(self._tasks):
             task.cancel()
-        for link in self.links:
-            link.close()
+        for connection in self.connections:
+            connection.close()
 
     # --- Backend ---
 
     def models(self) -> Mapping[str, ModelInfo]:
-        """Those that an engine has in service, or had before it went away."""
-        if not self._models and not any(link.ready for link in self.links):
+        """The models that an engine has in service, or had before its connection was lost."""
+        if not self._models and not any(connection.ready for connection in self.connections):
             raise _no_engine()
         return self._models
 
     async def infer(self, request: Request) -> Answer:
-        """From the engine with the fewest rows under way."""
-        if len(self.links) == 1 and self.links[0].ready:
-            return await self.links[0].infer(request)
-        able = [link for link in self.links if link.ready and (request.model, request.version) in link.numbers]
+        """Ask the engine with the fewest rows in flight."""
+        if len(self.connections) == 1 and self.connections[0].ready:
+            return await self.connections[0].infer(request)
+        able = [
+            connection
+            for connection in self.connections
+            if connection.ready and (request.model, request.version) in connection.numbers
+        ]
         if not able:
-            raise self.missing(request.model, request.version)
-        return await min(able, key=_rows).infer(request)
+            raise self.no_model_error(request.model, request.version)
+        return await min(able, key=_rows_in_flight).infer(request)
 
-    def missing(self, model: str, version: str | None) -> RefusedError:
-        """Why no engine that is ready has a model, or this version of it."""
-        away = [link for link in self.links if not link.ready]
-        if len(away) == len(self.links) or any((model, version) in link.numbers for link in away):
+    def no_model_error(self, model: str, version: str | None) -> RefusedError:
+        """The error when no ready engine has a model, or this version of it."""
+        away = [connection for connection in self.connections if not connection.ready]
+        if len(away) == len(self.connections) or any((model, version) in connection.numbers for connection in away):
             return RefusedError(503, "the model's engine is starting; ask again", RETRY_SECONDS)
-        names = sorted({name for link in self.links for name, _ in link.numbers})
+        names = sorted({name for connection in self.connections for name, _ in connection.numbers})
         which = repr(model) + ("" if version is None else f" version {version}")
         return RefusedError(404, f"no model {which} in service; {choices(model, names)}")
 
     async def index(self) -> list[IndexEntry]:
-        """The repository, as the first engine that is there sees it."""
-        entries = await self._first().command(op="index")
+        """The repository, as listed by the first ready engine."""
+        entries = await self._first_ready().command(op="index")
         return [IndexEntry(**entry) for entry in entries]
 
     async def load(self, name: str, version: str | None = None) -> None:
-        """On every engine; returns when all of them serve it."""
+        """Load on every engine; returns when all of them serve the model."""
         self._check_all_ready()
-        for reply in await self._on(self.links, op="load", name=name, version=version):
+        for reply in await self._command_each(self.connections, op="load", name=name, version=version):
             if isinstance(reply, BaseException):
                 raise reply
 
     async def unload(self, name: str) -> None:
-        """On every engine that has it; returns when the last answer has left."""
+        """Unload on every engine that has it; returns when the last answer has been sent."""
         self._check_all_ready()
-        replies = await self._on(self.links, op="unload", name=name)
+        replies = await self._command_each(self.connections, op="unload", name=name)
         unknown = [reply for reply in replies if isinstance(reply, RefusedError) and reply.status == 404]
         for reply in unknown if len(unknown) == len(replies) else (r for r in replies if r not in unknown):
             if isinstance(reply, BaseException):
                 raise reply
 
     async def statistics(self, name: str = "", version: str = "") -> list[Mapping[str, Any]]:
-        """Of all engines that are there, added up."""
-        ready = [link for link in self.links if link.ready]
-        every = await self._on(ready, op="statistics", name=name, version=version)
+        """The statistics of all ready engines, added up."""
+        ready = [connection for connection in self.connections if connection.ready]
+        every = await self._command_each(ready, op="statistics", name=name, version=version)
         there = [entries for entries in every if not isinstance(entries, BaseException)]
         if not there:
             raise every[0] if every else _no_engine()
         return add_statistics([entry for entries in there for entry in entries])
 
     async def ready(self) -> bool:
-        """Whether an engine would answer."""
-        return any(link.ready for link in self.links)
+        """Whether an engine is ready."""
+        return any(connection.ready for connection in self.connections)
 
     async def live(self) -> bool:
         """The front end answers, so it lives."""
         return True
 
     def figures(self) -> Figures:
-        """What the engines counted, as of a second ago, added up."""
-        return add_figures([link.figures for link in self.links if link.figures])
+        """The engines' figures of at most a second ago, added up."""
+        return add_figures([connection.figures for connection in self.connections if connection.figures])
 
-    # --- links ---
+    # --- connections ---
 
     def models_changed(self) -> None:
-        """An engine came, went, or said something about its models: make ModelInfo anew where it differs."""
-        said: dict[str, dict[str, Any]] = {}
-        for link in sorted(self.links, key=lambda link: not link.ready):  # those that answer come first
-            for model in link.described:
-                one = {**model, "ready": link.ready, "number": 0}  # numbers are an engine's own
+        """An engine connected, was lost, or its models changed: make a new ModelInfo for each model that differs."""
+        descriptions: dict[str, dict[str, Any]] = {}
+        for connection in sorted(self.connections, key=lambda connection: not connection.ready):  # ready engines first
+            for model in connection.models:
+                one = {**model, "ready": connection.ready, "number": 0}  # numbers differ between engines
                 one["versions"] = [{**version, "number": 0} for version in model["versions"]]
-                said[model["name"]] = _joined(said.get(model["name"]), one)
-        texts = {name: json.dumps(model, sort_keys=True) for name, model in said.items()}
+                descriptions[model["name"]] = _merged(descriptions.get(model["name"]), one)
+        descriptions_json = {name: json.dumps(model, sort_keys=True) for name, model in descriptions.items()}
         self._models = {
-            name: self._models[name] if self._known.get(name) == text else _info(said[name])
-            for name, text in texts.items()
+            name: self._models[name] if self._model_sources.get(name) == text else _model_info(descriptions[name])
+            for name, text in descriptions_json.items()
         }
-        self._known = texts
+        self._model_sources = descriptions_json
 
-    def link_lost(self, link: EngineLink) -> None:
-        """An engine went away."""
+    def engine_lost(self, connection: EngineConnection) -> None:
+        """The connection to an engine was lost."""
         if not self._closed:
             self.models_changed()
-            self._connect_soon(link)
+            self._connect_soon(connection)
 
-    def _connect_soon(self, link: EngineLink) -> None:
-        task = self.loop.create_task(self._connect(link))
+    def _connect_soon(self, connection: EngineConnection) -> None:
+        task = self.loop.create_task(self._connect(connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _connect(self, link: EngineLink) -> None:
+    async def _connect(self, connection: EngineConnection) -> None:
         while not self._closed:
             with contextlib.suppress(OSError):
-                await self.loop.create_unix_connection(lambda: link, link.path)
+                await self.loop.create_unix_connection(lambda: connection, connection.path)
                 return
             await asyncio.sleep(0.05)
 
-    def _first(self) -> EngineLink:
-        link = next((link for link in self.links if link.ready), None)
-        if link is None:
+    def _first_ready(self) -> EngineConnection:
+        connection = next((connection for connection in self.connections if connection.ready), None)
+        if connection is None:
             raise _no_engine()
-        return link
+        return connection
 
     def _check_all_ready(self) -> None:
-        if not all(link.ready for link in self.links):
+        if not all(connection.ready for connection in self.connections):
             raise RefusedError(503, "an engine is starting; ask again when all are there", RETRY_SECONDS)
 
     @staticmethod
-    async def _on(links: Sequence[EngineLink], **command: Any) -> list[Any]:
-        """Every engine's reply, or its error."""
-        return await asyncio.gather(*[link.command(**command) for link in links], return_exceptions=True)
+    async def _command_each(connections: Sequence[EngineConnection], **command: Any) -> list[Any]:
+        """Send a command to each of these engines; returns their replies or errors."""
+        return await asyncio.gather(
+            *[connection.command(**command) for connection in connections], return_exceptions=True
+        )
 
 
-def _rows(link: EngineLink) -> int:
-    return link.rows
+def _rows_in_flight(connection: EngineConnection) -> int:
+    return connection.rows_in_flight
 
 
 def _no_engine() -> RefusedError:
     return RefusedError(503, "no engine is ready; ask again", RETRY_SECONDS)
 
 
-def _joined(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
-    """What two engines say about a model: the first that has it in service, and all versions."""
+def _merged(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
+    """Two engines' descriptions of a model: the first that has it in service, with the versions of both."""
     if one is None:
         return other
     if one["current"] is None and other["current"] is not None:
@@ -189,11 +195,13 @@ def _joined(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]
     return {**one, "versions": one["versions"] + [v for v in other["versions"] if v["name"] not in names]}
 
 
-def _info(model: Mapping[str, Any]) -> ModelInfo:
+def _model_info(model: Mapping[str, Any]) -> ModelInfo:
     versions = {version["name"]: version for version in model["versions"]}
-    if model["current"] is None:  # it is being loaded, or does not load
+    if model["current"] is None:  # it is loading, or failed to load
         why = "; ".join(f"version {version}: {reason}" for version, reason in model["refused"].items())
-        return ModelInfo(model["name"], "", Signature((), frozenset(), 0), state=UNAVAILABLE, reason=why or "it loads")
+        return ModelInfo(
+            model["name"], "", Signature((), frozenset(), 0), state=UNAVAILABLE, reason=why or "it is loading"
+        )
     current = versions[model["current"]]
 
     def info(version: Mapping[str, Any], others: Mapping[str, ModelInfo]) -> ModelInfo:

@@ -1,8 +1,8 @@
-"""EngineLink: a front end's connection to one engine, what the engine said about its models, and the requests it has.
+"""EngineConnection: a front end's connection to one engine, its requests in flight, and the engine's models.
 
-Frames written in one turn of the event loop leave in one send; a read that brings several answers gives them all out.
-When the connection is lost the requests under way are refused with 503 at once, and what the engine said is believed
-until its next life is ready.
+Frames that are written in one turn of the event loop leave in one send; one read may bring several answers. When the
+connection is lost, the requests in flight are refused with 503 at once. The engine's description of its models is kept
+until the engine is ready again.
 
 All methods are called on the event loop.
 """
@@ -20,29 +20,29 @@ from hotrow.serve.protocol import frames
 from hotrow.serve.protocol.request import Answer, RefusedError, Request, Signature
 
 if TYPE_CHECKING:
-    from hotrow.serve.frontend.engine_client import RemoteBackend
+    from hotrow.serve.frontend.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 1.0  # Retry-After, of what helps itself
+RETRY_SECONDS = 1.0  # Retry-After, while an engine restarts
 _CHUNK = 256 << 10
 _LONGEST_ANSWER = 1 << 30
-_LONG = 0.002  # seconds that a frame may wait for the end of a turn: its time runs out meanwhile
+_MAX_FLUSH_DELAY = 0.002  # seconds that a frame may wait for the end of a turn, while its deadline comes nearer
 
 
-class EngineLink(asyncio.BufferedProtocol):
-    """One engine: what it said about itself, and the requests that it has."""
+class EngineConnection(asyncio.BufferedProtocol):
+    """One engine: its models and figures as it last sent them, and the requests in flight."""
 
-    def __init__(self, backend: RemoteBackend, path: str) -> None:
+    def __init__(self, backend: EngineClient, path: str) -> None:
         self.backend, self.path = backend, path
         self.ready = False
-        self.rows = 0  # under way
+        self.rows_in_flight = 0
         self.numbers: dict[tuple[str, str | None], tuple[int, int]] = {}  # model, version → number, fingerprint
-        self.names: dict[int, tuple[str, str]] = {}  # a version's number → model, version; never forgotten
-        self.described: list[dict[str, Any]] = []
+        self.names: dict[int, tuple[str, str]] = {}  # a version's number → model, version; never removed
+        self.models: list[dict[str, Any]] = []
         self.figures: dict[str, Any] = {}
         self._transport: asyncio.Transport | None = None
-        self._waiting: dict[int, tuple[asyncio.Future[Any], int]] = {}  # request → who waits, its rows
+        self._waiting: dict[int, tuple[asyncio.Future[Any], int]] = {}  # request id → its future, its rows
         self._ids = itertools.count(1)
         self._out: list[bytes] = []
         self._since = 0.0  # when the first of them was written
@@ -51,25 +51,31 @@ class EngineLink(asyncio.BufferedProtocol):
     # --- requests ---
 
     async def infer(self, request: Request) -> Answer:
-        """Ask this engine."""
+        """Send a request to this engine and wait for its answer."""
         number, fingerprint = self.number(request)
         id = next(self._ids)
         self._send(frames.write_request(request, id, number, fingerprint, time.monotonic()))
         answer: frames.AnswerFrame = await self._wait(id, request.rows)
         model, version = self.names[answer.version]
         return Answer(
-            answer.logits, model, version, answer.publication, answer.late_rows, answer.compiled, _says(answer)
+            answer.logits,
+            model,
+            version,
+            answer.publication,
+            answer.late_rows,
+            answer.compiled,
+            _answer_parameters(answer),
         )
 
     def number(self, request: Request) -> tuple[int, int]:
         """The engine's number for the model or its version, and the signature's fingerprint."""
         found = self.numbers.get((request.model, request.version))
         if found is None:
-            raise self.backend.missing(request.model, request.version)
+            raise self.backend.no_model_error(request.model, request.version)
         return found
 
     async def command(self, **command: Any) -> Any:
-        """Ask for something that may take its time."""
+        """Send a command, which may take long, and wait for its result."""
         if self._transport is None:
             raise RefusedError(503, "an engine is starting; ask again", RETRY_SECONDS)
         id = next(self._ids)
@@ -82,12 +88,12 @@ class EngineLink(asyncio.BufferedProtocol):
     async def _wait(self, id: int, rows: int) -> Any:
         future = self.backend.loop.create_future()
         self._waiting[id] = (future, rows)
-        self.rows += rows
+        self.rows_in_flight += rows
         try:
             return await future
         finally:
-            self._waiting.pop(id, None)  # whoever is cancelled forgets the answer
-            self.rows -= rows
+            self._waiting.pop(id, None)  # after a cancellation the answer is dropped
+            self.rows_in_flight -= rows
 
     def _send(self, frame: bytes) -> None:
         now = time.monotonic()
@@ -95,7 +101,7 @@ class EngineLink(asyncio.BufferedProtocol):
             self._since = now
             self.backend.loop.call_soon(self._flush)
         self._out.append(frame)
-        if now - self._since > _LONG:
+        if now - self._since > _MAX_FLUSH_DELAY:
             self._flush()
 
     def _flush(self) -> None:
@@ -104,7 +110,7 @@ class EngineLink(asyncio.BufferedProtocol):
             self._transport.writelines(out)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._transport is not None:
             self._transport.close()
 
@@ -119,7 +125,7 @@ class EngineLink(asyncio.BufferedProtocol):
         for future, _ in list(self._waiting.values()):
             if not future.done():
                 future.set_exception(RefusedError(503, "the engine went away; ask again", RETRY_SECONDS))
-        self.backend.link_lost(self)
+        self.backend.engine_lost(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return memoryview(self._chunk)[self._end :]
@@ -131,7 +137,7 @@ class EngineLink(asyncio.BufferedProtocol):
             for frame in found:
                 self._receive(*frame[:4])
         except Exception:
-            log.exception("an engine sent what is no answer")
+            log.exception("an engine sent a malformed frame")
             if self._transport is not None:
                 self._transport.abort()
             return
@@ -143,7 +149,7 @@ class EngineLink(asyncio.BufferedProtocol):
 
     def _receive(self, kind: int, id: int, offset: int, length: int) -> None:
         if id == 0:
-            return self._learn(frames.read_json(self._chunk, offset, length))
+            return self._update(frames.read_json(self._chunk, offset, length))
         found = self._waiting.get(id)
         if found is None or found[0].done():
             return
@@ -154,16 +160,16 @@ class EngineLink(asyncio.BufferedProtocol):
         else:
             found[0].set_result(frames.read_json(self._chunk, offset, length))
 
-    def _learn(self, content: dict[str, Any]) -> None:
+    def _update(self, content: dict[str, Any]) -> None:
         if "figures" in content:
             self.figures = content["figures"]
             return
         self.ready, models = content["ready"], content["models"]
         for model in models:
             self.names.update({v["number"]: (model["name"], v["name"]) for v in model["versions"]})
-        if not self.ready:  # it may not have loaded yet what it had before
-            models = models + [model for model in self.described if all(model["name"] != m["name"] for m in models)]
-        self.described, self.numbers = models, {}
+        if not self.ready:  # after a restart it may not have loaded all its models yet
+            models = models + [model for model in self.models if all(model["name"] != m["name"] for m in models)]
+        self.models, self.numbers = models, {}
         for model in models:
             for version in model["versions"]:
                 mark = signature_of(version).fingerprint
@@ -173,18 +179,18 @@ class EngineLink(asyncio.BufferedProtocol):
         self.backend.models_changed()
 
 
-def _says(answer: frames.AnswerFrame) -> dict[str, str | int | float]:
-    """An answer's further parameters: how old it is, and the newest publication in it where there are several."""
-    says: dict[str, str | int | float] = {}
+def _answer_parameters(answer: frames.AnswerFrame) -> dict[str, str | int | float]:
+    """An answer's extra parameters: the age of its data, and the newest publication in it if there are several."""
+    parameters: dict[str, str | int | float] = {}
     if answer.watermark is not None:
-        says["freshness_ms"] = max(0, int(time.time() * 1000) - answer.watermark)
+        parameters["freshness_ms"] = max(0, int(time.time() * 1000) - answer.watermark)
     if answer.highest != answer.publication:
-        says["publication_highest"] = answer.highest
-    return says
+        parameters["publication_highest"] = answer.highest
+    return parameters
 
 
 def signature_of(version: Mapping[str, Any]) -> Signature:
-    """What a version takes, as its engine says."""
+    """The signature in an engine's description of a version."""
     return Signature(
         tuple(version["features"]), frozenset(version["sequences"]), int(version["dense"]), int(version["tasks"])
     )

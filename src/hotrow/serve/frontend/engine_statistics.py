@@ -1,4 +1,4 @@
-"""What several engines have counted, added up: for Triton's model statistics and for the metrics page."""
+"""Engine statistics: the figures of several engines added up, for Triton's model statistics and the metrics page."""
 
 from __future__ import annotations
 
@@ -102,21 +102,21 @@ def add_figures(engines: Sequence[dict[str, Any]]) -> Figures:
 
 
 def put_freshness(totals: dict[tuple[str, ...], float], labels: tuple[str, str], version: Mapping[str, Any]) -> None:
-    """Of several engines the oldest counts: the lowest publication, the greatest age."""
+    """Combine freshness as the worst of the engines: the lowest publication, the greatest age."""
     number = ("hotrow_publication", *labels)
     totals[number] = min(version["publication"], totals.get(number, version["publication"]))
-    says = version.get("freshness") or {}
+    freshness = version.get("freshness") or {}
 
     def worst(value: float, *key: str) -> None:
         totals[key] = max(value, totals.get(key, 0.0))
 
-    if says.get("age") is not None:
-        worst(says["age"], "hotrow_freshness_seconds", *labels)
-    for quantile, seconds in says.get("ages", {}).items():
+    if freshness.get("age") is not None:
+        worst(freshness["age"], "hotrow_freshness_seconds", *labels)
+    for quantile, seconds in freshness.get("ages", {}).items():
         worst(seconds, "hotrow_freshness_quantile_seconds", *labels, quantile)
-    follower = says.get("follower")
+    follower = freshness.get("follower")
     if follower is not None:
         key = ("hotrow_stale", *labels)
-        totals[key] = totals.get(key, 0.0) + says["stale"]
+        totals[key] = totals.get(key, 0.0) + freshness["stale"]
         for name, metric in _BUS.items():
             totals[(metric, *labels)] = totals.get((metric, *labels), 0.0) + follower[name]

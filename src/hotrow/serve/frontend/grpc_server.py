@@ -1,12 +1,12 @@
-"""The gRPC side of the protocol: inference.GRPCInferenceService over the same Service that HTTP uses.
+"""GrpcServer: the Open Inference Protocol over gRPC (inference.GRPCInferenceService), over the Service that HTTP uses.
 
-Handlers run on the front end's event loop (grpc.aio). A request's tensors come as raw_input_contents, one entry for
-each input in order, or as typed contents, not both; answers have raw_output_contents. Errors are RefusedError's status
-as gRPC's code, its message as the details, and its retry_after as trailing metadata `retry-after` in seconds. A
-client's own gRPC deadline is the request's deadline when it names none.
+Handlers run on the front end's event loop (grpc.aio). A request's tensors are in raw_input_contents, one entry for each
+input in order, or in typed contents, not both; answers have raw_output_contents. A RefusedError's status becomes gRPC's
+code, its message the details, and its retry_after the trailing metadata `retry-after` in seconds. A request without a
+deadline of its own takes the deadline of the gRPC call.
 
-A message over the limit `body` is refused by name, with INVALID_ARGUMENT. grpc itself refuses to read one of more than
-twice the limit (RESOURCE_EXHAUSTED), and its words name no option.
+A message over the limit `body` is refused with INVALID_ARGUMENT and an error that names the limit. grpc itself refuses
+to read a message of more than twice the limit (RESOURCE_EXHAUSTED); that error names no option.
 
 Message classes are made once in `_messages`; importing this module needs grpcio and protobuf.
 """
@@ -25,13 +25,32 @@ import numpy as np
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 
+from hotrow.serve.frontend.authorization import Caller
+from hotrow.serve.frontend.descriptions import model_config, model_metadata, server_metadata
 from hotrow.serve.frontend.grpc_messages import METHODS, SERVICE, build
 from hotrow.serve.frontend.http_message import too_large
-from hotrow.serve.frontend.service import Caller, Service, model_config, model_metadata, server_metadata
-from hotrow.serve.protocol.inference_json import ModelInputs, Recipe, Wishes, answer_parameters, outputs_of, read_wishes
+from hotrow.serve.frontend.service import Service
+from hotrow.serve.protocol.inference_json import (
+    ParsedHeader,
+    RequestOptions,
+    RequestParser,
+    answer_parameters,
+    output_arrays,
+    read_request_options,
+)
 from hotrow.serve.protocol.limits import Limits
 from hotrow.serve.protocol.request import Answer, RefusedError, Request
-from hotrow.serve.protocol.tensors import BYTES, Declared, Elements, as_type, bad, declare, decoded, from_bytes, shown
+from hotrow.serve.protocol.tensors import (
+    BYTES,
+    DeclaredTensor,
+    Elements,
+    as_type,
+    declare,
+    decoded,
+    from_bytes,
+    invalid,
+    shown,
+)
 
 log = logging.getLogger("hotrow.serve")
 
@@ -60,8 +79,8 @@ _CONTENTS = {
     BYTES: "bytes_contents",
 }
 _PARAMETERS = ("bool_param", "int64_param", "string_param", "double_param", "uint64_param")
-_LONGEST = 3600.0
-_LARGEST_MESSAGE = (1 << 31) - 1  # bytes, by the type of grpc's option
+_MAX_DEADLINE = 3600.0
+_MAX_MESSAGE_BYTES = (1 << 31) - 1  # bytes, by the type of grpc's option
 
 
 @functools.cache
@@ -77,11 +96,11 @@ class GrpcServer:
         self._server: Any = None
 
     async def start(self, host: str, port: int, reuse_port: bool = False) -> int:
-        """Listen; gives the port, for those who asked for port 0."""
+        """Listen; returns the port, which the system chooses if `port` is 0."""
         limits = self.service.limits
         self._server = grpc.aio.server(
             options=[
-                ("grpc.max_receive_message_length", min(2 * limits.body_bytes, _LARGEST_MESSAGE)),
+                ("grpc.max_receive_message_length", min(2 * limits.body_bytes, _MAX_MESSAGE_BYTES)),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_metadata_size", limits.header_bytes),
                 ("grpc.max_concurrent_streams", limits.in_flight),
@@ -100,30 +119,30 @@ class GrpcServer:
         return int(bound)
 
     async def close(self, grace: float) -> None:
-        """Take no new call, finish those in flight for up to `grace` seconds, close."""
+        """Accept no new call, finish those in flight for up to `grace` seconds, then close."""
         if self._server is not None:
             await self._server.stop(grace)
 
     def _handlers(self) -> Any:
-        classes, calls, methods = _messages(), Calls(self.service), {}
+        classes, calls, methods = _messages(), GrpcCalls(self.service), {}
         for name, (request, response) in METHODS.items():
             make = grpc.unary_unary_rpc_method_handler
-            behaviour: Any = _refusing(getattr(calls, name), classes[request], self.service.limits)
+            behaviour: Any = _with_error_codes(getattr(calls, name), classes[request], self.service.limits)
             if name == "ModelStreamInfer":
                 make, behaviour = grpc.stream_stream_rpc_method_handler, calls.ModelStreamInfer
-            # Bytes are parsed by us: grpc answers what it cannot parse with UNKNOWN and a traceback in the log.
+            # We parse the bytes: to a message that it cannot parse, grpc replies UNKNOWN and logs a traceback.
             methods[name] = make(behaviour, None, classes[response].SerializeToString)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
-def _refusing(
+def _with_error_codes(
     call: Callable[[Any, Any], Awaitable[Any]], kind: Any, limits: Limits
 ) -> Callable[[bytes, Any], Awaitable[Any]]:
-    """The call of a message's bytes, with errors as gRPC tells them."""
+    """A handler that takes the message's bytes and turns errors into gRPC's codes."""
 
     async def answer(data: bytes, context: Any) -> Any:
         try:
-            return await call(_parsed(kind, data, limits), context)
+            return await call(_parse(kind, data, limits), context)
         except RefusedError as error:
             trailing = (
                 () if error.retry_after is None else (("retry-after", str(max(1, math.ceil(error.retry_after)))),)
@@ -138,17 +157,17 @@ def _refusing(
     return answer
 
 
-def _parsed(kind: Any, data: bytes, limits: Limits) -> Any:
+def _parse(kind: Any, data: bytes, limits: Limits) -> Any:
     if len(data) > limits.body_bytes:
         raise too_large(len(data), limits)
     try:
         return kind.FromString(data)
     except DecodeError as error:
-        raise bad(f"the message is no {kind.DESCRIPTOR.full_name}; send what the protocol's .proto says") from error
+        raise invalid(f"the message is no {kind.DESCRIPTOR.full_name}; send what the protocol's .proto says") from error
 
 
-class Calls:
-    """One method for each of the service's; names are the protocol's."""
+class GrpcCalls:
+    """One method for each of the gRPC service's methods, under the protocol's names."""
 
     def __init__(self, service: Service) -> None:
         self.service, self._make = service, _messages()
@@ -166,22 +185,24 @@ class Calls:
         return self._make["ModelReadyResponse"](ready=self.service.model_ready(request.name, request.version))
 
     async def ServerMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """What this server is."""
+        """The server's name, version and extensions."""
         return self._make["ServerMetadataResponse"](**server_metadata())
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
         """A model's tensors."""
-        return self._filled("ModelMetadataResponse", model_metadata(self.service.model(request.name, request.version)))
+        return self._message_of(
+            "ModelMetadataResponse", model_metadata(self.service.model(request.name, request.version))
+        )
 
     async def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: N802
         """A model's configuration."""
         config = model_config(self.service.model(request.name, request.version))
-        return self._filled("ModelConfigResponse", {"config": config})
+        return self._message_of("ModelConfigResponse", {"config": config})
 
     async def ModelStatistics(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """What a model has done."""
+        """A model's statistics."""
         statistics = await self.service.statistics(request.name, request.version)
-        return self._filled("ModelStatisticsResponse", {"model_stats": statistics})
+        return self._message_of("ModelStatisticsResponse", {"model_stats": statistics})
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802
         """The repository's models."""
@@ -191,7 +212,7 @@ class Calls:
     async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Load a model."""
         if any(name == "config" or name.startswith("file:") for name in request.parameters):
-            raise bad(
+            raise invalid(
                 "a model is loaded from its folder as it is; export a new version instead of sending config or files"
             )
         await self.service.load(request.model_name, Caller(_authorization(context)))
@@ -208,19 +229,19 @@ class Calls:
         self.service.counts.add("hotrow_request_bytes_total", "grpc", by=size)
         remaining = context.time_remaining()
 
-        def read(inputs: ModelInputs, version: str | None) -> tuple[Request, Wishes]:
-            return read_request(request, inputs, version, remaining)
+        def parse(parser: RequestParser, version: str | None) -> tuple[Request, RequestOptions]:
+            return parse_message(request, parser, version, remaining)
 
-        answer, wishes = await self.service.infer(request.model_name, request.model_version, size, read)
-        return self._response(answer, wishes)
+        answer, options = await self.service.infer(request.model_name, request.model_version, size, parse)
+        return self._response(answer, options)
 
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """Answer requests in their order; an error is one answer's, and the stream goes on."""
+        """Answer a stream of requests in order. An error is the answer to one request; the stream goes on."""
         make = self._make["ModelStreamInferResponse"]
         async for data in requests:
             name = ""
             try:
-                request = _parsed(self._make["ModelInferRequest"], data, self.service.limits)
+                request = _parse(self._make["ModelInferRequest"], data, self.service.limits)
                 name = request.id
                 yield make(infer_response=await self.ModelInfer(request, context))
             except RefusedError as error:
@@ -229,13 +250,13 @@ class Calls:
                 log.exception("a gRPC stream's request failed")
                 yield make(error_message="the server failed to answer; its log says why")
 
-    def _response(self, answer: Answer, wishes: Wishes) -> Any:
-        names = [output.name for output in wishes.outputs]
-        arrays = outputs_of(answer, names)
+    def _response(self, answer: Answer, options: RequestOptions) -> Any:
+        names = [output.name for output in options.outputs]
+        arrays = output_arrays(answer, names)
         response = self._make["ModelInferResponse"](
             model_name=answer.model,
             model_version=answer.version,
-            id=wishes.id or "",
+            id=options.id or "",
             outputs=[
                 {"name": name, "datatype": "FP32", "shape": array.shape}
                 for name, array in zip(names, arrays, strict=True)
@@ -247,53 +268,53 @@ class Calls:
             setattr(response.parameters[name], kind, value)
         return response
 
-    def _filled(self, name: str, document: dict[str, Any]) -> Any:
+    def _message_of(self, name: str, document: dict[str, Any]) -> Any:
         return json_format.ParseDict(document, self._make[name](), ignore_unknown_fields=True)
 
 
-def read_request(
-    message: Any, inputs: ModelInputs, version: str | None, remaining: float | None
-) -> tuple[Request, Wishes]:
-    """The request in a ModelInferRequest."""
-    wishes = read_wishes(message.id, _plain(message.parameters), _outputs(message.outputs))
-    if wishes.seconds is None and remaining is not None and remaining < _LONGEST:
-        wishes = replace(wishes, seconds=max(remaining, 1e-6))
+def parse_message(
+    message: Any, parser: RequestParser, version: str | None, remaining: float | None
+) -> tuple[Request, RequestOptions]:
+    """The request and options in a ModelInferRequest."""
+    options = read_request_options(message.id, _parameter_values(message.parameters), _outputs(message.outputs))
+    if options.seconds is None and remaining is not None and remaining < _MAX_DEADLINE:
+        options = replace(options, seconds=max(remaining, 1e-6))
     if not message.inputs:
-        raise bad("the request has no inputs; give tensors with name, datatype, shape and contents")
+        raise invalid("the request has no inputs; give tensors with name, datatype, shape and contents")
     tensors = []
     for entry in message.inputs:
         tensors.append(declare(entry.name, entry.datatype, list(entry.shape)))
         for name in entry.parameters:
-            raise bad(f"input {shown(entry.name)} has the parameter {shown(name)}; shared memory is not supported")
-    plan = inputs.plan(tensors, wishes)
-    recipe = Recipe(tuple(tensors), (), (), 0, wishes, plan, None)
-    return inputs.request(recipe, _elements(message, tensors), version), wishes
+            raise invalid(f"input {shown(entry.name)} has the parameter {shown(name)}; shared memory is not supported")
+    plan = parser.plan(tensors, options)
+    parsed = ParsedHeader(tuple(tensors), (), (), 0, options, plan, None)
+    return parser.build(parsed, _tensor_elements(message, tensors), version), options
 
 
-def _elements(message: Any, tensors: list[Declared]) -> list[Elements]:
+def _tensor_elements(message: Any, tensors: list[DeclaredTensor]) -> list[Elements]:
     raw = message.raw_input_contents
     if not raw:
-        return [_typed(tensor, entry.contents) for tensor, entry in zip(tensors, message.inputs, strict=True)]
+        return [_typed_elements(tensor, entry.contents) for tensor, entry in zip(tensors, message.inputs, strict=True)]
     if len(raw) != len(tensors):
-        raise bad(
+        raise invalid(
             f"raw_input_contents has {len(raw)} entries for {len(tensors)} inputs; give one for each, in order, and no "
             "typed contents beside them"
         )
     if any(entry.HasField("contents") for entry in message.inputs):
-        raise bad("the request has both raw_input_contents and typed contents; send one of them")
+        raise invalid("the request has both raw_input_contents and typed contents; send one of them")
     return [from_bytes(tensor, data, 0, len(data)) for tensor, data in zip(tensors, raw, strict=True)]
 
 
-def _typed(tensor: Declared, contents: Any) -> Elements:
+def _typed_elements(tensor: DeclaredTensor, contents: Any) -> Elements:
     field = _CONTENTS.get(tensor.datatype)
     if field is None:
-        raise bad(
+        raise invalid(
             f"input {shown(tensor.name)} is {tensor.datatype}, which has no typed contents; use raw_input_contents"
         )
     given = getattr(contents, field)
     if not given and tensor.size and contents.ListFields():
         found = ", ".join(descriptor.name for descriptor, _ in contents.ListFields())
-        raise bad(f"input {shown(tensor.name)} is {tensor.datatype} but its contents are {found}; use {field}")
+        raise invalid(f"input {shown(tensor.name)} is {tensor.datatype} but its contents are {found}; use {field}")
     if tensor.datatype == BYTES:
         return decoded(tensor, given)
     return as_type(tensor, np.array(given, dtype=_typed_dtype(field)))
@@ -305,7 +326,7 @@ def _typed_dtype(field: str) -> Any:
     ]
 
 
-def _plain(parameters: Any) -> dict[str, Any]:
+def _parameter_values(parameters: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for name, value in parameters.items():
         kind = value.WhichOneof("parameter_choice")
@@ -314,7 +335,7 @@ def _plain(parameters: Any) -> dict[str, Any]:
 
 
 def _outputs(outputs: Any) -> list[dict[str, Any]]:
-    return [{"name": output.name, "parameters": _plain(output.parameters)} for output in outputs]
+    return [{"name": output.name, "parameters": _parameter_values(output.parameters)} for output in outputs]
 
 
 def _authorization(context: Any) -> str | None:

@@ -1,16 +1,17 @@
-"""One client's HTTP/1.1 connection: bytes in, one handler call at a time, bytes out, within limits of size and time.
+"""HttpConnection: one client's HTTP/1.1 connection: parse, call the handler, write the reply, within limits.
 
-httptools parses (public API over llhttp, in C); this class is its callback object and keeps the connection's state. A
-ready-made server was measured first and costs more: docs/decisions/0007-http-front-end.md has the table, and
+httptools (a public API over llhttp, in C) parses; this class is its callback object and keeps the connection's state. A
+ready-made HTTP server costs more per request: docs/decisions/0007-http-front-end.md has the table, and
 `python benchmarks/frontend.py` measures it again.
 
 States:
     IDLE     no byte of a request yet
-    READING  a request has begun and is not complete
-    BUSY     a handler answers the first request
+    READING  a request has begun and is incomplete
+    BUSY     a handler is answering the first request
 
-One handler runs at a time. Pipelined requests wait in `_waiting`; past a few, the socket is not read. An error ends the
-connection: requests that were complete before it are answered first, then the error is, then the connection closes.
+One handler runs at a time. Pipelined requests queue in `_waiting`; when more than `_PIPELINED` wait, the socket is not
+read. After an error nothing more is read: requests that were complete before it are answered, then the error is sent,
+then the connection closes.
 Everything runs on the event loop.
 """
 
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from hotrow.serve.frontend.http_message import HttpRequest, headers_too_large, refusal, too_large
+from hotrow.serve.frontend.http_message import HttpRequest, error_reply, headers_too_large, too_large
 from hotrow.serve.protocol.request import RefusedError
 from hotrow.serve.protocol.tensors import shown
 
@@ -34,15 +35,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hotrow.serve")
 
-_PIPELINED = 16  # requests that may wait behind the one being answered
-_REQUEST_BYTES = 1024  # memory of a request beside its bytes, roughly: pipelined ones can be 30 bytes long
-_LINGER_SECONDS, _LINGER_ROUNDS = 1.0, 10  # of reading and dropping what a client still sends behind its last reply
+_PIPELINED = 16  # requests that may queue behind the one being answered
+_REQUEST_BYTES = 1024  # memory of a request object, roughly; a pipelined request can be 30 bytes long
+_LINGER_SECONDS, _LINGER_ROUNDS = 1.0, 10  # of reading and dropping what a client still sends after its last reply
 _IDLE, _READING, _BUSY = 0, 1, 2
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _TCP_INFO_BYTES, _LAST_RECEIVED_AT, _LAST_RECEIVED = 56, 52, struct.Struct("=I")  # tcp_info.tcpi_last_data_recv, ms
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One client's connection, and the parser's callbacks (`on_...`)."""
 
     def __init__(self, server: HttpServer, loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> None:
@@ -50,17 +51,17 @@ class Connection(asyncio.Protocol):
         self._parser = HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
         self._state, self._since = _IDLE, loop.time()
-        self._request = HttpRequest()  # the one being read, or the last one
+        self._request = HttpRequest()  # being read, or the last that was
         self._request.complete = True
         self._in_head = False  # whether its head has begun and is not complete
         self._head_bytes = self._header_size = 0  # of a head that has begun: as received, and as parsed
-        self._waiting: deque[HttpRequest] = deque()  # the first is next; the last may be incomplete
+        self._waiting: deque[HttpRequest] = deque()  # in order; the last may be incomplete
         self._task: asyncio.Task[None] | None = None
-        self._held = 0  # bytes that count in server.held
-        self._shedding = False  # whether requests to infer that come now are shed
+        self._held = 0  # its part of server.held
+        self._shedding = False  # whether inference requests that come now are shed
         self._waited = 0.0  # seconds that the request lay in the socket
-        self._ending = False  # read nothing more; close behind what is waiting
-        self._final: RefusedError | None = None  # what to say last
+        self._ending = False  # read nothing more; close after answering what waits
+        self._final: RefusedError | None = None  # the error to send last
         self._eof = False
         self._dropped = 0  # bytes that came after the end
         self._writing_paused_at: float | None = None
@@ -90,11 +91,11 @@ class Connection(asyncio.Protocol):
             self._dropped += len(data)
             return
         server = self._server
-        server.door.read(self._loop)
+        server.load_shedder.time_turn(self._loop)
         if self._state == _IDLE:
             self._state, self._since = _READING, self._loop.time()
             self._waited = seconds_since_last_received(self._socket)
-            self._shedding = server.door.shut_for(self._waited)
+            self._shedding = server.load_shedder.should_shed(self._waited)
         self._hold(len(data))
         if self._in_head:
             self._head_bytes += len(data)
@@ -116,7 +117,7 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """The client sends no more; complete requests are still answered."""
+        """The client sends nothing more; complete requests are still answered."""
         self._eof = True
         if not self._ending:
             self._ending = True
@@ -134,7 +135,7 @@ class Connection(asyncio.Protocol):
     # --- the parser ---
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser. Raises RefusedError for what is no acceptable request."""
+        """Feed the parser. Raises RefusedError for a malformed request."""
         while True:
             try:
                 return self._parser.feed_data(data)
@@ -145,7 +146,7 @@ class Connection(asyncio.Protocol):
                 if not data:
                     return
             except HttpParserError as error:
-                if self._ending:  # bytes behind a request with "Connection: close"
+                if self._ending:  # bytes after a request with "Connection: close"
                     return
                 if isinstance(error.__context__, RefusedError):
                     raise error.__context__ from None
@@ -154,8 +155,8 @@ class Connection(asyncio.Protocol):
                 raise RefusedError(400, message) from None
 
     def _expect_body(self, request: HttpRequest) -> None:
-        """Read the body of a request with an Upgrade header. httptools takes what follows such a head for the other
-        protocol, so a new parser is given a head with the same framing and no Upgrade."""
+        """Read the body of a request with an Upgrade header. httptools treats the bytes after such a head as the other
+        protocol's, so a new parser gets a head with the same framing and no Upgrade."""
         length = request.headers.get("content-length")
         lines = [
             b"POST / HTTP/1.1",
@@ -220,7 +221,7 @@ class Connection(asyncio.Protocol):
     # --- requests ---
 
     def _next(self) -> None:
-        """Answer the first request that waits, if it is complete; else read on, or end."""
+        """Answer the first waiting request if it is complete; otherwise read on, or end."""
         waiting = self._waiting
         while waiting and waiting[0].complete and waiting[0].shed:
             self._shed(waiting.popleft())
@@ -246,10 +247,10 @@ class Connection(asyncio.Protocol):
         try:
             reply = await self._server.handler(call)
         except RefusedError as error:
-            reply = refusal(error)
+            reply = error_reply(error)
         except Exception:
             log.exception("%s %s failed", request.method, shown(call.path))
-            reply = refusal(RefusedError(500, "the server failed to answer; its log says why"))
+            reply = error_reply(RefusedError(500, "the server failed to answer; its log says why"))
         self._task = None
         transport = self._transport
         if transport is None or transport.is_closing():
@@ -272,30 +273,30 @@ class Connection(asyncio.Protocol):
     # --- load shedding (serve/frontend/load_shedding.py) ---
 
     def _shed(self, request: HttpRequest) -> None:
-        """Refuse a request whose body was dropped as it came, and read nothing more for a moment."""
+        """Refuse a request whose body was dropped as it came, and pause reading."""
         server, transport = self._server, self._transport
         if transport is None or transport.is_closing():
             return
-        if not server.door.crowded:
-            server.hold_back()
+        if not server.load_shedder.has_paused:
+            server.pause_idle_connections()
         self._since = self._loop.time()
         if request.keep_alive and not server.draining:
             transport.write(server.shed_reply)
             transport.pause_reading()
-            server.door.shut_out(self, self._loop)
+            server.load_shedder.shed_and_pause(self, self._loop)
         else:
-            reply = server.door.refusal()
+            reply = server.load_shedder.shed()
             self._ending, self._final = True, reply
             self._waiting.clear()
 
     def pause_if_idle(self) -> bool:
-        """Stop reading, unless a request has begun; whether reading has stopped."""
+        """Stop reading unless a request has begun; returns whether reading has stopped."""
         if self._state != _IDLE or self._ending or self._transport is None or self._transport.is_closing():
             return False
         self._transport.pause_reading()
         return True
 
-    def let_in(self) -> None:
+    def resume(self) -> None:
         """Read again after `pause_if_idle` or a refusal."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
@@ -303,7 +304,7 @@ class Connection(asyncio.Protocol):
     # --- the end ---
 
     def check(self, now: float) -> None:
-        """Close the connection if it has taken too long."""
+        """Close the connection if one of its time limits has passed."""
         limits, counts = self._server.limits, self._server.counts
         elapsed = now - self._since
         if self._writing_paused_at is not None and now - self._writing_paused_at > limits.answer_seconds:
@@ -335,7 +336,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _refuse(self, error: RefusedError) -> None:
-        """Read nothing more; answer what is complete, say why, close."""
+        """Read nothing more; answer complete requests, send the error, close."""
         self._ending, self._final = True, error
         while self._waiting and not self._waiting[-1].complete:
             self._waiting.pop()
@@ -348,7 +349,7 @@ class Connection(asyncio.Protocol):
         self._state, self._since, self._final = _IDLE, self._loop.time(), None
         if transport is None or transport.is_closing():
             return
-        reply = refusal(error)
+        reply = error_reply(error)
         transport.write(reply.head(True, False) + reply.body)
         if self._eof or not transport.can_write_eof():
             return transport.close()
@@ -358,7 +359,7 @@ class Connection(asyncio.Protocol):
 
     def _linger(self, dropped: int, rounds: int) -> None:
         """Go on dropping what the client sends. Closing at once would reset the connection, and a client that is still
-        sending would lose the refusal."""
+        sending would not see the error."""
         if self._transport is None or self._transport.is_closing():
             return
         if rounds and self._dropped > dropped and not self._server.draining:
@@ -381,10 +382,10 @@ class Connection(asyncio.Protocol):
 
 
 def seconds_since_last_received(accepted: socket.socket) -> float:
-    """Seconds since the kernel received this socket's last bytes, to some milliseconds; 0 where it does not say. Under
-    overload this is where a request waits longest, and nothing else measures it."""
+    """Seconds since the kernel received this socket's last bytes, to some milliseconds; 0 if the kernel does not report
+    it. Under overload a request waits longest here, and nothing else measures it."""
     try:
         info = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    except (OSError, AttributeError):  # closed, or another system
+    except (OSError, AttributeError):  # closed, or not Linux
         return 0.0
     return _LAST_RECEIVED.unpack_from(info, _LAST_RECEIVED_AT)[0] / 1000 if len(info) == _TCP_INFO_BYTES else 0.0

@@ -1,4 +1,4 @@
-"""HTTP messages as values: a request's head and body as they are read, a Call for handlers, a Reply with its bytes.
+"""HTTP messages as values: HttpRequest while it is read, Call for handlers, Reply with its bytes.
 
 The parser (httptools, which wraps llhttp) rejects most malformed input. `HttpRequest.check` rejects what llhttp accepts
 and a server behind a proxy must not: versions other than 1.0 and 1.1, Transfer-Encoding in HTTP/1.0, a missing or
@@ -40,13 +40,13 @@ _JSON = b"application/json"
 
 
 class Call(NamedTuple):
-    """A whole request, as a handler sees it. Header names are lower case; a repeated header's values are joined."""
+    """A complete request, as a handler sees it. Header names are lower case; values of a repeated header are joined."""
 
     method: str
     path: str
     headers: Mapping[str, str]
     body: bytes
-    waited: float = 0.0  # seconds between the arrival of its first bytes and our reading them
+    waited: float = 0.0  # seconds that its first bytes lay in the socket before we read them
 
 
 class Reply(NamedTuple):
@@ -58,7 +58,7 @@ class Reply(NamedTuple):
     headers: bytes = b""
 
     def head(self, close: bool, http10: bool) -> bytes:
-        """The status line and headers. `close` announces that the connection ends behind this reply."""
+        """The status line and headers. `close` announces that the connection ends after this reply."""
         connection = b"Connection: close\r\n\r\n" if close else b"Connection: keep-alive\r\n\r\n" if http10 else b"\r\n"
         return b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n%b%b" % (
             self.status,
@@ -106,7 +106,7 @@ class HttpRequest:
         self.headers[key] = text if key not in self.headers else f"{self.headers[key]}, {text}"
 
     def check(self, version: str, limits: Limits) -> None:
-        """Raise RefusedError for a head that must not be answered."""
+        """Raise RefusedError for a head that this server must not accept."""
         headers = self.headers
         if version not in ("1.1", "1.0"):
             raise RefusedError(505, f"this server speaks HTTP/1.1 and HTTP/1.0, not HTTP/{version}; send HTTP/1.1")
@@ -128,12 +128,12 @@ class HttpRequest:
 
     @property
     def is_inference(self) -> bool:
-        """Whether it asks a model to infer, which is what is shed under overload."""
+        """Whether it is an inference request. Only these are shed under overload."""
         return self.method == "POST" and self.target.partition(b"?")[0].rstrip(b"/").endswith(b"/infer")
 
     @property
     def asks_to_close(self) -> bool:
-        """Whether Connection names "close", which wins over "keep-alive" beside it."""
+        """Whether the Connection header has "close", which wins over "keep-alive"."""
         return "close" in (part.strip() for part in self.headers.get("connection", "").lower().split(","))
 
     @property
@@ -143,7 +143,7 @@ class HttpRequest:
 
     @property
     def overhead(self) -> int:
-        """Bytes that came beyond the body and eight for each byte of it, which is a chunk's framing and more."""
+        """Bytes received beyond the body and eight for each of its bytes. More than that is no honest chunk framing."""
         return 0 if self.complete else self.received - 9 * self.size
 
     @property
@@ -152,13 +152,13 @@ class HttpRequest:
         return "expect" in self.headers and not self.http10 and not self.complete and not self.size
 
     def call(self, waited: float) -> Call:
-        """The request for a handler. HEAD is asked as GET; the connection leaves the body out of its reply."""
+        """The request for a handler. HEAD becomes GET; the connection leaves the body out of its reply."""
         method = "GET" if self.method == "HEAD" else self.method
         parts = self.parts
         return Call(method, self._path(), self.headers, parts[0] if len(parts) == 1 else b"".join(parts), waited)
 
     def _path(self) -> str:
-        """The path of the target, which may be an absolute URI (RFC 9112, section 3.2.2)."""
+        """The target's path; the target may be an absolute URI (RFC 9112, section 3.2.2)."""
         target = self.target.decode("latin-1")
         if target[:1] != "/" and target.lower().startswith(("http://", "https://")):
             slash = target.find("/", target.index("//") + 2)
@@ -166,8 +166,8 @@ class HttpRequest:
         return target
 
 
-def refusal(error: RefusedError) -> Reply:
-    """The reply of an error: its status, Retry-After where it has one, and JSON with the cure."""
+def error_reply(error: RefusedError) -> Reply:
+    """The reply to an error: its status, Retry-After if the error has one, and its message as JSON."""
     headers = b""
     if error.retry_after is not None:
         headers += b"Retry-After: %d\r\n" % max(1, math.ceil(error.retry_after))

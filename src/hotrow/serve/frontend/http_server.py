@@ -1,7 +1,8 @@
-"""HttpServer: a port, the connections on it, and the limits that they share.
+"""HttpServer: one port, its connections, and the limits that they share.
 
-All memory for request bodies is counted in `HttpServer.held` before it grows past the limit. One sweep a second closes
-connections that are idle, slow to send or slow to read for too long, so that a request needs no timer of its own.
+`HttpServer.held` counts the bytes of all requests in memory; a request that takes it past the limit `buffered` is
+refused. One sweep a second closes connections that have been idle, slow to send or slow to read for too long, so a
+request needs no timer of its own.
 Everything runs on the event loop.
 """
 
@@ -14,15 +15,16 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 
-from hotrow.serve.frontend.http_connection import Connection
-from hotrow.serve.frontend.http_message import Call, Reply, refusal
-from hotrow.serve.frontend.load_shedding import AWAY, Door
+from hotrow.serve.frontend.http_connection import HttpConnection
+from hotrow.serve.frontend.http_message import Call, Reply, error_reply
+from hotrow.serve.frontend.load_shedding import SHED, LoadShedder
 from hotrow.serve.protocol.limits import Limits
 from hotrow.serve.protocol.metrics import Counts
 
 log = logging.getLogger("hotrow.serve")
 
-_BACKLOG, _ACCEPTED = 4096, 16  # connections that may wait, and that are accepted in one turn of the loop
+_BACKLOG = 4096  # connections that the kernel queues for us to accept
+_ACCEPTED = 16  # connections that are accepted in one turn of the loop
 
 Handler = Callable[[Call], Awaitable[Reply]]
 
@@ -30,22 +32,24 @@ Handler = Callable[[Call], Awaitable[Reply]]
 class HttpServer:
     """A port, its connections and their limits."""
 
-    def __init__(self, handler: Handler, limits: Limits, counts: Counts, name: str, door: Door | None = None) -> None:
+    def __init__(
+        self, handler: Handler, limits: Limits, counts: Counts, name: str, load_shedder: LoadShedder | None = None
+    ) -> None:
         self.handler, self.limits, self.counts, self.name = handler, limits, counts, name
-        self.door = door or Door(limits.connections)  # sheds requests to infer when the engine is saturated
+        self.load_shedder = load_shedder or LoadShedder(limits.connections)
         self.body_bytes, self.header_bytes = limits.body_bytes, limits.header_bytes
         self.buffered_bytes = limits.buffered_bytes
-        shed = refusal(AWAY)
+        shed = error_reply(SHED)
         self.shed_reply = shed.head(False, False) + shed.body
-        self.connections: set[Connection] = set()
-        self.held = 0
+        self.connections: set[HttpConnection] = set()
+        self.held = 0  # bytes of requests in memory, of all connections
         self.draining = False
         self._listening: list[socket.socket] = []
         self._opening: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int, reuse_port: bool = False) -> int:
-        """Listen; gives the port, which the system chose if `port` is 0."""
+        """Listen; returns the port, which the system chooses if `port` is 0."""
         loop = asyncio.get_running_loop()
         self._listening = listen(host, port, reuse_port)
         for each in self._listening:
@@ -63,7 +67,7 @@ class HttpServer:
                 accepted, _ = listening.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # the client is gone, or no descriptor is left
+            except OSError as error:  # the client has left, or no descriptor is left
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     log.warning("a connection cannot be accepted: %s", error)
                     loop.remove_reader(listening.fileno())
@@ -79,19 +83,19 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await loop.connect_accepted_socket(lambda: Connection(self, loop, accepted), accepted)
+            await loop.connect_accepted_socket(lambda: HttpConnection(self, loop, accepted), accepted)
 
-    def hold_back(self) -> None:
-        """Overload has begun: stop reading from all idle connections for a moment (serve/frontend/load_shedding.py)."""
-        held = [connection for connection in self.connections if connection.pause_if_idle()]
-        self.door.hold_back(held, asyncio.get_running_loop())
+    def pause_idle_connections(self) -> None:
+        """At the start of an overload, stop reading from all idle connections for a moment (load_shedding.py)."""
+        paused = [connection for connection in self.connections if connection.pause_if_idle()]
+        self.load_shedder.resume_later(paused, asyncio.get_running_loop())
 
     def _accept_again(self, listening: socket.socket) -> None:
         if listening.fileno() >= 0:
             asyncio.get_running_loop().add_reader(listening.fileno(), self._accept, listening)
 
     async def close(self, grace: float) -> None:
-        """Take no new connection or request, finish what is in flight for up to `grace` seconds, close."""
+        """Accept nothing new, finish requests in flight for up to `grace` seconds, then close."""
         self.draining = True
         while self._listening:
             each = self._listening.pop()

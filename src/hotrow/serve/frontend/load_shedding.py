@@ -1,25 +1,25 @@
-"""Door: requests that cannot be answered in time are turned away before they are read.
+"""LoadShedder: refuse requests before they are parsed, when the engine is saturated.
 
-The engine admits by what it knows: rows in line, how long a batch takes, each request's deadline (tensorbatch.py). But
-a request that it refuses has been read, checked, made a frame, sent and refused by then, on the cores that the others
-want; at ten times the capacity that work is all there is, and requests grow old in the sockets where nobody sees them.
-So the front end keeps two figures:
+The engine decides admission precisely: it knows the rows in its queue, how long a batch takes, and each request's
+deadline (serve/batching/tensorbatch.py). But a request that the engine refuses has already been read, parsed, sent as a
+frame and refused. At ten times the capacity this work uses up the cores, and requests grow old in the sockets, where
+nothing measures them. So the front end keeps two figures of its own:
 
-- `limit`, how many requests may be under way here. It falls when the engine refuses one for want of time, to less than
-  were under way when that one came, and rises by one with every answer that comes while it is nearly reached. So it
-  follows the engine's own edge from just below: most of a flood ends here, for the price of one read and one small
-  write (serve/frontend/http_connection.py), and a few requests still ask the engine, which alone knows.
-- `turn`, how long a turn of the event loop takes: so long an answer will wait. A turn is microseconds until there is a
-  flood.
+- `limit`, the most requests in flight here. A refusal by the engine for lack of time lowers it below the number in
+  flight when that request came. An answer that comes while the limit is nearly reached raises it by one. So `limit`
+  follows the engine's capacity from just below: most of an overload ends here, for one read and one small write
+  (serve/frontend/http_connection.py), and a few requests still reach the engine.
+- `turn_seconds`, how long one turn of the event loop takes. An answer will wait about that long. A turn takes
+  microseconds until there is an overload.
 
-How long a request lay in its socket before it was read, the kernel knows (connection.lain). That and the turn are taken
-from the request's time; one that has lain for most of the time that requests usually have is turned away unread, like
-those over the limit.
+The kernel knows how long a request waited in its socket before it was read
+(http_connection.seconds_since_last_received). This wait and the turn are deducted from the request's deadline. During
+an overload, a request that has waited for most of its usual time is shed unread.
 
-Whoever was turned away is not heard for some milliseconds, and only so many are heard again at a time. Without that a
-thousand clients who ask again at once keep the loop reading: libuv looks up to 48 times for more before it lets others
-run, and answers that were long there waited for seconds. When a flood begins, all others that are idle are held back in
-the same way: a turn that turns a thousand away takes longer than the few that came in before have.
+A connection whose request was shed is not read for some milliseconds, and only a few are resumed at a time. Without
+this pause a thousand clients that retry at once keep the loop reading: libuv reads up to 48 times before it runs other
+callbacks, and answers that were ready waited for seconds. When an overload begins, idle connections are paused in the
+same way.
 
 Everything runs on the event loop.
 """
@@ -35,133 +35,136 @@ from typing import Protocol
 
 from hotrow.serve.protocol.request import RefusedError, Request
 
-LEAST = 32  # requests under way, whatever the engine says: it refuses precisely, this does not
-_FALL = 0.9  # of those under way when one came that the engine refused
-_NEAR = 0.5  # of the limit: with fewer under way an answer says nothing about more
-_COST = 0.0016  # seconds of this process and of the engine that a request takes, roughly: the limit before all figures
-_MARGIN = 0.25  # of a request's time that is not planned with in a flood: nobody knows all its waits
+MIN_LIMIT = 32  # requests in flight that are always let through to the engine, which refuses precisely
+_DECREASE = 0.9  # of the requests in flight when one came that the engine refused: the new limit
+_NEAR = 0.5  # of the limit: an answer with fewer requests in flight does not raise it
+_COST = 0.0016  # seconds of this process and of the engine for one request, roughly: the limit before any measurement
+_MARGIN = 0.25  # of a request's time, kept in reserve during an overload, because some of its waits are not measured
 _RETRY_SECONDS = 0.1
-AWAY = RefusedError(429, "the server has as many requests as it can answer in time; ask again", _RETRY_SECONDS)
-_SHORT = 0.001  # seconds: a turn that is no loss
-_TICK = 0.005  # seconds: after so long
-_TOGETHER = 48  # of those who were turned away are heard again
+SHED = RefusedError(429, "the server has as many requests as it can answer in time; ask again", _RETRY_SECONDS)
+_NEGLIGIBLE = 0.001  # seconds: a shorter wait is not deducted
+_RESUME_SECONDS = 0.005  # between two groups of paused connections
+_RESUME_COUNT = 48  # connections in a group
 
 
-class Guest(Protocol):
-    """A client's connection."""
+class PausableConnection(Protocol):
+    """A client's connection that is not read for a while."""
 
-    def let_in(self) -> None:
-        """Hear it again."""
+    def resume(self) -> None:
+        """Read it again."""
         ...
 
 
-class Door:
-    """Who may come in.
+class LoadShedder:
+    """Decides which requests are shed, and pauses their connections.
 
-    >>> door = Door(1000)
-    >>> door.refused(door.entered()); door.limit
+    >>> shedder = LoadShedder(1000)
+    >>> shedder.end_refused(shedder.begin()); shedder.limit
     32.0
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.limit = float(most)
-        self.inside = 0
-        self.turned_away = 0
-        self.turn = 0.0  # seconds
-        self._began = 0.0  # this turn; 0 between turns
-        self._allowed = 1.0  # seconds that requests have, lately
-        self._outside: deque[Guest] = deque()
+    def __init__(self, max_limit: int) -> None:
+        self.max_limit = max_limit
+        self.limit = float(max_limit)
+        self.in_flight = 0
+        self.shed_total = 0
+        self.turn_seconds = 0.0
+        self._turn_began = 0.0  # 0 between turns
+        self._usual_seconds = 1.0  # from a request to its deadline, a moving average
+        self._paused: deque[PausableConnection] = deque()
 
     @property
-    def shut(self) -> bool:
-        """Whether nobody may come in now: enough are inside."""
-        return self.inside >= min(self.limit, max(LEAST, self._allowed / _COST))
+    def at_limit(self) -> bool:
+        """Whether every new request is shed now."""
+        return self.in_flight >= min(self.limit, max(MIN_LIMIT, self._usual_seconds / _COST))
 
-    def shut_for(self, waited: float) -> bool:
-        """Whether one that lay in its socket for so long may not: nobody may, or in a flood, too much of its time has
-        gone."""
-        return self.shut or (self.limit < self.most and waited + self.turn > (1 - _MARGIN) * self._allowed)
+    def should_shed(self, waited: float) -> bool:
+        """Whether a request is shed that waited in its socket for `waited` seconds: at the limit always, during an
+        overload also if too much of its time is gone."""
+        return self.at_limit or (
+            self.limit < self.max_limit and waited + self.turn_seconds > (1 - _MARGIN) * self._usual_seconds
+        )
 
-    def refusal(self) -> RefusedError:
-        """What to say to one who may not."""
-        self.turned_away += 1
-        return AWAY
+    def shed(self) -> RefusedError:
+        """Count a shed request; returns its error."""
+        self.shed_total += 1
+        return SHED
 
-    def entered(self) -> int:
-        """A request is under way; how many are."""
-        self.inside += 1
-        return self.inside
-
-    def shut_out(self, guest: Guest, loop: asyncio.AbstractEventLoop) -> None:
-        """One was turned away. It is not heard for a moment, so that a flood cannot fill whole turns."""
-        self.turned_away += 1
-        self.hold_back([guest], loop)
+    def shed_and_pause(self, connection: PausableConnection, loop: asyncio.AbstractEventLoop) -> None:
+        """Count a shed request; its connection, which is paused, is resumed later."""
+        self.shed_total += 1
+        self.resume_later([connection], loop)
 
     @property
-    def crowded(self) -> bool:
-        """Whether there are some who are not heard."""
-        return bool(self._outside)
+    def has_paused(self) -> bool:
+        """Whether some connections are paused."""
+        return bool(self._paused)
 
-    def hold_back(self, guests: Iterable[Guest], loop: asyncio.AbstractEventLoop) -> None:
-        """These are not heard; they are let in again some at a time."""
-        if not self._outside:
-            loop.call_later(_TICK, self._let_in, loop)
-        self._outside.extend(guests)
+    def resume_later(self, connections: Iterable[PausableConnection], loop: asyncio.AbstractEventLoop) -> None:
+        """These connections are paused; resume them, a few at a time."""
+        if not self._paused:
+            loop.call_later(_RESUME_SECONDS, self._resume_some, loop)
+        self._paused.extend(connections)
 
-    def _let_in(self, loop: asyncio.AbstractEventLoop) -> None:
-        for _ in range(min(len(self._outside), _TOGETHER)):
-            self._outside.popleft().let_in()
-        if self._outside:
-            loop.call_later(_TICK, self._let_in, loop)
+    def _resume_some(self, loop: asyncio.AbstractEventLoop) -> None:
+        for _ in range(min(len(self._paused), _RESUME_COUNT)):
+            self._paused.popleft().resume()
+        if self._paused:
+            loop.call_later(_RESUME_SECONDS, self._resume_some, loop)
 
-    def hastened(self, request: Request, waited: float = 0.0) -> Request:
-        """The request with the time taken off that it lay in its socket, and that it takes here: this turn and, for its
-        answer, another. Raises RefusedError where nothing is left."""
+    def begin(self) -> int:
+        """A request is in flight from now on; returns how many are."""
+        self.in_flight += 1
+        return self.in_flight
+
+    def end_answered(self) -> None:
+        """A request was answered."""
+        if self.in_flight > _NEAR * self.limit:
+            self.limit = min(float(self.max_limit), self.limit + 1.0)
+        self.in_flight -= 1
+
+    def end_refused(self, in_flight_before: int) -> None:
+        """The engine refused a request for lack of time; `in_flight_before` is what `begin` returned for it."""
+        self.limit = max(float(min(MIN_LIMIT, self.max_limit)), min(self.limit, _DECREASE * in_flight_before))
+        self.in_flight -= 1
+
+    def end(self) -> None:
+        """A request ended in any other way, which says nothing about the engine's capacity."""
+        self.in_flight -= 1
+
+    def deduct_waiting(self, request: Request, waited: float = 0.0) -> Request:
+        """The request with an earlier deadline: less the seconds that it waited in its socket, this turn of the loop
+        and, for its answer, another turn. Raises RefusedError if the deadline has passed by then."""
         if request.deadline is None:
             return request
         now = time.monotonic()
-        self._allowed += 0.1 * (request.deadline - now - self._allowed)
-        age = now - self._began if self._began else 0.0
-        lost = waited + max(age, self.turn)
-        if self.limit < self.most:
-            lost += _MARGIN * (request.deadline - now)
-        if lost < _SHORT:
+        self._usual_seconds += 0.1 * (request.deadline - now - self._usual_seconds)
+        turn_so_far = now - self._turn_began if self._turn_began else 0.0
+        deducted = waited + max(turn_so_far, self.turn_seconds)
+        if self.limit < self.max_limit:
+            deducted += _MARGIN * (request.deadline - now)
+        if deducted < _NEGLIGIBLE:
             return request
-        if request.deadline - lost < now:
+        if request.deadline - deducted < now:
             raise RefusedError(
                 429, "its deadline would pass before an answer comes; ask with more time", _RETRY_SECONDS
             )
-        return replace(request, deadline=request.deadline - lost)
+        return replace(request, deadline=request.deadline - deducted)
 
-    def ordinary(self, request: Request) -> bool:
-        """Whether it has about as much time as others: what happens to one in a hurry says nothing about the rest."""
-        return request.deadline is None or request.deadline - time.monotonic() > 0.5 * self._allowed
+    def has_usual_deadline(self, request: Request) -> bool:
+        """Whether the request has at least half the usual time. A refusal of one with less says nothing about the
+        engine's capacity."""
+        return request.deadline is None or request.deadline - time.monotonic() > 0.5 * self._usual_seconds
 
-    def answered(self) -> None:
-        """It was answered."""
-        if self.inside > _NEAR * self.limit:
-            self.limit = min(float(self.most), self.limit + 1.0)
-        self.inside -= 1
+    def time_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Something was read from a client; the first read of a turn starts its clock."""
+        if not self._turn_began:
+            self._turn_began = time.monotonic()
+            loop.call_soon(self._all_read, loop)
 
-    def refused(self, entered: int) -> None:
-        """The engine has no time for it; `entered` is how many were under way when it came."""
-        self.limit = max(float(min(LEAST, self.most)), min(self.limit, _FALL * entered))
-        self.inside -= 1
+    def _all_read(self, loop: asyncio.AbstractEventLoop) -> None:
+        """All that was ready has been read. The callbacks that it scheduled run next; the turn ends behind them."""
+        loop.call_soon(self._end_turn)
 
-    def left(self) -> None:
-        """It ended in another way."""
-        self.inside -= 1
-
-    def read(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Something was read from a client: the first in a turn begins to time it."""
-        if not self._began:
-            self._began = time.monotonic()
-            loop.call_soon(self._turned, loop)
-
-    def _turned(self, loop: asyncio.AbstractEventLoop) -> None:
-        """All that was ready has been read; what it started runs next, and ends with the callback after it."""
-        loop.call_soon(self._ended)
-
-    def _ended(self) -> None:
-        self.turn, self._began = time.monotonic() - self._began, 0.0
+    def _end_turn(self) -> None:
+        self.turn_seconds, self._turn_began = time.monotonic() - self._turn_began, 0.0

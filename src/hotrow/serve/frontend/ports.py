@@ -5,9 +5,9 @@
     ...
     await frontend.close()      # drains
 
-It listens on loopback unless it is told otherwise. `close` stops taking connections and requests, lets those in flight
-finish for up to `drain_seconds`, and only then drops what is left. Several front ends may share their ports
-(`reuse_port`); each then shows its own figures, and whoever started them adds `figures()` up (metrics.added).
+It listens on loopback by default. `close` accepts no more connections and requests, lets those in flight finish for up
+to `drain_seconds`, and drops the rest. Several front ends may share their ports (`reuse_port`). The figures of the
+others are then passed in as `others`, so that one metrics page has the sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hotrow.serve.frontend.http_server import HttpServer, is_loopback
 from hotrow.serve.frontend.service import Service
 from hotrow.serve.protocol.backend import Backend, Figures
 from hotrow.serve.protocol.limits import Limits
-from hotrow.serve.protocol.metrics import added
+from hotrow.serve.protocol.metrics import sum_figures
 
 if TYPE_CHECKING:
     from hotrow.serve.frontend.grpc_server import GrpcServer
@@ -41,7 +41,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 @dataclass(frozen=True)
 class FrontendOptions:
-    """Where a front end listens and what it allows. A port of 0 is chosen by the system, None is not opened."""
+    """A front end's addresses and limits. Port 0 is chosen by the system; None is not opened."""
 
     host: str = "127.0.0.1"
     http_port: int | None = 8000
@@ -64,9 +64,9 @@ class FrontendOptions:
 
 
 class Frontend:
-    """The ports of one process. `ports` has what was bound after `start`.
+    """The ports of one process. After `start`, `ports` has the port numbers.
 
-    `others` gives the figures of other front ends of this server, for the metrics page.
+    `others` returns the figures of the server's other front ends, for the metrics page.
     """
 
     def __init__(
@@ -79,13 +79,15 @@ class Frontend:
         limits = self.options.limits
         self.service = Service(backend, limits, self.options.token, is_loopback(self.options.host))
         self.ports: dict[str, int] = {}
-        self._http = HttpServer(HttpProtocol(self.service), limits, self.service.counts, "http", self.service.door)
+        self._http = HttpServer(
+            HttpProtocol(self.service), limits, self.service.counts, "http", self.service.load_shedder
+        )
         page = MetricsPage(self.service, lambda: [self.figures(), *others()])
         self._metrics = HttpServer(page, limits, self.service.counts, "metrics")
         self._grpc: GrpcServer | None = None
 
     async def start(self) -> None:
-        """Open the ports; the first that cannot be opened is named."""
+        """Open the ports. The error for a port that cannot be opened gives its number."""
         options = self.options
         try:
             if options.http_port is not None:
@@ -105,7 +107,7 @@ class Frontend:
             ) from error
 
     async def close(self) -> None:
-        """Drain and close; health says "not ready" from the first moment."""
+        """Drain and close; health is "not ready" from now on."""
         self.service.draining = True
         grace = self.options.drain_seconds
         closing = [self._http.close(grace)]
@@ -115,5 +117,5 @@ class Frontend:
         await self._metrics.close(0.1)
 
     def figures(self) -> dict[tuple[str, ...], float]:
-        """What this front end has counted, without the engines' figures."""
-        return added([self.service.figures(), self._http.figures(), self._metrics.figures()])
+        """The metrics of this front end, without the engines'."""
+        return sum_figures([self.service.figures(), self._http.figures(), self._metrics.figures()])

@@ -1,80 +1,62 @@
-"""Service: what HTTP and gRPC have in common. Which model, who may, how many at once, and what is counted.
+"""Service: the rules that HTTP and gRPC share: model lookup, authorization, load shedding, metrics.
 
-A transport turns bytes into calls of this object and its results into bytes; every rule that must hold for both lives
-here, once. All of it runs on the front end's event loop.
+A transport (http_protocol.py, grpc_server.py) turns bytes into calls of this object and results into bytes. `infer` is
+the front end's half of the path of a request. Everything runs on the front end's event loop.
 
-**Who may change the server.** Loading and unloading need the token wherever one is set. Without a token they are open
-on loopback and closed elsewhere. A browser can send requests to loopback for any web page, so without a token a call is
-refused when its Origin is not this server, or when its Host is not a loopback name (a page whose domain resolves to
-127.0.0.1, known as DNS rebinding).
-
-**Large bodies** (over `_LARGE` bytes) are parsed by `_LARGE_READERS` threads, so that one client's 50 MiB do not delay
-every answer, and so that only a few large JSON documents are in memory as Python objects at once. Small bodies are
-parsed on the loop, which is faster than handing them to a thread.
+**Large bodies** (over `_LARGE_BYTES`) are parsed by `_LARGE_BODY_THREADS` threads, so that one client's 50 MiB do not
+delay every answer, and so that only a few large JSON documents are in memory as Python objects at once. Small bodies
+are parsed on the event loop, which is faster than handing them to a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-import hotrow
-from hotrow.serve.frontend.load_shedding import Door
+from hotrow.serve.frontend.authorization import Authorization, Caller
+from hotrow.serve.frontend.descriptions import model_statistics
+from hotrow.serve.frontend.load_shedding import LoadShedder
 from hotrow.serve.protocol.backend import READY, Backend, Figures, IndexEntry, ModelInfo
-from hotrow.serve.protocol.inference_json import OUTPUTS, ModelInputs, Wishes
-from hotrow.serve.protocol.input_layout import DENSE, KEYS
+from hotrow.serve.protocol.inference_json import RequestOptions, RequestParser
 from hotrow.serve.protocol.limits import Limits
-from hotrow.serve.protocol.metrics import Counts, added
+from hotrow.serve.protocol.metrics import Counts, sum_figures
 from hotrow.serve.protocol.request import Answer, RefusedError, Request
-from hotrow.serve.protocol.tensors import bad, shown
+from hotrow.serve.protocol.tensors import invalid, shown
 
-EXTENSIONS = ("binary_tensor_data", "model_repository", "model_configuration", "statistics")
-_LARGE, _LARGE_READERS = 1 << 20, 2
+_LARGE_BYTES, _LARGE_BODY_THREADS = 1 << 20, 2
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 _RETRY_SECONDS = 1.0
 
-Result = TypeVar("Result")
-Reader = Callable[[ModelInputs, str | None], tuple[Request, Wishes]]
-
-
-class Caller(NamedTuple):
-    """What a call says about who sends it: the HTTP headers of these names."""
-
-    authorization: str | None = None
-    origin: str | None = None
-    host: str | None = None
+Parse = Callable[[RequestParser, str | None], tuple[Request, RequestOptions]]  # of a version, from a request's bytes
 
 
 class Service:
-    """The rules of a front end over a backend."""
+    """The rules of one front end over its backend."""
 
     def __init__(self, backend: Backend, limits: Limits, token: str | None = None, loopback: bool = True) -> None:
         self.backend, self.limits, self.counts = backend, limits, Counts()
         self.draining = False
-        self.door = Door(limits.in_flight)
-        self._token = None if token is None else token.encode()
-        self._loopback = loopback
-        self._inputs: dict[tuple[str, str], ModelInputs] = {}
-        self._large_readers = ThreadPoolExecutor(_LARGE_READERS, "hotrow-large-body")
+        self.load_shedder = LoadShedder(limits.in_flight)
+        self._authorization = Authorization(token, loopback)
+        self._parsers: dict[tuple[str, str], RequestParser] = {}
+        self._large_body_threads = ThreadPoolExecutor(_LARGE_BODY_THREADS, "hotrow-large-body")
 
     def model(self, name: str, version: str | None) -> ModelInfo:
-        """The model under this name and version: 404 if there is none, 503 if there is and it never was in service."""
+        """The model of this name and version. Raises 404 if it is unknown, 503 if no version of it has ever loaded."""
         info = self.backend.models().get(name)
         if info is None:
             known = ", ".join(map(repr, sorted(self.backend.models())[:20])) or "none"
-            raise bad(f"there is no model {shown(name)} in service; these are: {known}", 404)
+            raise invalid(f"there is no model {shown(name)} in service; these are: {known}", 404)
         if not info.version:
             raise _unavailable(info)
         if version and version != info.version:
             if version not in info.versions and version not in info.others:
-                raise bad(
+                raise invalid(
                     f"model {name!r} has no version {shown(version)} in service; these are: "
                     f"{', '.join(info.versions or (info.version,))}",
                     404,
@@ -82,45 +64,47 @@ class Service:
             return info.others.get(version, info)
         return info
 
-    def inputs(self, name: str, version: str | None) -> ModelInputs:
-        """The way from tensors to this model's requests, kept while its ModelInfo is the same."""
+    def parser(self, name: str, version: str | None) -> RequestParser:
+        """The parser of this model version's requests, cached while its ModelInfo is the same object."""
         info = self.model(name, version)
-        kept = self._inputs.get((info.name, info.version))
-        if kept is None or kept.info is not info:
+        cached = self._parsers.get((info.name, info.version))
+        if cached is None or cached.info is not info:
             if info.state != READY:
                 self.counts.failed(info.name, info.version, 503)
                 raise _unavailable(info)
-            self._forget()
-            kept = self._inputs[info.name, info.version] = ModelInputs(info, self.limits)
-        return kept
+            self._drop_stale_parsers()
+            cached = self._parsers[info.name, info.version] = RequestParser(info, self.limits)
+        return cached
 
     async def infer(
-        self, name: str, version: str | None, size: int, read: Reader, waited: float = 0.0
-    ) -> tuple[Answer, Wishes]:
-        """Read a request with `read`, ask the backend, count it. `size` is what it weighs in bytes, `waited` how many
-        seconds of its time may be gone."""
+        self, name: str, version: str | None, size: int, parse: Parse, waited: float = 0.0
+    ) -> tuple[Answer, RequestOptions]:
+        """Shed, parse, deduct the wait, send to an engine, count: the front end's half of the path of a request.
+
+        `size` is the body's length in bytes, `waited` the seconds that the request waited in its socket.
+        """
         began = time.perf_counter()
-        inputs = self.inputs(name, version)
-        info = inputs.info
+        parser = self.parser(name, version)
+        info = parser.info
         if self.draining:
             raise RefusedError(503, "the server is shutting down; ask another, or again in a moment", _RETRY_SECONDS)
-        door = self.door
-        if door.shut:
+        shedder = self.load_shedder
+        if shedder.at_limit:
             self.counts.failed(info.name, info.version, 429)
-            raise door.refusal()
-        under_way, end, ordinary = door.entered(), door.left, False
+            raise shedder.shed()
+        in_flight, end, usual = shedder.begin(), shedder.end, False
         try:
-            if size > _LARGE:
+            if size > _LARGE_BYTES:
                 loop = asyncio.get_running_loop()
-                request, wishes = await loop.run_in_executor(self._large_readers, read, inputs, version or None)
+                request, options = await loop.run_in_executor(self._large_body_threads, parse, parser, version or None)
             else:
-                request, wishes = read(inputs, version or None)
-            ordinary = door.ordinary(request)
-            answer = await self.backend.infer(door.hastened(request, waited))
-            end = door.answered
+                request, options = parse(parser, version or None)
+            usual = shedder.has_usual_deadline(request)
+            answer = await self.backend.infer(shedder.deduct_waiting(request, waited))
+            end = shedder.end_answered
         except RefusedError as error:
-            if error.status == 429 and ordinary:
-                end = partial(door.refused, under_way)
+            if error.status == 429 and usual:
+                end = partial(shedder.end_refused, in_flight)
             self.counts.failed(info.name, info.version, error.status)
             raise
         except Exception:
@@ -129,28 +113,28 @@ class Service:
         finally:
             end()
         self.counts.answered(answer.model, answer.version, request.rows, time.perf_counter() - began)
-        return answer, wishes
+        return answer, options
 
     async def load(self, name: str, caller: Caller) -> None:
-        """Load a model, if the caller may."""
-        self._authorize(caller)
+        """Load a model, if the caller is allowed to."""
+        self._authorization.check(caller)
         await self.backend.load(_checked_name(name))
 
     async def unload(self, name: str, caller: Caller) -> None:
-        """Unload a model, if the caller may."""
-        self._authorize(caller)
+        """Unload a model, if the caller is allowed to."""
+        self._authorization.check(caller)
         await self.backend.unload(_checked_name(name))
 
     async def index(self, ready: bool) -> list[IndexEntry]:
-        """The repository's models and versions; with `ready` those in service alone."""
+        """The repository's models and versions; with `ready` only those in service."""
         entries = await self.backend.index()
         return [entry for entry in entries if not ready or entry.state == READY]
 
     async def statistics(self, name: str, version: str) -> list[dict[str, Any]]:
-        """Triton's model_stats, with every field."""
+        """Triton's model_stats; fields that an engine leaves out are 0."""
         if name:
             self.model(name, version)
-        return [_statistics(entry) for entry in await self.backend.statistics(name, version)]
+        return [model_statistics(entry) for entry in await self.backend.statistics(name, version)]
 
     async def ready(self) -> bool:
         """Whether the server takes requests."""
@@ -164,130 +148,29 @@ class Service:
             return False
 
     def figures(self) -> dict[tuple[str, ...], float]:
-        """What this front end counted, without the engines' figures."""
+        """The metrics of this front end, without the engines'."""
         own: Figures = {
-            ("hotrow_requests_in_flight",): self.door.inside,
-            ("hotrow_turned_away_total",): self.door.turned_away,
+            ("hotrow_requests_in_flight",): self.load_shedder.in_flight,
+            ("hotrow_turned_away_total",): self.load_shedder.shed_total,
             ("hotrow_draining",): float(self.draining),
         }
-        return added([self.counts.figures(), own])
+        return sum_figures([self.counts.figures(), own])
 
-    def _forget(self) -> None:
-        """Drop what was derived from versions that are gone."""
+    def _drop_stale_parsers(self) -> None:
+        """Drop the parsers of versions that are no longer in service."""
         live = {id(info) for known in self.backend.models().values() for info in (known, *known.others.values())}
-        for key in [key for key, kept in self._inputs.items() if id(kept.info) not in live]:
-            del self._inputs[key]
-
-    def _authorize(self, caller: Caller) -> None:
-        if self._token is None:
-            if not self._loopback:
-                raise bad(
-                    "this server listens beyond loopback and has no token, so models cannot be loaded or unloaded; "
-                    "start it with --token-file, or load models at its start",
-                    403,
-                )
-            if caller.host is not None and not is_loopback_host(caller.host):
-                raise bad(
-                    f"Host is {shown(caller.host)}, which is not this machine's loopback; call localhost, or start the "
-                    "server with --token-file",
-                    403,
-                )
-            if caller.origin is not None and caller.origin.lower() != f"http://{caller.host}".lower():
-                raise bad("a web page may not load or unload models here; start the server with --token-file", 403)
-            return
-        scheme, _, given = (caller.authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token):
-            raise bad(
-                "loading and unloading need the header 'Authorization: Bearer <token>' with the server's token", 401
-            )
-
-
-def is_loopback_host(host: str) -> bool:
-    """Whether a Host header names loopback. No name is resolved: a name can resolve to anything.
-
-    >>> [is_loopback_host(host) for host in ("localhost:8000", "127.0.0.1", "[::1]:8000", "evil.example:8000")]
-    [True, True, True, False]
-    """
-    name = host.rpartition(":")[0] if re.search(r":\d*$", host) and not host.endswith("]") else host
-    name = name.strip("[]").rstrip(".").lower()
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+        for key in [key for key, cached in self._parsers.items() if id(cached.info) not in live]:
+            del self._parsers[key]
 
 
 def _unavailable(info: ModelInfo) -> RefusedError:
     return RefusedError(503, f"model {info.name!r} is not in service: {info.reason}", _RETRY_SECONDS)
 
 
-def server_metadata() -> dict[str, Any]:
-    """The server, in the protocol's words."""
-    return {"name": "hotrow", "version": hotrow.__version__, "extensions": list(EXTENSIONS)}
-
-
-def model_metadata(info: ModelInfo) -> dict[str, Any]:
-    """The model's tensors, in the protocol's words. -1 is any number of rows."""
-    return {
-        "name": info.name,
-        "versions": list(info.versions or (info.version,)),
-        "platform": "hotrow",
-        "inputs": [{"name": name, "datatype": kind, "shape": shape} for name, kind, shape in _tensors(info)],
-        "outputs": [{"name": name, "datatype": "FP32", "shape": _logits_shape(info)} for name in OUTPUTS],
-    }
-
-
-def model_config(info: ModelInfo) -> dict[str, Any]:
-    """The model's configuration as Triton's clients read it; the export's own fields stand among the parameters."""
-    return {
-        "name": info.name,
-        "platform": "hotrow",
-        "backend": "hotrow",
-        "max_batch_size": 0,
-        "input": [
-            {"name": name, "data_type": f"TYPE_{kind}", "dims": shape, "optional": name != DENSE}
-            for name, kind, shape in _tensors(info)
-        ],
-        "output": [{"name": name, "data_type": "TYPE_FP32", "dims": _logits_shape(info)} for name in OUTPUTS],
-        "parameters": {key: {"string_value": str(value)} for key, value in info.config.items()},
-    }
-
-
-def _tensors(info: ModelInfo) -> list[tuple[str, str, list[int]]]:
-    signature = info.signature
-    tensors = [(name, "INT64", [-1, -1] if name in signature.sequences else [-1]) for name in signature.features]
-    if signature.features and KEYS not in signature.features:
-        tensors.append((KEYS, "INT64", [-1, len(signature.features)]))
-    if signature.dense:
-        tensors.append((DENSE, "FP32", [-1, signature.dense]))
-    return tensors
-
-
-def _logits_shape(info: ModelInfo) -> list[int]:
-    return [-1] if info.signature.tasks == 1 else [-1, info.signature.tasks]
-
-
-_DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
-
-
-def _statistics(entry: Mapping[str, Any]) -> dict[str, Any]:
-    stats = entry.get("inference_stats", {})
-    return {
-        "name": entry.get("name", ""),
-        "version": entry.get("version", ""),
-        "last_inference": entry.get("last_inference", 0),
-        "inference_count": entry.get("inference_count", 0),
-        "execution_count": entry.get("execution_count", 0),
-        "inference_stats": {name: {"count": 0, "ns": 0, **stats.get(name, {})} for name in _DURATIONS},
-        "batch_stats": list(entry.get("batch_stats", [])),
-    }
-
-
 def _checked_name(name: str) -> str:
-    """A model's name that may become a folder's name."""
+    """A model's name that is safe as the name of a folder."""
     if _MODEL_NAME.fullmatch(name) is None:
-        raise bad(
-            f"{shown(name)} is no model's name; use letters, digits, '_', '-' and '.', not starting with '.' or '-'"
+        raise invalid(
+            f"{shown(name)} is no model name; use letters, digits, '_', '-' and '.', not starting with '.' or '-'"
         )
     return name

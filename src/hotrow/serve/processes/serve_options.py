@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from hotrow.config import check_options, parse_size
+from hotrow.config import check_options
 from hotrow.credentials import public, split_login
 from hotrow.errors import OptionError, choices
 from hotrow.publish.bus import SCHEMES
@@ -19,6 +19,7 @@ from hotrow.serve.processes.engine_options import EngineOptions
 from hotrow.serve.protocol.limits import Limits
 from hotrow.tiers.remote.store import SCHEMES as REMOTE_SCHEMES
 from hotrow.tiers.remote.tables import is_local
+from hotrow.units import parse_size
 
 if TYPE_CHECKING:
     from hotrow.serve.frontend.ports import FrontendOptions

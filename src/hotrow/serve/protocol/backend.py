@@ -1,11 +1,11 @@
-"""Backend: what a front end asks of whoever holds the models, and nothing else.
+"""Backend: the interface between a front end, which knows bytes, JSON and gRPC, and the models.
 
-The front end knows bytes, JSON and gRPC; a backend knows models. In a server it is a Unix socket to engine processes;
-in the tests it is a small model in the same process. All methods are called from the front end's event loop; `models`
-and `figures` are plain calls and must not block.
+In a server it is EngineClient, a Unix socket to each engine process. In the tests it is a small model in the same
+process. All methods are called from the front end's event loop; `models` and `figures` are not coroutines and must not
+block.
 
-Invariant: `models()` gives the *same* ModelInfo object until something about that model changed. The front end keeps
-what it derived from one (names, shapes, a parsed feature spec) for as long as it sees the same object.
+Invariant: `models()` returns the *same* ModelInfo object until something about that model changes. The front end caches
+what it derives from one (names, shapes, a parsed feature spec) as long as the object is the same.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Figures = Mapping[tuple[str, ...], float]  # (metric, label values in metrics.TA
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model. `version` answers when a client names none, empty if none has ever loaded; `versions` are all that can
-    be named. Unless its `state` is READY, nobody answers now, and `reason` says why.
+    """A model. `version` answers requests that name none; it is empty if no version has ever loaded. `versions` are
+    all that a request can name. If `state` is not READY, no engine answers now, and `reason` says why.
 
-    Another version whose layout differs has its own ModelInfo in `others`.
+    A version with another input layout has its own ModelInfo in `others`.
     """
 
     name: str
     version: str
     signature: Signature
     versions: tuple[str, ...] = ()
-    features: str | None = None  # the saved FeatureSpec's JSON: raw columns can be sent
+    features: str | None = None  # the saved FeatureSpec as JSON, which makes raw columns possible
     config: Mapping[str, Any] = field(default_factory=dict)
     state: str = READY
     reason: str = ""
@@ -51,10 +51,10 @@ class IndexEntry:
 
 
 class Backend(Protocol):
-    """What a front end asks. Methods raise RefusedError with HTTP's status for what they refuse."""
+    """The interface. Methods raise RefusedError with an HTTP status for what they refuse."""
 
     def models(self) -> Mapping[str, ModelInfo]:
-        """The models in service, and those that are about to be again. Raises RefusedError while none is known."""
+        """The models in service, and those whose engine is restarting. Raises RefusedError while none is known."""
         ...
 
     def figures(self) -> Figures:
@@ -70,11 +70,11 @@ class Backend(Protocol):
         ...
 
     async def load(self, name: str) -> None:
-        """Load a model, or its newest version; returns when it is in service."""
+        """Load a model's newest version; returns when it is in service."""
         ...
 
     async def unload(self, name: str) -> None:
-        """Take a model out of service; returns when its last answer has left."""
+        """Take a model out of service; returns when its last answer has been sent."""
         ...
 
     async def statistics(self, name: str, version: str) -> Sequence[Mapping[str, Any]]:

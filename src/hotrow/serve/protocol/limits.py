@@ -1,11 +1,11 @@
-"""Limits: what one client, and all clients together, may ask of a front end.
+"""Limits: how much one client, and all clients together, may use of a front end.
 
-Every number that a client chooses (a body's length, a shape, a header, a count of connections) meets one of these
-before memory is taken for it. They are options of `hotrow serve`, so each has a name, a default that suits a machine of
-a few GiB, and an error that names it.
+Every number that a client chooses (a body's length, a shape, a header, a count of connections) is checked against a
+limit before memory is allocated for it. Limits are options of `hotrow serve`: each has a name, a default for a machine
+of a few GiB, and an error that names it.
 
-`ids` bounds what a request becomes, not what it is: a history of a million ids sent once for 100,000 candidates is a
-small body and 10^11 ids after it is spread over its rows.
+`ids` limits the ids of a request after shared features are repeated for each row. A history of a million ids that is
+sent once for 100,000 candidates is a small body, but 10^11 ids.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from hotrow.config import parse_size
 from hotrow.errors import OptionError
+from hotrow.units import parse_size
 
 _SIZES = ("body", "json", "headers", "buffered")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a front end takes.
+    """The limits of one front end.
 
     >>> Limits(body="1MiB").body_bytes
     1048576

@@ -1,12 +1,10 @@
-"""Metrics: every name that the server shows to Prometheus, what it means, and the text that shows it.
+"""Metrics: every metric of the server (TABLE), the front end's counters, and Prometheus' text format.
 
-Names are Triton's where they mean the same, so that dashboards work unchanged; ours begin with hotrow_. TABLE is the
-one list of them. A figure is a tuple of a name and its labels' values, so that engines send theirs as they are and
-several processes' figures are added with `added`; who counts what is said in the help text.
+Names are Triton's where the meaning is the same, so that dashboards work unchanged; our own begin with hotrow_.
+Figures map (name, label values...) to a number. Figures of several processes are added with `sum_figures`.
 
-The text is written here and not by prometheus_client, because that appends _total to a counter's name, and Triton's
-counters have none. The front end counts with plain numbers from its one event loop: 0.1 µs where prometheus_client's
-labelled counters take 1.5.
+prometheus_client is not used: it appends _total to a counter's name, and Triton's counters have no such suffix.
+Counting in a dict from the one event loop takes 0.1 µs; a labelled counter of prometheus_client takes 1.5.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ class Metric(NamedTuple):
 
 
 TABLE: dict[str, Metric] = {
-    # Triton's names. The front end counts these three.
+    # Triton's names, counted by the front end.
     "nv_inference_request_success": Metric("counter", _MODEL, "Requests that were answered"),
     "nv_inference_request_failure": Metric(
         "counter", (*_MODEL, "reason"), "Requests that were not: BAD_REQUEST, REFUSED (shed), DEADLINE, INTERNAL"
@@ -38,7 +36,7 @@ TABLE: dict[str, Metric] = {
     "nv_inference_request_duration_us": Metric(
         "counter", _MODEL, "Microseconds from a request's last byte to its answer's first, summed"
     ),
-    # Triton's names, from the engines.
+    # Triton's names, counted by the engines.
     "nv_inference_count": Metric("counter", _MODEL, "Rows that were scored"),
     "nv_inference_exec_count": Metric("counter", _MODEL, "Joined batches that ran"),
     "nv_inference_queue_duration_us": Metric(
@@ -54,7 +52,7 @@ TABLE: dict[str, Metric] = {
         "counter", _MODEL, "Microseconds for splitting answers, summed over requests"
     ),
     "nv_inference_pending_request_count": Metric("gauge", _MODEL, "Requests that wait to be joined"),
-    # Ours, from the front end.
+    # Our own, counted by the front end.
     "hotrow_rows_asked_total": Metric("counter", _MODEL, "Rows in accepted requests"),
     "hotrow_request_bytes_total": Metric("counter", ("protocol",), "Bytes of request bodies"),
     "hotrow_requests_in_flight": Metric("gauge", (), "Requests that wait for an answer"),
@@ -63,7 +61,7 @@ TABLE: dict[str, Metric] = {
     "hotrow_connections_refused_total": Metric("counter", ("reason",), "Connections closed: too many, slow, idle, bad"),
     "hotrow_buffered_bytes": Metric("gauge", (), "Bytes of bodies being read or answered"),
     "hotrow_draining": Metric("gauge", (), "1 while the front end finishes and takes nothing new"),
-    # Ours, from the engines.
+    # Our own, counted by the engines.
     "hotrow_rows_total": Metric("counter", _MODEL, "Rows that ran, padding not counted"),
     "hotrow_padding_rows_total": Metric("counter", _MODEL, "Rows added to fill buckets"),
     "hotrow_late_rows_total": Metric("counter", (*_MODEL, "policy"), "Ids answered by policy, their rows being late"),
@@ -101,14 +99,14 @@ REASONS = {429: "REFUSED", 503: "REFUSED", 504: "DEADLINE"}
 
 
 class Counts:
-    """What one front end counts. Called from its event loop alone."""
+    """The counters of one front end. Called from its event loop only."""
 
     def __init__(self) -> None:
         self.started = time.time()
         self._values: defaultdict[tuple[str, ...], float] = defaultdict(float)
 
     def add(self, *figure: str, by: float = 1) -> None:
-        """Count: a name and its labels' values."""
+        """Add to a counter, given by its name and label values."""
         self._values[figure] += by
 
     def answered(self, model: str, version: str, rows: int, seconds: float) -> None:
@@ -119,7 +117,7 @@ class Counts:
         values["hotrow_rows_asked_total", model, version] += rows
 
     def failed(self, model: str, version: str, status: int) -> None:
-        """A request was refused or broke. Requires: the model exists (labels are not the client's to choose)."""
+        """A request was refused or failed. Requires: the model exists (a client must not be able to choose labels)."""
         reason = REASONS.get(status, "BAD_REQUEST" if status < 500 else "INTERNAL")
         self._values["nv_inference_request_failure", model, version, reason] += 1
 
@@ -128,7 +126,7 @@ class Counts:
         return dict(self._values)
 
 
-def added(parts: Iterable[Figures]) -> dict[tuple[str, ...], float]:
+def sum_figures(parts: Iterable[Figures]) -> dict[tuple[str, ...], float]:
     """The sum of several processes' figures.
 
     >>> added([{("hotrow_compile_queue",): 1}, {("hotrow_compile_queue",): 2}])
@@ -142,7 +140,7 @@ def added(parts: Iterable[Figures]) -> dict[tuple[str, ...], float]:
 
 
 def render(figures: Figures) -> str:
-    """Prometheus' text of these figures; names that TABLE lacks are left out, with a comment that says so.
+    """These figures in Prometheus' text format; a name that is not in TABLE becomes a comment.
 
     >>> print(render({("hotrow_compile_queue",): 2}).splitlines()[-1])
     hotrow_compile_queue 2

@@ -1,12 +1,12 @@
-"""Raw columns: what the training data looked like, through the model's saved feature spec, into a Request.
+"""RawColumns: columns as in the training data, converted to keys by the model's saved feature spec.
 
-A request is raw when it says so (`raw: true`) or when a tensor is BYTES: keys are never strings. Its tensors are then
-columns of the spec, by their names in the data: numbers or strings, [rows] or [rows, 1], or [1] for all rows; lists are
+A request is raw if it says so (`raw: true`) or if a tensor is BYTES, because keys are never strings. Its tensors are
+columns of the spec, by their names in the data: numbers or strings, [rows] or [rows, 1], or [1] for all rows. Lists are
 [rows, n], or `<column>` [elements] with `<column>.offsets` [rows + 1]. A JSON null or a float NaN is a missing value.
 
-The spec that trained the model makes the keys, so that there is nothing here that could drift from it. It sees every
-column at its full length (a Cross may join a user's column and an item's); a feature that rests on shared columns alone
-is then cut back to one row, so that the engine reads the user's rows once.
+The spec is the one that trained the model, so serving cannot differ from training. It gets every column at full length,
+because a Cross may join a user's column and an item's. A feature made from shared columns only is then cut back to one
+row, so that the engine reads the user's rows once.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hotrow.errors import DataError, HotRowError, choices
 from hotrow.features import FeatureSpec
 from hotrow.features.keys import Cross
 from hotrow.features.sequences import Sequence
-from hotrow.serve.protocol.input_layout import rising
+from hotrow.serve.protocol.input_layout import checked_offsets
 from hotrow.serve.protocol.limits import Limits
 from hotrow.serve.protocol.request import Array, Ids, Signature
-from hotrow.serve.protocol.tensors import BYTES, Declared, Elements, bad, shown
+from hotrow.serve.protocol.tensors import BYTES, DeclaredTensor, Elements, invalid, shown
 
 _OFFSETS = ".offsets"
 
 
 class RawColumns:
-    """A spec and the signature that its batches must fill. Any thread may call it."""
+    """A feature spec and the signature that its output must have. Any thread may call it."""
 
     def __init__(self, spec: FeatureSpec, signature: Signature, limits: Limits) -> None:
         self.spec, self.signature, self.limits = spec, signature, limits
@@ -43,34 +43,36 @@ class RawColumns:
         self._sources = {feature.name: self._columns_of(feature.name) for feature in spec.features}
 
     def columns(
-        self, tensors: Many[Declared], elements: Many[Elements]
+        self, tensors: Many[DeclaredTensor], elements: Many[Elements]
     ) -> tuple[int, tuple[Ids, ...], Array | None, bool]:
-        """Rows, ids in the signature's order, dense features and whether those are shared."""
+        """The number of rows, ids in the signature's order, dense features, and whether these are shared."""
         columns, counts = self._columns(tensors, elements)
-        rows = self._agreed(counts)
+        rows = self._common_rows(counts)
         shared = {name for name, count in counts.items() if count == 1 < rows}
         full = {name: _repeat(column, rows) if name in shared else column for name, column in columns.items()}
         try:
             batch = self.spec.apply(full, labels=False)
         except HotRowError as error:
-            raise bad(str(error)) from error
+            raise invalid(str(error)) from error
         ids = tuple(self._ids(name, batch.ids, shared, rows) for name in self.signature.features)
         dense = None if batch.dense is None or not self.signature.dense else batch.dense.numpy()
         if dense is not None and not np.isfinite(dense).all():
-            raise bad("a dense feature is NaN or infinite; send finite numbers, or null where the spec fills in")
+            raise invalid("a dense feature is NaN or infinite; send finite numbers, or null where the spec fills in")
         return rows, ids, dense, False
 
-    def _columns(self, tensors: Many[Declared], elements: Many[Elements]) -> tuple[dict[str, pa.Array], dict[str, int]]:
+    def _columns(
+        self, tensors: Many[DeclaredTensor], elements: Many[Elements]
+    ) -> tuple[dict[str, pa.Array], dict[str, int]]:
         by_name = {tensor.name: number for number, tensor in enumerate(tensors)}
         if len(by_name) != len(tensors):
-            raise bad("two inputs have one name; send each once")
+            raise invalid("two inputs have one name; send each once")
         columns, counts = {}, {}
         for number, tensor in enumerate(tensors):
             name = tensor.name
             if name not in self._known:
                 if name.endswith(_OFFSETS) and name.removesuffix(_OFFSETS) in by_name:
                     continue
-                raise bad(f"the model's feature spec has no column {shown(name)}; {choices(name, self._known)}")
+                raise invalid(f"the model's feature spec has no column {shown(name)}; {choices(name, self._known)}")
             flat = _arrow(tensor, elements[number])
             offsets = by_name.get(name + _OFFSETS)
             columns[name] = (
@@ -81,20 +83,20 @@ class RawColumns:
             counts[name] = len(columns[name])
         return columns, counts
 
-    def _agreed(self, counts: Mapping[str, int]) -> int:
+    def _common_rows(self, counts: Mapping[str, int]) -> int:
         rows = max(counts.values(), default=0)
         if rows < 1 or min(counts.values()) < 1:
-            raise bad("a request has at least one row; send one or more")
+            raise invalid("a request has at least one row; send one or more")
         if rows > self.limits.rows:
-            raise bad(f"{rows} rows are more than the limit rows={self.limits.rows}; send several requests", 413)
+            raise invalid(f"{rows} rows are more than the limit rows={self.limits.rows}; send several requests", 413)
         if any(count not in (1, rows) for count in counts.values()):
             named = ", ".join(f"{shown(name)} {count}" for name, count in counts.items())
-            raise bad(f"columns have different numbers of rows: {named}; each has {rows}, or 1 for all rows")
+            raise invalid(f"columns have different numbers of rows: {named}; each has {rows}, or 1 for all rows")
         return rows
 
     def _ids(self, name: str, made: Mapping[str, Jagged], shared: set[str], rows: int) -> Ids:
         if name not in made:
-            raise bad(
+            raise invalid(
                 f"the model's feature spec makes no feature {name!r}; export the model with the spec it trained on", 500
             )
         jagged = made[name]
@@ -107,7 +109,7 @@ class RawColumns:
         return Ids(values, offsets, weights)
 
     def _columns_of(self, name: str) -> frozenset[str]:
-        """The raw columns that a feature rests on."""
+        """The raw columns that a feature is made from."""
         feature = next((feature for feature in self.spec.features if feature.name == name), None)
         if feature is None:
             return frozenset([name])
@@ -116,14 +118,14 @@ class RawColumns:
         return frozenset(feature.inputs())
 
 
-def _arrow(tensor: Declared, elements: Elements) -> pa.Array:
+def _arrow(tensor: DeclaredTensor, elements: Elements) -> pa.Array:
     if tensor.datatype == BYTES:
         return pa.array(elements, pa.string())
     return pa.array(elements, from_pandas=True)
 
 
-def _lists(tensor: Declared, flat: pa.Array, wanted: bool) -> pa.Array:
-    """A [rows, n] tensor as lists of n; [rows], and [rows, 1] where no lists are wanted, as it is."""
+def _lists(tensor: DeclaredTensor, flat: pa.Array, wanted: bool) -> pa.Array:
+    """A [rows, n] tensor as lists of n. [rows] is returned unchanged, and so is [rows, 1] unless lists are wanted."""
     if len(tensor.shape) == 1 or (tensor.shape[1] == 1 and not wanted):
         return flat
     rows, width = tensor.shape
@@ -132,11 +134,11 @@ def _lists(tensor: Declared, flat: pa.Array, wanted: bool) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(np.arange(rows + 1, dtype=np.int32) * np.int32(width)), flat)
 
 
-def _jagged(tensor: Declared, flat: pa.Array, declared: Declared, offsets: Elements) -> pa.Array:
+def _jagged(tensor: DeclaredTensor, flat: pa.Array, declared: DeclaredTensor, offsets: Elements) -> pa.Array:
     if declared.datatype not in ("INT64", "INT32") or len(declared.shape) != 1 or declared.size < 2:
-        raise bad(f"{shown(declared.name)} must be INT64 or INT32 of shape [rows + 1], with at least one row")
+        raise invalid(f"{shown(declared.name)} must be INT64 or INT32 of shape [rows + 1], with at least one row")
     assert isinstance(offsets, np.ndarray)
-    checked = rising(offsets, tensor.size, declared.name)
+    checked = checked_offsets(offsets, tensor.size, declared.name)
     try:
         return pa.LargeListArray.from_arrays(pa.array(checked), flat)
     except pa.ArrowException as error:

@@ -1,14 +1,14 @@
-"""What flows through the server: a Request in, an Answer out, and the Signature that says what a model takes.
+"""Request, Answer, and the Signature of a model's inputs: the values that flow through the server.
 
-A Request has the columns of its model's signature, as numpy arrays that the front end has checked: the engine trusts
-lengths, offsets and types. `rows` is how many candidates it has. A feature is one of
+A Request has the columns of its model's signature as numpy arrays. The front end has checked their lengths, offsets and
+types. `rows` is the number of candidates. A feature is one of
 
     one id per row          values [rows],  offsets None
     any number per row      values [n],     offsets [rows + 1]
     shared by all rows      values [n],     offsets None or [2], shared=True: the user's features, sent once
 
-and the dense features are [rows, width], or [1, width] with `dense_shared`. Where every feature has one id per row, a
-request may give them as one matrix (`matrix`, `ids` empty): it travels in one copy.
+and the dense features are [rows, width], or [1, width] with `dense_shared`. If every feature has one id per row, a
+request may have them as one matrix (`matrix`, with `ids` empty), which is copied at once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hotrow.errors import HotRowError
 
 Array = NDArray[Any]
 
-POLICIES = ("wait", "initial", "default")  # for rows that would come too late
+POLICIES = ("wait", "initial", "default")  # for rows that would arrive after the deadline
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What a model takes: key features in order (`sequences` are those with pooling "none"), and dense columns."""
+    """A model's inputs: key features in order (`sequences` are those with pooling "none"), and dense columns."""
 
     features: tuple[str, ...]
     sequences: frozenset[str]
@@ -55,7 +55,7 @@ class Ids(NamedTuple):
 class PackedIds(Sequence[Ids]):
     """The ids of a request whose features all have one id per row: a contiguous matrix [features, rows].
 
-    A sequence of Ids like any other; whoever knows it takes `matrix` whole and saves an object for each feature.
+    A sequence of Ids like any other. Code that takes `matrix` instead saves one object for each feature.
     """
 
     __slots__ = ("matrix",)
@@ -73,14 +73,14 @@ class PackedIds(Sequence[Ids]):
 
 @dataclass(frozen=True)
 class Request:
-    """A client's question. `deadline` is on the clock of time.monotonic; None takes the server's default."""
+    """Rows to score. `deadline` is on the clock of time.monotonic; None takes the server's default."""
 
     model: str
     rows: int
     ids: Sequence[Ids]  # in the signature's order; a tuple or PackedIds
     dense: Array | None = None  # float32
     dense_shared: bool = False
-    version: str | None = None  # None: the one in service
+    version: str | None = None  # None: the current version
     deadline: float | None = None
     policy: str | None = None  # one of POLICIES; None takes the model's
     matrix: Array | None = None  # instead of ids: int64 [rows, features], one id per row in every feature
@@ -88,19 +88,19 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """Logits [rows] or [rows, tasks] float32, and what they were made of."""
+    """Logits [rows] or [rows, tasks] float32, and the version and publication that they were computed from."""
 
     logits: Array
     model: str
     version: str
     publication: int = 0
-    late_rows: int = 0  # ids whose rows would have come too late, answered by policy
-    compiled: bool = False  # whether a bucket answered, or the original graph
+    late_rows: int = 0  # ids whose rows would have arrived too late, and were answered by policy
+    compiled: bool = False  # whether a compiled bucket ran, or the original graph
     parameters: dict[str, str | int | float] = field(default_factory=dict)
 
 
 class RefusedError(HotRowError):
-    """The server does not answer: `status` is HTTP's, `retry_after` seconds for 429 and 503."""
+    """A request is refused. `status` is HTTP's; `retry_after` is in seconds, for 429 and 503."""
 
     def __init__(self, status: int, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)

@@ -1,12 +1,11 @@
-"""Tensors as clients write them: a name, a datatype, a shape, and elements as bytes, as JSON or as protobuf fields.
+"""Tensors as clients write them: a name, a datatype, a shape, and elements as bytes, JSON or protobuf fields.
 
-`declare` checks what is said of a tensor before any element is read, so that a shape of 2^60 elements is an error and
-not an allocation: a tensor's elements were sent, hence their number is at most the body's bytes. `from_bytes` and
-`from_list` then give one flat array (or, for BYTES, a list of strings) with exactly the elements that the shape
-announces.
+`declare` checks a tensor's name, datatype and shape before any element is read, so that a shape of 2^60 elements is an
+error and not an allocation. `from_bytes` and `from_list` then return one flat array (for BYTES, a list of strings) with
+exactly the elements that the shape announces.
 
-Arrays from bytes are views of the body wherever alignment allows: nobody writes to them, and whoever keeps one keeps
-the body. Everything here is a pure function; any thread may call it.
+Arrays from bytes are views of the body where alignment allows it: they must not be written to, and they keep the body
+in memory. Everything here is a pure function; any thread may call it.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ _MAX_NAME = 1024
 Elements = Array | list[str | None]
 
 
-class Declared(NamedTuple):
-    """What a client says of a tensor."""
+class DeclaredTensor(NamedTuple):
+    """A tensor's declaration. `size` is its number of elements."""
 
     name: str
     datatype: str
@@ -51,12 +50,12 @@ class Declared(NamedTuple):
     size: int
 
 
-def bad(message: str, status: int = 400) -> RefusedError:
-    """The error of a request that cannot be read."""
+def invalid(message: str, status: int = 400) -> RefusedError:
+    """The error of an invalid request."""
     return RefusedError(status, message)
 
 
-def declare(name: object, datatype: object, shape: object) -> Declared:
+def declare(name: object, datatype: object, shape: object) -> DeclaredTensor:
     """A tensor's declaration, checked.
 
     >>> declare("item", "INT64", [50, 1]).size
@@ -66,22 +65,26 @@ def declare(name: object, datatype: object, shape: object) -> Declared:
     hotrow.serve.protocol.request.RefusedError: input 'item' has the datatype 'INT46'; did you mean 'INT64'? ...
     """
     if not isinstance(name, str) or not name or len(name) > _MAX_NAME:
-        raise bad(f"an input has the name {shown(name)}; give every input a name of 1 to {_MAX_NAME} characters")
+        raise invalid(f"an input has the name {shown(name)}; give every input a name of 1 to {_MAX_NAME} characters")
     if not isinstance(datatype, str) or (datatype not in DTYPES and datatype != BYTES):
-        raise bad(f"input {shown(name)} has the datatype {shown(datatype)}; {choices(datatype, _DATATYPES)}")
+        raise invalid(f"input {shown(name)} has the datatype {shown(datatype)}; {choices(datatype, _DATATYPES)}")
     if not isinstance(shape, (list, tuple)) or not 1 <= len(shape) <= 2:
-        raise bad(f"input {shown(name)} has the shape {shown(shape)}; give a list of one or two sizes, such as [50]")
+        raise invalid(
+            f"input {shown(name)} has the shape {shown(shape)}; give a list of one or two sizes, such as [50]"
+        )
     count = 1
     for size in shape:
         if type(size) is not int or size < 0:
-            raise bad(f"input {shown(name)} has the shape {shown(shape)}; sizes are whole numbers from 0")
+            raise invalid(f"input {shown(name)} has the shape {shown(shape)}; sizes are whole numbers from 0")
         count *= size
     if count > _MAX_ELEMENTS:
-        raise bad(f"input {shown(name)} has {count} elements; send at most {_MAX_ELEMENTS}, in smaller requests", 413)
-    return Declared(name, datatype, tuple(shape), count)
+        raise invalid(
+            f"input {shown(name)} has {count} elements; send at most {_MAX_ELEMENTS}, in smaller requests", 413
+        )
+    return DeclaredTensor(name, datatype, tuple(shape), count)
 
 
-def from_bytes(tensor: Declared, data: bytes | memoryview, offset: int, size: int) -> Elements:
+def from_bytes(tensor: DeclaredTensor, data: bytes | memoryview, offset: int, size: int) -> Elements:
     """The elements in `size` bytes at `offset`, flat.
 
     Requires: those bytes are there.
@@ -95,40 +98,40 @@ def from_bytes(tensor: Declared, data: bytes | memoryview, offset: int, size: in
     return array if array.flags.aligned else array.copy()
 
 
-def wrong_size(tensor: Declared, size: int) -> RefusedError:
-    """The error of a tensor whose bytes do not fit its shape."""
+def wrong_size(tensor: DeclaredTensor, size: int) -> RefusedError:
+    """The error of a tensor whose bytes disagree with its shape."""
     wants = tensor.size * DTYPES[tensor.datatype].itemsize
-    return bad(
+    return invalid(
         f"input {shown(tensor.name)} has {size} bytes, but {tensor.datatype} of shape {list(tensor.shape)} "
         f"has {wants}; send every element of the shape, little-endian, and nothing else"
     )
 
 
-def from_list(tensor: Declared, data: object) -> Elements:
-    """The elements of a JSON list, flat or nested as the shape is.
+def from_list(tensor: DeclaredTensor, data: object) -> Elements:
+    """The elements of a JSON list, which is flat or nested like the shape.
 
     >>> from_list(declare("item", "INT64", [2, 1]), [[7], [8]])
     array([7, 8])
     """
     if not isinstance(data, (list, tuple)):
-        raise bad(f'input {shown(tensor.name)} has "data" of {type(data).__name__}; give a list of its elements')
+        raise invalid(f'input {shown(tensor.name)} has "data" of {type(data).__name__}; give a list of its elements')
     if tensor.datatype == BYTES:
         return _checked_strings(tensor, _flat(data))
     try:
         array = np.array(data)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise bad(
+        raise invalid(
             f"the data of input {shown(tensor.name)} is no {len(tensor.shape)}-d list of numbers; "
             "give as many elements in every list"
         ) from error
     return as_type(tensor, array.reshape(-1))
 
 
-def as_type(tensor: Declared, array: Array) -> Array:
-    """Numbers of any type as the tensor's own, where none changes its value (floats may be rounded)."""
+def as_type(tensor: DeclaredTensor, array: Array) -> Array:
+    """Numbers converted to the tensor's type, if no value changes (floats may be rounded)."""
     dtype = DTYPES[tensor.datatype]
     if array.size != tensor.size:
-        raise bad(
+        raise invalid(
             f"input {shown(tensor.name)} has {array.size} elements, but its shape {list(tensor.shape)} has "
             f"{tensor.size}; send every element and nothing else"
         )
@@ -138,7 +141,7 @@ def as_type(tensor: Declared, array: Array) -> Array:
         return array.astype(dtype)
     allowed = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[dtype.kind]
     if array.dtype.kind not in allowed:
-        raise bad(
+        raise invalid(
             f"the data of input {shown(tensor.name)} cannot be read as {tensor.datatype}: its elements are "
             f"{_kind(array)}; send numbers of that type, or declare another datatype"
         )
@@ -146,7 +149,7 @@ def as_type(tensor: Declared, array: Array) -> Array:
         range_: Any = np.iinfo(dtype.str)  # type: ignore[call-overload]
         low, high = int(range_.min), int(range_.max)
         if int(array.min()) < low or int(array.max()) > high:
-            raise bad(
+            raise invalid(
                 f"the data of input {shown(tensor.name)} leaves {tensor.datatype}'s range {low} to {high}; "
                 "fold larger ids into int64 (the same 64 bits, signed)"
             )
@@ -155,7 +158,7 @@ def as_type(tensor: Declared, array: Array) -> Array:
 
 
 def shown(value: object) -> str:
-    """A client's value in a message: short, and with nothing that could break a log line."""
+    """A client's value for an error message: ASCII, on one line, at most 80 characters."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
@@ -165,57 +168,63 @@ def _kind(array: Array) -> str:
     return kinds.get(array.dtype.kind, "of several kinds, or integers beyond 64 bits")
 
 
-def _strings(tensor: Declared, data: bytes | memoryview) -> list[str | None]:
+def _strings(tensor: DeclaredTensor, data: bytes | memoryview) -> list[str | None]:
     """BYTES elements: each a length of 4 bytes, little-endian, and that many bytes of UTF-8."""
     size = len(data)
     found: list[str | None] = []
     if tensor.size * 4 > size:
-        raise bad(f"input {shown(tensor.name)} has {tensor.size} strings in {size} bytes; each has 4 bytes of length")
+        raise invalid(
+            f"input {shown(tensor.name)} has {tensor.size} strings in {size} bytes; each has 4 bytes of length"
+        )
     view, at = bytes(data), 0
     for number in range(tensor.size):
         end = at + 4 + int.from_bytes(view[at : at + 4], "little") if at + 4 <= size else size + 1
         if end > size:
-            raise bad(
-                f"string {number} of input {shown(tensor.name)} ends behind the tensor's {size} bytes; send it whole"
+            raise invalid(
+                f"string {number} of input {shown(tensor.name)} ends after the tensor's {size} bytes; send it whole"
             )
         found.append(_decoded(tensor, number, view[at + 4 : end]))
         at = end
     if at != size:
-        raise bad(
-            f"input {shown(tensor.name)} has {size - at} bytes behind its {tensor.size} strings; "
+        raise invalid(
+            f"input {shown(tensor.name)} has {size - at} bytes after its {tensor.size} strings; "
             "make its shape and binary_data_size agree"
         )
     return found
 
 
-def decoded(tensor: Declared, elements: Sequence[bytes]) -> list[str | None]:
-    """The strings of BYTES elements that came one by one."""
+def decoded(tensor: DeclaredTensor, elements: Sequence[bytes]) -> list[str | None]:
+    """The strings of BYTES elements that are already separate."""
     if len(elements) != tensor.size:
-        raise bad(
+        raise invalid(
             f"input {shown(tensor.name)} has {len(elements)} elements, but its shape has {tensor.size}; "
             "send every element and nothing else"
         )
     return [_decoded(tensor, number, element) for number, element in enumerate(elements)]
 
 
-def _decoded(tensor: Declared, number: int, text: bytes) -> str:
+def _decoded(tensor: DeclaredTensor, number: int, text: bytes) -> str:
     try:
         return text.decode()
     except UnicodeDecodeError as error:
-        raise bad(f"string {number} of input {shown(tensor.name)} is not UTF-8 ({error.reason}); encode it") from error
+        raise invalid(
+            f"string {number} of input {shown(tensor.name)} is not UTF-8 ({error.reason}); encode it"
+        ) from error
 
 
-def _checked_strings(tensor: Declared, elements: list[Any]) -> list[str | None]:
+def _checked_strings(tensor: DeclaredTensor, elements: list[Any]) -> list[str | None]:
     if len(elements) != tensor.size:
-        raise bad(
+        raise invalid(
             f"input {shown(tensor.name)} has {len(elements)} elements, but its shape {list(tensor.shape)} has "
             f"{tensor.size}; send every element and nothing else"
         )
     for element in elements:
         if element is not None and type(element) is not str:
-            raise bad(f"input {shown(tensor.name)} is BYTES and has {shown(element)}; give strings, null where missing")
+            raise invalid(
+                f"input {shown(tensor.name)} is BYTES and has {shown(element)}; give strings, null where missing"
+            )
         if element is not None and not element.isascii() and not _encodes(element):
-            raise bad(
+            raise invalid(
                 f"input {shown(tensor.name)} has {shown(element)}, which is no Unicode text; send whole characters"
             )
     return elements
@@ -230,14 +239,14 @@ def _encodes(text: str) -> bool:
 
 
 def _flat(data: Any) -> list[Any]:
-    """A list's elements, or its lists' elements: shapes have at most two sizes."""
+    """The elements of a list or of a list of lists: shapes have at most two dimensions."""
     if data and all(isinstance(part, (list, tuple)) for part in data):
         return [element for part in data for element in part]
     return list(data)
 
 
 def finite_number(value: object) -> bool:
-    """Whether a parameter is a number that a float can hold. JSON's integers have any length.
+    """Whether a parameter is a number that a float can hold. Integers in JSON have any length.
 
     >>> [finite_number(value) for value in (1.5, 10**400, float("nan"), True)]
     [True, False, False, False]

@@ -49,7 +49,7 @@ DefaultRows = Mapping[str, Tensor | Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Choices:
+class ExportOptions:
     """What the one who exports decides, checked."""
 
     values: str
@@ -99,7 +99,7 @@ def export(
     check_name(folder.name)
     if embeddings.ranks is not None and embeddings.ranks.world > 1:
         raise OptionError("a rank has only a part of the rows; save a checkpoint and export that: `hotrow export`")
-    chosen = Choices(
+    chosen = ExportOptions(
         _checked(check_values, values),
         _policy(policy),
         _deadline(deadline),
@@ -128,7 +128,7 @@ def export(
 
 
 def _write(
-    draft: Path, model: str, number: int, embeddings: EmbeddingCollection, traced: Traced, dense: int, chosen: Choices
+    draft: Path, model: str, number: int, embeddings: EmbeddingCollection, traced: Traced, dense: int, chosen: ExportOptions
 ) -> None:
     """A version's files, all on the disk when this returns."""
     durable_files.make(draft / "rows")
@@ -165,7 +165,7 @@ def _write(
     durable_files.sync(draft)
 
 
-def _write_table(folder: Path, rows: TableRows, chosen: Choices) -> dict[str, Any]:
+def _write_table(folder: Path, rows: TableRows, chosen: ExportOptions) -> dict[str, Any]:
     """One table's rows; returns what the manifest says of it."""
     table = rows.table
     count = write_rows(table, len(rows), rows.scan(), folder / table.name, chosen.values, chosen.wrote)

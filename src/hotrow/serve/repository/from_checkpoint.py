@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hotrow.config import Memory, format_size
+from hotrow.config import Memory
 from hotrow.errors import CheckpointError
 from hotrow.nn import EmbeddingCollection, Recommender
-from hotrow.row_progress import RowsView
+from hotrow.progress import ProgressBar
 from hotrow.serve.repository.export import export
 from hotrow.serve.repository.manifest import Version, check_name
 from hotrow.table import Table
@@ -28,6 +28,7 @@ from hotrow.train.checkpoint import durable_files
 from hotrow.train.checkpoint.loading import apply_rows
 from hotrow.train.checkpoint.manifest import DENSE, Checkpoint, open_checkpoint
 from hotrow.train.checkpoint.row_logs import remove_if_free
+from hotrow.units import format_size
 
 PREFIX = ".export-"
 _FIXED, _ROW, _TABLE_ROWS = 64 << 20, 32, 16384  # DRAM: buffers; for each row's place; rows of each table
@@ -42,7 +43,7 @@ def export_checkpoint(
     model: str | None,
     tower_of: TowerOf,
     *,
-    view: RowsView,
+    bar: ProgressBar,
     **options: Any,
 ) -> Version:
     """Export a checkpoint (or a folder's newest) as the next version of `model`, by default the run's folder's name.
@@ -58,15 +59,15 @@ def export_checkpoint(
         remove_if_free(left)
     scratch = folder / f"{PREFIX}{os.getpid()}"
     try:
-        embeddings = _embeddings(checkpoint, scratch, view)
+        embeddings = _embeddings(checkpoint, scratch, bar)
         tower = tower_of(checkpoint, embeddings)
         _load_weights(checkpoint, tower)
-        view.begin("writing rows", sum(len(rows) for rows in embeddings.tables))
+        bar.begin("writing rows", sum(len(rows) for rows in embeddings.tables))
         return export(
             Recommender(embeddings, tower),
             folder / name,
             features=checkpoint.features(),
-            progress=view.advance,
+            progress=bar.advance,
             **{"publication": _publication(checkpoint), **options},
         )
     finally:
@@ -79,14 +80,14 @@ def _publication(checkpoint: Checkpoint) -> int:
     return int(published["number"]) if published is not None and published["whole"] else 0
 
 
-def _embeddings(checkpoint: Checkpoint, scratch: Path, view: RowsView) -> EmbeddingCollection:
+def _embeddings(checkpoint: Checkpoint, scratch: Path, bar: ProgressBar) -> EmbeddingCollection:
     """The checkpoint's rows, over an SSD folder."""
     tables = [Table.from_dict(_definition(saved)) for saved in checkpoint.manifest["tables"]]
     widest = sum(_TABLE_ROWS * (4 * saved["width"] + 64) for saved in checkpoint.manifest["tables"])
     rows = sum(saved["rows"] for saved in checkpoint.manifest["tables"])
     sketches = sum(table.admission.sketch_bytes for table in tables if table.admission is not None)
     dram = _FIXED + widest + _ROW * rows + sketches
-    view.begin(f"reading {rows:,} rows in {format_size(dram)}", None)
+    bar.begin(f"reading {rows:,} rows in {format_size(dram)}", None)
     embeddings = EmbeddingCollection(
         tables, memory=Memory(dram=dram, ssd=scratch), seed=int(checkpoint.manifest["seed"])
     )

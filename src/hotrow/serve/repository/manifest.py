@@ -21,7 +21,6 @@ path.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import warnings
@@ -32,6 +31,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hotrow.checksummed_json import FileFormat, OtherFormatError, digest
 from hotrow.config import Initial
 from hotrow.errors import CheckpointError, HotRowError, OptionError, RepositoryError, choices
 from hotrow.features import FeatureSpec
@@ -41,6 +41,7 @@ from hotrow.tiers.host.store import HostStore
 from hotrow.train.checkpoint import durable_files, state_encoding
 
 FORMAT, VERSION = "hotrow-export", 1
+MANIFEST_JSON = FileFormat(FORMAT, (VERSION,))
 MANIFEST, TOWER, WEIGHTS, FEATURES = "manifest.json", "tower.pt2", "weights.safetensors", "features.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NUMBER = re.compile(r"[1-9][0-9]{0,17}")
@@ -138,7 +139,7 @@ class Version:
             if path.exists():
                 raise
             raise RepositoryError(f"{path} is missing; {self._cure()}") from None
-        if len(data) != expected["bytes"] or state_encoding.digest(data) != expected["blake2b"]:
+        if len(data) != expected["bytes"] or digest(data) != expected["blake2b"]:
             raise RepositoryError(f"{path} is corrupt: its size or checksum is not the manifest's; {self._cure()}")
         return data
 
@@ -261,7 +262,7 @@ def candidates(model: Path) -> Iterator[Version]:
         try:
             version = open_version(model / str(number))
         except CheckpointError as error:
-            faults.append(pass_over(model / str(number), error))
+            faults.append(warn_damaged(model / str(number), error))
             continue
         yield version
     raise RepositoryError(
@@ -269,7 +270,7 @@ def candidates(model: Path) -> Iterator[Version]:
     )
 
 
-def pass_over(path: Path, error: Exception) -> str:
+def warn_damaged(path: Path, error: Exception) -> str:
     """Say that a version is not served."""
     warnings.warn(f"version {path} is not served: {error}", stacklevel=4)
     return str(error)
@@ -289,18 +290,16 @@ def open_version(path: Path) -> Version:
 
 def write_manifest(folder: Path, fields: dict[str, Any]) -> None:
     """Write manifest.json with its own checksum."""
-    manifest = {"format": FORMAT, "version": VERSION, **fields}
-    manifest["checksum"] = _checksum(manifest)
-    durable_files.write(folder / MANIFEST, json.dumps(manifest, indent=1, allow_nan=False).encode())
+    durable_files.write(folder / MANIFEST, MANIFEST_JSON.dump(fields))
 
 
 def file_digest(path: Path) -> str:
     """The checksum of a file of any size."""
-    digest = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     with durable_files.disk("read", path), open(path, "rb") as file:
         while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+            hasher.update(block)
+    return hasher.hexdigest()
 
 
 def _is_segment(name: str) -> bool:
@@ -324,23 +323,17 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise RepositoryError(f"{folder} is not a version of a model: it has no {MANIFEST}; export the model again")
+    with durable_files.disk("read", path):
+        data = path.read_bytes()
     try:
-        with durable_files.disk("read", path):
-            manifest = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise RepositoryError(f"{path} is corrupt: {error}; export the model again") from None
-    if not isinstance(manifest, dict) or (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        says = (manifest.get("format"), manifest.get("version")) if isinstance(manifest, dict) else (None, None)
+        manifest = MANIFEST_JSON.load(data)
+    except OtherFormatError as error:
         raise RepositoryError(
-            f"{path} has format {says[0]!r} version {says[1]!r}; this release reads {FORMAT!r} version {VERSION}: "
-            "export the model again with it"
-        )
-    try:
-        right = manifest.get("checksum") == _checksum(manifest)
-    except ValueError:  # NaN, which we never write
-        right = False
-    if not right:
-        raise RepositoryError(f"{path} is corrupt: its checksum differs from its contents; export the model again")
+            f"{path} has format {error.format!r} version {error.version!r}; this release reads {FORMAT!r} version "
+            f"{VERSION}: export the model again with it"
+        ) from None
+    except ValueError as error:
+        raise RepositoryError(f"{path} is corrupt: {error}; export the model again") from None
     _check_fields(path, manifest)
     return manifest
 
@@ -361,9 +354,3 @@ def _check_fields(path: Path, manifest: dict[str, Any]) -> None:
                 raise OptionError(f"a file is named {name!r}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RepositoryError(f"{path} is not what HotRow writes: {error!s}; export the model again") from None
-
-
-def _checksum(manifest: dict[str, Any]) -> str:
-    """Over all fields but itself, as JSON with sorted keys and no spaces."""
-    fields = {name: value for name, value in manifest.items() if name != "checksum"}
-    return state_encoding.digest(json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())

@@ -20,43 +20,44 @@ from typing import Any
 import torch
 
 from hotrow import _core
-from hotrow.config import Memory, enough, format_size
+from hotrow.config import Memory
 from hotrow.device.streams import follow, new_stream, wait_for
 from hotrow.errors import MemoryBudgetError
 from hotrow.kernels.index.sets import WAYS
 from hotrow.kernels.rows.layout import RowLayout
-from hotrow.tiers.hbm.pinned_ring import DOWN, SHARE, UP, Ring, buffer_bytes
-from hotrow.tiers.hbm.slots import LEAST_SETS, HbmTier, free_bytes, slot_bytes
+from hotrow.tiers.hbm.pinned_ring import WRITE_BACK_BUFFERS, DRAM_SHARE, UPLOAD_BUFFERS, PinnedRing, buffer_bytes
+from hotrow.tiers.hbm.group_cache import LEAST_SETS, GroupCache, free_bytes, slot_bytes
 from hotrow.tiers.hbm.staging_queue import DeferredFetch, StagingQueue
-from hotrow.tiers.hbm.table_group import Generation, Group, Later
+from hotrow.tiers.hbm.table_group import Generation, TableGroup, AsyncCounter
 from hotrow.tiers.host.store import Budget, HostStore
 from hotrow.tiers.host.stored_table import StoredTable, smallest_dram_bytes
+from hotrow.units import format_size, round_up_size
 
-SPARE, STEP_BACK = 4, 10  # cores that the core's threads leave, and by how much these give way
+SPARE_CORES, CORE_NICE = 4, 10  # cores that the core's threads leave, and by how much these give way
 
 
-class HotRows:
+class HbmCache:
     """The caches of all tables of a collection."""
 
     def __init__(
         self, tables: Sequence[StoredTable], memory: Memory, device: torch.device, budget: Budget | None = None
     ) -> None:
         self.device, self.budget = device, budget or Budget()
-        self.fits = Fits(memory.hbm_bytes, device)
-        self.fits.check()
+        self.budget_errors = BudgetErrors(memory.hbm_bytes, device)
+        self.budget_errors.check()
         if device.type == "cuda" and _core.threads() == len(os.sched_getaffinity(0)) > 4:
             # Launching, looking ahead and what waits for the device want cores at once: all others wait for them.
-            _core.set_threads(_core.threads() - SPARE, nice=STEP_BACK)
-        self.flag = Later(device)  # whether a gradient was not finite
+            _core.set_threads(_core.threads() - SPARE_CORES, nice=CORE_NICE)
+        self.flag = AsyncCounter(device)  # whether a gradient was not finite
         self.lock = threading.RLock()
         self.ahead = new_stream(device, urgent=True)
-        self.ahead_of_turn = False  # whether batches may be in flight ahead of the one in work
+        self.has_lookahead = False  # whether batches may be in flight ahead of the one in work
         self.staging = False  # whether rows may come up ahead, on another thread and stream
         self.generation = Generation()
-        self.queue = StagingQueue(self.fits)
+        self.queue = StagingQueue(self.budget_errors)
         self.deferred: DeferredFetch | None = None  # of the batch in work, until it is finished
         self.stores = [rows.store for rows in tables]  # not the tables, which know their cache
-        self.turn: Any = None  # when the last batch that was only read has been
+        self.last_read: Any = None  # when the last batch that was only read has been
         kinds: dict[tuple[RowLayout, int, bool], list[HostStore]] = {}
         for rows in tables:
             kinds.setdefault((layout_of(rows), rows.optimizer.code, rows.table.values is not None), []).append(
@@ -65,23 +66,23 @@ class HotRows:
         trained = [4 * layout.width for layout, _, frozen in kinds if not frozen]
         buffer = buffer_bytes(memory.dram_bytes if trained else 0, trained)
         members = [len(members) for members in kinds.values()]
-        sets = self._share(list(kinds), members, memory)
+        sets = self._sets_per_table(list(kinds), members, memory)
         if memory.ssd is not None:
-            held = _held_below(list(kinds), members, sets)
-            _check_below(memory, max(held, smallest_dram_bytes(tables)), buffer * (UP + DOWN) * len(trained))
+            held = _dram_bytes_below(list(kinds), members, sets)
+            _check_dram(memory, max(held, smallest_dram_bytes(tables)), buffer * (UPLOAD_BUFFERS + WRITE_BACK_BUFFERS) * len(trained))
         self.groups = [
-            Group(
+            TableGroup(
                 members,
-                HbmTier(layout, [sets] * len(members), device, memory.hbm_policy, frozen=frozen),
+                GroupCache(layout, [sets] * len(members), device, memory.hbm_policy, frozen=frozen),
                 code,
-                Ring(Budget() if frozen else self.budget, buffer, device.type == "cuda"),
+                PinnedRing(Budget() if frozen else self.budget, buffer, device.type == "cuda"),
                 self.generation,
             )
             for (layout, code, frozen), members in kinds.items()
         ]
 
     @staticmethod
-    def _share(kinds: Sequence[tuple[RowLayout, int, bool]], members: Sequence[int], memory: Memory) -> int:
+    def _sets_per_table(kinds: Sequence[tuple[RowLayout, int, bool]], members: Sequence[int], memory: Memory) -> int:
         """Sets of each table: every table gets the same number of rows."""
         layouts = [layout for layout, _, _ in kinds]
         of_one = sum(WAYS * slot_bytes(layout) * count for layout, count in zip(layouts, members, strict=True))
@@ -103,7 +104,7 @@ class HotRows:
                 self.queue.finish_all()
                 for stream in (self.ahead, *(group.up for group in self.groups)):
                     wait_for(stream)
-                self.clean_up()
+                self.erase_invalid()
             try:
                 yield
             finally:
@@ -120,27 +121,27 @@ class HotRows:
             self.deferred = None
         return deferred.finish()
 
-    def clean_up(self) -> None:
+    def erase_invalid(self) -> None:
         """Empty slots whose rows never came. Requires: the lock."""
         for group in self.groups:
-            group.clean_up()
+            group.erase_invalid()
 
-    def in_flight(self, batches: int) -> None:
+    def set_max_in_flight(self, batches: int) -> None:
         """So many batches may have been begun and not have landed."""
         with self.exclusive():
             for group in self.groups:
-                group.tier.window = batches
-            self.ahead_of_turn = batches > 0
-            if self.ahead_of_turn and all(group.stays for group in self.groups):
+                group.cache.window = batches
+            self.has_lookahead = batches > 0
+            if self.has_lookahead and all(group.dram_only for group in self.groups):
                 self.staging = True
                 follow(self.ahead)
 
     def record(self) -> None:
         """Have the device remember what is asked of it again and again. The thread that trains, at a batch's turn."""
-        if any(group.asker.unrecorded for group in self.groups):
+        if any(group.miss_finder.unrecorded for group in self.groups):
             with self.lock:
                 for group in self.groups:
-                    group.asker.record()
+                    group.miss_finder.record()
 
     def flush(self) -> None:
         """Bring down every row that is newer here, so that what is below is all there is."""
@@ -162,31 +163,31 @@ class HotRows:
             for group in self.groups:
                 group.prune()
 
-    def tend(self) -> None:
+    def rebalance(self) -> None:
         """Between two steps: see whether the caches are well divided between their tables."""
         for group in self.groups:
-            if group.untended():
+            if group.rebalance_due():
                 with self.exclusive():
-                    if group.tend():
+                    if group.rebalance():
                         self.generation.advance()
 
     def report(self) -> dict[str, int]:
         """Slots and bytes, pinned bytes of `dram=` that rows pass through, and what happened so far: ids found, ids
         missed, evictions, rows without room."""
-        tiers = [group.tier for group in self.groups]
+        tiers = [group.cache for group in self.groups]
         return {
-            "slots": sum(tier.capacity for tier in tiers),
-            "bytes": sum(tier.bytes() for tier in tiers),
-            "pinned_bytes": sum(group.way.ring.bytes for group in self.groups),
+            "slots": sum(cache.capacity for cache in tiers),
+            "bytes": sum(cache.bytes() for cache in tiers),
+            "pinned_bytes": sum(group.row_transfer.ring.bytes for group in self.groups),
             **self.figures(),
         }
 
     def figures(self) -> dict[str, int]:
         """What happened so far."""
-        return {name: sum(getattr(group.tier, name) for group in self.groups) for name in FIGURES}
+        return {name: sum(getattr(group.cache, name) for group in self.groups) for name in FIGURES}
 
 
-def _held_below(kinds: Sequence[tuple[RowLayout, int, bool]], members: Sequence[int], sets: int) -> int:
+def _dram_bytes_below(kinds: Sequence[tuple[RowLayout, int, bool]], members: Sequence[int], sets: int) -> int:
     """Bytes of DRAM for the rows that may be in HBM, and some beside."""
     rows = sum(
         WAYS * sets * count * (layout.width * 4 + 24)
@@ -196,10 +197,10 @@ def _held_below(kinds: Sequence[tuple[RowLayout, int, bool]], members: Sequence[
     return rows * 5 // 4
 
 
-def _check_below(memory: Memory, rows: int, pinned: int) -> None:
+def _check_dram(memory: Memory, rows: int, pinned: int) -> None:
     """Whether `dram=` over `ssd=` has room for so many bytes of rows beside what they pass through."""
     if memory.dram_bytes < rows + pinned:
-        least = enough((rows + pinned) * SHARE // (SHARE - 1))  # what is pinned grows with it
+        least = round_up_size((rows + pinned) * DRAM_SHARE // (DRAM_SHARE - 1))  # what is pinned grows with it
         raise MemoryBudgetError(
             f"dram={format_size(memory.dram_bytes)} over ssd= is too small below hbm={format_size(memory.hbm_bytes)}: "
             f"a row in HBM keeps its place in DRAM. Give dram= at least {least}, or lower hbm="
@@ -217,7 +218,7 @@ def layout_of(rows: StoredTable) -> RowLayout:
 FIGURES = ("hits", "misses", "evictions", "overflows")
 
 
-class Fits:
+class BudgetErrors:
     """Inside it, HBM that runs out is an error which says which budget to change to what."""
 
     def __init__(self, given: int, device: torch.device) -> None:

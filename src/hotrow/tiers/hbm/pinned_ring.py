@@ -23,14 +23,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hotrow.config import enough, format_size
 from hotrow.errors import MemoryBudgetError
 from hotrow.kernels.launch import power_of_2
 from hotrow.tiers.host.store import Budget
+from hotrow.units import format_size, round_up_size
 
-UP, DOWN = 4, 4  # buffers of a way: batches whose rows come, and those that go (the last one is just being let go)
-LEAST, MOST = 4 << 10, 256 << 20  # bytes of one; a step of W-gpu-cached with Adam sends 206 MB down
-SHARE = 8  # of dram= that all together may take, where that is enough for LEAST
+UPLOAD_BUFFERS, WRITE_BACK_BUFFERS = 4, 4  # buffers of a way: batches whose rows come, and those that go (the last one is just being let go)
+MIN_BYTES, MAX_BYTES = 4 << 10, 256 << 20  # bytes of one; a step of W-gpu-cached with Adam sends 206 MB down
+DRAM_SHARE = 8  # of dram= that all together may take, where that is enough for LEAST
 
 
 def buffer_bytes(dram: int, row_bytes: Sequence[int]) -> int:
@@ -41,19 +41,19 @@ def buffer_bytes(dram: int, row_bytes: Sequence[int]) -> int:
     >>> buffer_bytes(16 << 20, [208, 32])
     131072
     """
-    most, ways = max([LEAST, *map(power_of_2, row_bytes)]), max(1, len(row_bytes)) * (UP + DOWN)
+    most, ways = max([MIN_BYTES, *map(power_of_2, row_bytes)]), max(1, len(row_bytes)) * (UPLOAD_BUFFERS + WRITE_BACK_BUFFERS)
     if dram == 0:
-        return max(most, MOST)
+        return max(most, MAX_BYTES)
     if 2 * most * ways > dram:
         raise MemoryBudgetError(
             f"dram={format_size(dram)} below hbm= is too small: rows pass through {format_size(most * ways)} of pinned "
-            f"memory on their way. Give dram= at least {enough(2 * most * ways)}"
+            f"memory on their way. Give dram= at least {round_up_size(2 * most * ways)}"
         )
-    fits = dram // SHARE // ways
-    return max(most, min(MOST, power_of_2(fits + 1) // 2))
+    fits = dram // DRAM_SHARE // ways
+    return max(most, min(MAX_BYTES, power_of_2(fits + 1) // 2))
 
 
-class Ring:
+class PinnedRing:
     """The buffers of one way."""
 
     def __init__(self, budget: Budget, size: int, pinned: bool) -> None:
@@ -65,8 +65,8 @@ class Ring:
         self._charged = _Charged(budget)
         weakref.finalize(self, self._charged.clear)
         if self._sized:
-            self._held[size] = UP + DOWN
-            self._charged.add(size * (UP + DOWN))
+            self._held[size] = UPLOAD_BUFFERS + WRITE_BACK_BUFFERS
+            self._charged.add(size * (UPLOAD_BUFFERS + WRITE_BACK_BUFFERS))
 
     @property
     def bytes(self) -> int:
@@ -75,7 +75,7 @@ class Ring:
 
     def buffer(self, floats: int) -> Tensor:
         """Float32 memory for so many, at most `size` bytes. It is in use for as long as the tensor lives."""
-        size = self.size if self._sized else max(LEAST, power_of_2(4 * floats))
+        size = self.size if self._sized else max(MIN_BYTES, power_of_2(4 * floats))
         assert 4 * floats <= self.size, "rows go by a buffer in parts"
         made = torch.empty(size // 4, dtype=torch.float32, pin_memory=self._pinned)
         with self._lock:
@@ -84,7 +84,7 @@ class Ring:
             if more > 0:
                 self._held[size] += more
                 self._charged.add(more * size)
-        weakref.finalize(made, _let_go, self._lock, self._used, size)
+        weakref.finalize(made, _release, self._lock, self._used, size)
         return made
 
 
@@ -103,7 +103,7 @@ class _Charged:
         self.bytes = 0
 
 
-def _let_go(lock: threading.RLock, used: Counter[int], size: int) -> None:
+def _release(lock: threading.RLock, used: Counter[int], size: int) -> None:
     with lock:
         used[size] -= 1
 

@@ -17,13 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hotrow.config import Memory, enough, format_size
+from hotrow.config import Memory
 from hotrow.credentials import public
 from hotrow.errors import ClosedError, MemoryBudgetError, OptionError
 from hotrow.tiers.host.store import HostStore
 from hotrow.tiers.host.stored_table import StoredTable, smallest_dram_bytes
-from hotrow.tiers.remote.cached_rows import Brought, RemoteRows
+from hotrow.tiers.remote.cached_rows import LoadedRows, CachedTable
 from hotrow.tiers.remote.store import RemoteStore, open_remote, write_publication
+from hotrow.units import format_size, round_up_size
 
 READ = 1.0  # seconds that a batch which waits gives the store
 WAIT = 30.0  # seconds that a request gives it whose policy is to wait
@@ -42,15 +43,15 @@ _opened: dict[str, _Opened] = {}
 _opening = threading.Lock()
 
 
-def share_remote(url: str) -> RemoteStore:
-    """The store at a URL, one for this process. Give it back with `unshare_remote`."""
+def open_shared_store(url: str) -> RemoteStore:
+    """The store at a URL, one for this process. Give it back with `close_shared_store`."""
     with _opening:
         found = _opened.get(url) or _Opened(open_remote(url), 0)
         _opened[url] = found._replace(users=found.users + 1)
         return found.store
 
 
-def unshare_remote(url: str) -> None:
+def close_shared_store(url: str) -> None:
     """The last one closes it."""
     with _opening:
         found = _opened.pop(url)
@@ -68,19 +69,19 @@ class RemoteTables:
         if memory.dram_bytes < (least := smallest_dram_bytes(tables)):
             raise MemoryBudgetError(
                 f"dram={format_size(memory.dram_bytes)} is too small for a cache of {len(tables)} tables over remote=; "
-                f"give at least {enough(least)}"
+                f"give at least {round_up_size(least)}"
             )
         self.url = memory.remote
-        self.store = share_remote(self.url)
+        self.store = open_shared_store(self.url)
         try:
             if not self.store.marks().filled:
                 raise OptionError(
                     f"remote={public(self.url)!r} has no rows yet, or is being filled; fill it first: "
                     "hotrow publish-remote BUS URL --export repository/ctr"
                 )
-            self.rows = [RemoteRows(rows.table, self.store, seed, rows.budget, rows.store) for rows in tables]
+            self.rows = [CachedTable(rows.table, self.store, seed, rows.budget, rows.store) for rows in tables]
         except BaseException:
-            unshare_remote(self.url)
+            close_shared_store(self.url)
             raise
         self.by_store = {id(rows.store): rows for rows in self.rows}
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="hotrow-remote")
@@ -94,7 +95,7 @@ class RemoteTables:
         """How many of some tables' keys must be asked for, duplicates counted."""
         return sum([int(self.by_store[id(store)].cold(keys).sum()) for store, keys in parts])
 
-    def bring(self, parts: Sequence[tuple[HostStore, Tensor]], seconds: float) -> list[Brought | None]:
+    def bring(self, parts: Sequence[tuple[HostStore, Tensor]], seconds: float) -> list[LoadedRows | None]:
         """Ask the store for those keys that DRAM lacks; what came, for each part that lacked any."""
         wanted = []
         for store, keys in parts:
@@ -127,7 +128,7 @@ class RemoteTables:
             write_publication(self.store, number, rows, deleted, previous)
 
     def metrics(self) -> dict[str, int]:
-        """The sums over all tables (RemoteRows.metrics)."""
+        """The sums over all tables (CachedTable.metrics)."""
         figures = [rows.metrics() for rows in self.rows]
         return {name: sum([one[name] for one in figures]) for name in figures[0]}
 
@@ -140,7 +141,7 @@ class RemoteTables:
     def close(self) -> None:
         """Let go of the store; batches under way must have ended, or find their rows late."""
         self._pool.shutdown(wait=True)
-        unshare_remote(self.url)
+        close_shared_store(self.url)
 
 
 def is_local(url: str) -> bool:

@@ -73,7 +73,7 @@ class Saver:
         if error is not None and report is not None:
             warnings.warn(f"the checkpoint of step {report.step} was not written: {error}", stacklevel=3)
 
-    def loaded(self, path: Path) -> None:
+    def after_load(self, path: Path) -> None:
         """The trainer is now what the checkpoint `path` holds."""
         self._homes.add(path.resolve().parent)
 

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from hotrow import _core
-from hotrow.config import parse_size
 from hotrow.errors import CheckpointError, OptionError, choices
 from hotrow.features import FeatureSpec
 from hotrow.parallel.ownership import in_shards
@@ -46,6 +45,7 @@ from hotrow.train.checkpoint.manifest import (
 )
 from hotrow.train.metrics import Metrics
 from hotrow.train.run_position import Place
+from hotrow.units import parse_size
 
 if TYPE_CHECKING:
     from hotrow.train.trainer import Trainer
@@ -77,7 +77,7 @@ def load(
     """
     ranks = trainer.model.embeddings.ranks
     if ranks is not None:  # the newest is the one that rank 0 sees: another may see it a moment later
-        path = path / ranks.from_first(f"looking into {path}", lambda: newest_in(path).relative_to(path).as_posix())
+        path = path / ranks.broadcast_result(f"looking into {path}", lambda: newest_in(path).relative_to(path).as_posix())
 
     def look() -> tuple[Checkpoint, list[tuple[str, TableRows]], Contents | None]:
         checkpoint, contents = open_checkpoint(path), None
@@ -107,7 +107,7 @@ def load(
 
 def _all(ranks: Ranks | None, what: str, work: Callable[[], Result]) -> Result:
     """Work that has failed on any rank has failed on all."""
-    return work() if ranks is None else ranks.together(what, work)
+    return work() if ranks is None else ranks.collective(what, work)
 
 
 def resume(trainer: Trainer, folder: Path, features: FeatureSpec | None) -> Checkpoint | None:
@@ -119,7 +119,7 @@ def resume(trainer: Trainer, folder: Path, features: FeatureSpec | None) -> Chec
         return [path.name for path in list_checkpoints(folder)]
 
     paths = [
-        folder / name for name in (names() if ranks is None else ranks.from_first(f"looking into {folder}", names))
+        folder / name for name in (names() if ranks is None else ranks.broadcast_result(f"looking into {folder}", names))
     ]
 
     def look(path: Path) -> tuple[Checkpoint, Contents]:
@@ -280,8 +280,8 @@ def check_dense(trainer: Trainer, checkpoint: Checkpoint, contents: Contents) ->
 def apply(trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]], contents: Contents) -> None:
     """The trainer becomes what was saved. Requires: it fits."""
     trainer.forget()
-    if trainer.model.embeddings.hot is not None:
-        trainer.model.embeddings.hot.drop()  # all of them are replaced
+    if trainer.model.embeddings.hbm_cache is not None:
+        trainer.model.embeddings.hbm_cache.drop()  # all of them are replaced
     apply_rows(checkpoint, pairs, trainer.model.embeddings.ranks)
     trainer.model.tower.load_state_dict(contents.dense)
     if trainer.dense_optimizer is not None and contents.optimizer is not None:
@@ -300,13 +300,13 @@ def apply(trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, Table
     torch.set_rng_state(contents.rng)
     if contents.gpu_rng is not None and trainer.model.embeddings.device.type == "cuda":
         torch.cuda.set_rng_state(contents.gpu_rng, trainer.model.embeddings.device)
-    trainer.saver.loaded(checkpoint.path)
+    trainer.saver.after_load(checkpoint.path)
 
 
 def apply_rows(checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]], ranks: Ranks | None = None) -> None:
     """Rows become the saved ones, those of this rank's shards."""
     for name, rows in pairs:
-        rows.cool()
+        rows.flush_and_drop()
         shards = _shards(rows, ranks)
         parts = _parts_of(checkpoint, name, shards)
         same = checkpoint.tables[name].get("dtype", "fp32") == rows.table.dtype
@@ -314,7 +314,7 @@ def apply_rows(checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]], ranks
             rows.store.load_snapshot(str(parts[0].folder))
         else:
             _copy_rows(parts, rows, shards)
-        rows.loaded()
+        rows.after_load()
 
 
 def _shards(rows: TableRows, ranks: Ranks | None) -> tuple[int, int]:

@@ -18,7 +18,6 @@ checksum when it is read, and the bytes that were checked are the bytes that are
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -27,12 +26,14 @@ from typing import Any
 
 from torch import Tensor
 
+from hotrow.checksummed_json import FileFormat, OtherFormatError, fingerprint
 from hotrow.errors import CheckpointError
 from hotrow.features import FeatureSpec
 from hotrow.tiers.host.store import SHARDS, HostStore
 from hotrow.train.checkpoint import durable_files, state_encoding
 
-FORMAT, VERSION, PARTED = "hotrow-checkpoint", 1, 2  # the version of one that ranks have written is PARTED
+FORMAT, VERSION, PARTED = "hotrow-checkpoint", 1, 2  # ranks write PARTED: rows in parts
+MANIFEST_JSON = FileFormat(FORMAT, (VERSION, PARTED))
 MANIFEST, DENSE, OPTIMIZER, STATE, FEATURES = (
     "manifest.json",
     "dense.safetensors",
@@ -200,16 +201,9 @@ def draft_name(name: str) -> str:
     return f".{name}.tmp"
 
 
-def fingerprint(data: bytes) -> dict[str, Any]:
-    """What the manifest says of a file."""
-    return {"bytes": len(data), "blake2b": state_encoding.digest(data)}
-
-
 def write_manifest(folder: Path, fields: dict[str, Any]) -> bytes:
     """Write manifest.json with its own checksum; returns its bytes."""
-    manifest = {"format": FORMAT, "version": PARTED if "ranks" in fields else VERSION, **fields}
-    manifest["checksum"] = _checksum(manifest)
-    data = json.dumps(manifest, indent=1, allow_nan=False).encode()
+    data = MANIFEST_JSON.dump(fields, PARTED if "ranks" in fields else VERSION)
     durable_files.write(folder / MANIFEST, data)
     return data
 
@@ -220,32 +214,17 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} is not a checkpoint: it has no {MANIFEST}; give a step-... folder, or the folder that holds them"
         )
+    with durable_files.disk("read", path):
+        data = path.read_bytes()
     try:
-        with durable_files.disk("read", path):
-            manifest = json.loads(path.read_bytes())
+        return MANIFEST_JSON.load(data)
+    except OtherFormatError as error:
+        raise CheckpointError(
+            f"{folder} has format {error.format!r} version {error.version!r}; this release reads {FORMAT!r} version "
+            f"{VERSION} and {PARTED}"
+        ) from None
     except ValueError as error:
         raise CheckpointError(f"{path} is corrupt: {error}") from None
-    if not isinstance(manifest, dict):
-        raise CheckpointError(f"{path} is corrupt: it is not a JSON object")
-    kind, version = manifest.get("format"), manifest.get("version")
-    if kind != FORMAT or version not in (VERSION, PARTED):
-        raise CheckpointError(
-            f"{folder} has format {kind!r} version {version!r}; this release reads {FORMAT!r} version {VERSION} and "
-            f"{PARTED}"
-        )
-    try:
-        right = manifest.get("checksum") == _checksum(manifest)
-    except ValueError:  # NaN, which we never write
-        right = False
-    if not right:
-        raise CheckpointError(f"{path} is corrupt: its checksum differs from its contents")
-    return manifest
-
-
-def _checksum(manifest: dict[str, Any]) -> str:
-    """Over all fields but itself, as JSON with sorted keys and no spaces."""
-    fields = {name: value for name, value in manifest.items() if name != "checksum"}
-    return state_encoding.digest(json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
 
 
 def _number(path: Path) -> float:

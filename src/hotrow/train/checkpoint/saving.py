@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from hotrow.checksummed_json import fingerprint
 from hotrow.errors import CheckpointError, OptionError, StorageError
 from hotrow.parallel.ownership import shard_range
 from hotrow.parallel.ranks import Ranks
@@ -39,7 +40,6 @@ from hotrow.train.checkpoint.manifest import (
     OPTIMIZER,
     STATE,
     draft_name,
-    fingerprint,
     is_readable,
     list_checkpoints,
     list_drafts,
@@ -161,7 +161,7 @@ def write(instant: Instant, report: SaveReport, keep: int | None) -> None:
 
 def _all(instant: Instant, what: str, work: Callable[[], Result]) -> Result:
     """Work that has failed on any rank has failed on all."""
-    return work() if instant.ranks is None else instant.ranks.together(what, work, "saves")
+    return work() if instant.ranks is None else instant.ranks.collective(what, work, "saves")
 
 
 def _begin(instant: Instant, draft: Path, held: ExitStack) -> None:

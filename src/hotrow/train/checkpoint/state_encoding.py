@@ -8,7 +8,6 @@ mean running code that came with the data.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -87,8 +86,3 @@ def from_bytes(data: bytes, where: object) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise CheckpointError(f"{where} is corrupt: {error}") from None
     return tensors
-
-
-def digest(data: bytes) -> str:
-    """The checksum of checkpoints: BLAKE2b, 16 bytes, in hex."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -26,18 +26,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.config import format_size
 from hotrow.errors import MemoryBudgetError
 from hotrow.kernels.current_stream import current_stream
 from hotrow.kernels.index.sets import SetIndex
 from hotrow.kernels.rows.layout import RowLayout, Source
+from hotrow.units import format_size
 
 META_BYTES = 8 + 4 + 4 + 3 * 4  # key, pin, score; host slot, step, count
 LEAST_SETS = 2
 LAST_STEP = 2**31 - 1
 
 
-class HbmTier:
+class GroupCache:
     """The cache of one group of tables. `sets` is how many sets of eight rows each table has."""
 
     def __init__(
@@ -147,7 +147,7 @@ class HbmTier:
     def divide(self, sets: Sequence[int]) -> None:
         """Give the tables other numbers of sets. Requires: as `clear`."""
         self.clear()
-        self.index.divide(sets)
+        self.index.repartition(sets)
         self.missed = [0] * len(sets)
 
     def clear(self) -> None:

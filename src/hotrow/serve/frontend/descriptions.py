@@ -1,0 +1,76 @@
+"""Descriptions: the server and its models as documents of the protocol, the same over HTTP and gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import hotrow
+from hotrow.serve.protocol.backend import ModelInfo
+from hotrow.serve.protocol.inference_json import OUTPUTS
+from hotrow.serve.protocol.input_layout import DENSE, KEYS
+
+EXTENSIONS = ("binary_tensor_data", "model_repository", "model_configuration", "statistics")
+
+
+def server_metadata() -> dict[str, Any]:
+    """The server's name, version and protocol extensions."""
+    return {"name": "hotrow", "version": hotrow.__version__, "extensions": list(EXTENSIONS)}
+
+
+def model_metadata(info: ModelInfo) -> dict[str, Any]:
+    """The model's inputs and outputs. A size of -1 is any number of rows."""
+    return {
+        "name": info.name,
+        "versions": list(info.versions or (info.version,)),
+        "platform": "hotrow",
+        "inputs": [{"name": name, "datatype": kind, "shape": shape} for name, kind, shape in _tensors(info)],
+        "outputs": [{"name": name, "datatype": "FP32", "shape": _logits_shape(info)} for name in OUTPUTS],
+    }
+
+
+def model_config(info: ModelInfo) -> dict[str, Any]:
+    """The model's configuration as Triton's clients read it; the export's own fields are among the parameters."""
+    return {
+        "name": info.name,
+        "platform": "hotrow",
+        "backend": "hotrow",
+        "max_batch_size": 0,
+        "input": [
+            {"name": name, "data_type": f"TYPE_{kind}", "dims": shape, "optional": name != DENSE}
+            for name, kind, shape in _tensors(info)
+        ],
+        "output": [{"name": name, "data_type": "TYPE_FP32", "dims": _logits_shape(info)} for name in OUTPUTS],
+        "parameters": {key: {"string_value": str(value)} for key, value in info.config.items()},
+    }
+
+
+def _tensors(info: ModelInfo) -> list[tuple[str, str, list[int]]]:
+    signature = info.signature
+    tensors = [(name, "INT64", [-1, -1] if name in signature.sequences else [-1]) for name in signature.features]
+    if signature.features and KEYS not in signature.features:
+        tensors.append((KEYS, "INT64", [-1, len(signature.features)]))
+    if signature.dense:
+        tensors.append((DENSE, "FP32", [-1, signature.dense]))
+    return tensors
+
+
+def _logits_shape(info: ModelInfo) -> list[int]:
+    return [-1] if info.signature.tasks == 1 else [-1, info.signature.tasks]
+
+
+_DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
+
+
+def model_statistics(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A version's statistics with every field of Triton's; fields that the entry lacks are 0."""
+    stats = entry.get("inference_stats", {})
+    return {
+        "name": entry.get("name", ""),
+        "version": entry.get("version", ""),
+        "last_inference": entry.get("last_inference", 0),
+        "inference_count": entry.get("inference_count", 0),
+        "execution_count": entry.get("execution_count", 0),
+        "inference_stats": {name: {"count": 0, "ns": 0, **stats.get(name, {})} for name in _DURATIONS},
+        "batch_stats": list(entry.get("batch_stats", [])),
+    }
