@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotrow.errors import PublishError
-from hotrow.publish.message import HEADER_BYTES, PART, BadMessage, Message, checksum, note, parts, words_of
+from hotrow.publish.message import HEADER_BYTES, PART, BadMessage, Message, checksum, note, note_fields, parts
 from hotrow.publish.publication import TableChange, decode_body, encode_body, to_wire
 
 
@@ -45,7 +45,7 @@ def test_no_cut_goes_unseen() -> None:
     for end in range(len(data)):
         with pytest.raises(BadMessage, match="truncated"):
             Message.decode(data[:end])
-    assert words_of(Message.decode(data)) == {"kind": "heartbeat"}
+    assert note_fields(Message.decode(data)) == {"kind": "heartbeat"}
 
 
 @pytest.mark.parametrize("values", ["fp32", "fp16"])

@@ -48,7 +48,7 @@ from hotrow.publish.publication import (
     decode_body,
     encode_body,
 )
-from hotrow.publish.spool import Parcel, Spool, SpoolFull
+from hotrow.publish.spool import EncodedPublication, Spool, SpoolFull
 
 HOLD, HELD = "hold", "held"  # marks
 _TICK = 0.2  # seconds between looks at the hold
@@ -88,9 +88,9 @@ class Cut:
         tables = sum(8 * c.rows + c.values.numel() * 4 for c in self.tables.values())
         return tables + sum(t.numel() * t.element_size() for t in (self.dense or {}).values())
 
-    def parcel(self) -> Parcel:
+    def parcel(self) -> EncodedPublication:
         """As bytes."""
-        return Parcel(self.number, self.words, encode_body(self.tables, self.dense, self.values))
+        return EncodedPublication(self.number, self.words, encode_body(self.tables, self.dense, self.values))
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Delivery:
         self._spool, self._memory, self._heartbeat = spool, memory, heartbeat
         self._lock = threading.Condition()
         self._queue: deque[Cut] = deque()
-        self._sent: list[Parcel] = []  # of a rank that does not commit
+        self._sent: list[EncodedPublication] = []  # of a rank that does not commit
         self._carried: Keys = {}
         self._next = 1
         self._known: dict[int, Commit] = {}  # what a replay must come out as
@@ -367,7 +367,7 @@ class Delivery:
             self._look_at_hold()
         self._say()
 
-    def _compare(self, parcel: Parcel) -> None:
+    def _compare(self, parcel: EncodedPublication) -> None:
         """A replay: is it what the bus has?"""
         known = self._known.get(parcel.number)
         here, rank = checksum(parcel.body), self.sender.rank
@@ -378,7 +378,7 @@ class Delivery:
         with self._lock:
             self._carry(_keys(decode_body(parcel.body)[0]))
 
-    def _send(self, parcel: Parcel) -> bool:
+    def _send(self, parcel: EncodedPublication) -> bool:
         """Part by part, then the commit. False if it was withdrawn meanwhile."""
         bus, sender = self.bus(), self.sender
         with trace.span("publish", "send", number=parcel.number, bytes=len(parcel.body)):
@@ -397,7 +397,7 @@ class Delivery:
             self._commit(parcel, sums)
         return True
 
-    def _commit(self, parcel: Parcel, sums: list[int]) -> None:
+    def _commit(self, parcel: EncodedPublication, sums: list[int]) -> None:
         words = {**parcel.words, "parts": sums, "run": self.sender.run}
         if self._snapshot is not None:
             words["snapshot"] = self._snapshot.to_dict()
@@ -412,7 +412,7 @@ class Delivery:
         counters.seconds.append(time.time() - float(words["cut"]))
         self._beat = time.monotonic()
 
-    def _wait_for_others(self, parcel: Parcel) -> list[int] | None:
+    def _wait_for_others(self, parcel: EncodedPublication) -> list[int] | None:
         """Checksums of the parts of ranks 1 and up, when they are all on the bus."""
         sender = self.sender
         while not self._stop:
@@ -466,7 +466,7 @@ class Delivery:
         bus, mine = self.bus(), self.counters.committed
         fresh = commits_after(bus, mine)
         newest = max(fresh, default=mine)
-        keys = foreign_keys(bus, [commit for number, commit in fresh.items() if number > mine])
+        keys = keys_on_bus(bus, [commit for number, commit in fresh.items() if number > mine])
         with self._lock:
             self._carry(keys)
             self._next, self.counters.committed = newest + 1, newest
@@ -495,7 +495,7 @@ class Delivery:
         self._beat = time.monotonic()
 
 
-def foreign_keys(bus: Bus, commits: Iterable[Commit]) -> Keys:
+def keys_on_bus(bus: Bus, commits: Iterable[Commit]) -> Keys:
     """Keys of publications that somebody else put on a bus."""
     from hotrow.publish.subscriber import bodies_of
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotrow.publish.bus import Bus
-from hotrow.publish.message import NOTE, BadMessage, Message, words_of
+from hotrow.publish.message import NOTE, BadMessage, Message, note_fields
 from hotrow.publish.publication import DELTA, ROLLBACK, SnapshotPlace
 
 
@@ -65,7 +65,7 @@ def as_commit(offset: int, data: bytes) -> Commit | None:
         message = Message.decode(data)
         if message.kind != NOTE:
             return None
-        words = words_of(message)
+        words = note_fields(message)
         if words["kind"] not in (DELTA, ROLLBACK):
             return None
         commit = Commit(message.number, words, offset)

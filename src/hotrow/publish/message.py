@@ -105,7 +105,7 @@ def note(number: int, session: int, words: dict[str, Any]) -> Message:
     return Message(NOTE, number, session, json.dumps(words, separators=(",", ":"), sort_keys=True).encode())
 
 
-def words_of(message: Message) -> dict[str, Any]:
+def note_fields(message: Message) -> dict[str, Any]:
     """What a note says."""
     try:
         words = json.loads(message.payload)

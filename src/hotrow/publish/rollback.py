@@ -70,7 +70,7 @@ def rollback(address: str, to: int, read_snapshot: ReadSnapshot | None = None) -
         raise PublishError(f"--to {to}: the newest publication is {newest.number}; give a number below it")
     try:
         newest = hold(bus, f"rollback to {to}") or newest
-        plan = _Older(bus, to, newest, read_snapshot)
+        plan = _RollbackPlan(bus, to, newest, read_snapshot)
         tables, dense = plan.rows(), plan.dense()
         _publish(bus, newest, to, tables, dense, plan)
     except BaseException:
@@ -106,7 +106,7 @@ def release(address: str) -> bool:
     return held
 
 
-class _Older:
+class _RollbackPlan:
     """What rows were at publication `to`, for those that were changed since."""
 
     def __init__(self, bus: Bus, to: int, newest: Commit, read_snapshot: ReadSnapshot | None) -> None:
@@ -131,7 +131,7 @@ class _Older:
                 if change.keys.numel():
                     self._dims[name] = int(change.values.shape[1])  # a snapshot's rows may have state behind it
         wanted = {name: torch.unique(torch.cat(keys)) for name, keys in touched.items()}
-        found = {name: _Found(keys) for name, keys in wanted.items()}
+        found = {name: _FoundRows(keys) for name, keys in wanted.items()}
         number = self.to
         while number > 0 and number in self.commits and (self.snapshot is None or number > self.snapshot.number):
             tables, dense = self._publication(number)
@@ -157,7 +157,7 @@ class _Older:
         places = [place for c in self.commits.values() if (place := snapshot_of(c.words)) and place.number <= self.to]
         return max(places, key=lambda place: place.number, default=None)
 
-    def _from_snapshot(self, number: int, found: dict[str, _Found]) -> None:
+    def _from_snapshot(self, number: int, found: dict[str, _FoundRows]) -> None:
         if self.snapshot is None or self.snapshot.number < number or self.read_snapshot is None:
             why = (
                 f"the bus goes back to publication {number + 1} only, and tells of no snapshot between {number} and "
@@ -176,7 +176,7 @@ class _Older:
             found[name].take(TableChange(keys[order], values[order][:, : self._dims[name]], keys[:0]))
 
 
-class _Found:
+class _FoundRows:
     """Values of wanted keys, found from the newest to the oldest."""
 
     def __init__(self, keys: Tensor) -> None:
@@ -227,7 +227,7 @@ def _publish(
     to: int,
     tables: dict[str, TableChange],
     dense: dict[str, Tensor] | None,
-    plan: _Older,
+    plan: _RollbackPlan,
 ) -> None:
     number, session = newest.number + 1, secrets.randbits(63)
     values = str(newest.words.get("values", "fp32"))

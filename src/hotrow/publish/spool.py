@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from hotrow.errors import PublishError, StorageError
-from hotrow.publish.message import NOTE, PART, BadMessage, Message, note, words_of
+from hotrow.publish.message import NOTE, PART, BadMessage, Message, note, note_fields
 
 _NAME = re.compile(r"(\d{20})\.pub")
 _LENGTH = struct.Struct("<Q")
 
 
 @dataclass
-class Parcel:
+class EncodedPublication:
     """What one rank publishes under a number: the body's bytes and what the commit will say."""
 
     number: int
@@ -66,7 +66,7 @@ class Spool:
         """Of the publications that wait, rising."""
         return sorted(self._sizes)
 
-    def put(self, parcel: Parcel, session: int) -> None:
+    def put(self, parcel: EncodedPublication, session: int) -> None:
         """Keep one. SpoolFull where the budget or the disk has no room."""
         data = b"".join(_framed(parcel, session))
         if self.bytes + len(data) > self.budget:
@@ -86,7 +86,7 @@ class Spool:
             raise SpoolFull(f"cannot write {path}: {error.strerror}; publications wait longer") from error
         self._sizes[parcel.number] = len(data)
 
-    def get(self, number: int) -> Parcel | None:
+    def get(self, number: int) -> EncodedPublication | None:
         """One of them; None if it was torn, and then it is gone."""
         try:
             data = self._path(number).read_bytes()
@@ -95,7 +95,7 @@ class Spool:
             words = Message.decode(data[2 * _LENGTH.size + first :])
             if part.kind != PART or words.kind != NOTE or part.number != number:
                 raise BadMessage(f"{self._path(number)} is not what its name says")
-            return Parcel(number, words_of(words), part.payload)
+            return EncodedPublication(number, note_fields(words), part.payload)
         except (OSError, struct.error, BadMessage):
             self.drop(number)
             return None
@@ -109,7 +109,7 @@ class Spool:
         return self.folder / f"{number:020d}.pub"
 
 
-def _framed(parcel: Parcel, session: int) -> Iterator[bytes]:
+def _framed(parcel: EncodedPublication, session: int) -> Iterator[bytes]:
     for message in (Message(PART, parcel.number, session, parcel.body), note(parcel.number, session, parcel.words)):
         data = message.encode()
         yield _LENGTH.pack(len(data)) + data

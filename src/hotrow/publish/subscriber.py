@@ -29,7 +29,7 @@ from typing import Any
 from hotrow.errors import BusError, PublishError
 from hotrow.publish.bus import Bus, Entry, open_bus
 from hotrow.publish.history import Commit
-from hotrow.publish.message import NOTE, BadMessage, Message, checksum, words_of
+from hotrow.publish.message import NOTE, BadMessage, Message, checksum, note_fields
 from hotrow.publish.publication import (
     DELTA,
     KINDS,
@@ -186,7 +186,7 @@ class Subscriber:
         self._kept += len(message.payload)
 
     def _take_note(self, message: Message, entry: Entry) -> Publication | None:
-        words, number = words_of(message), message.number
+        words, number = note_fields(message), message.number
         try:
             if words["kind"] not in KINDS:
                 raise BadMessage(f"a note about publication {number} is of kind {words['kind']!r}")

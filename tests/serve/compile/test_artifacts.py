@@ -22,7 +22,7 @@ def test_a_package_comes_back_after_a_restart(tmp_path):
     cache = ArtifactCache(tmp_path / "c")
     cache.add("k", built(cache, b"code"), {"shape": "64"})
     again = ArtifactCache(tmp_path / "c")
-    assert again.find("k").read_bytes() == b"code" and again.note("k")["shape"] == "64"
+    assert again.find("k").read_bytes() == b"code" and again.metadata("k")["shape"] == "64"
 
 
 @pytest.mark.parametrize("harm", [b"coda", b"cod", b""])
@@ -55,7 +55,7 @@ def test_a_quarantined_package_is_gone_for_good(tmp_path):
     cache = ArtifactCache(tmp_path / "c")
     cache.add("k", built(cache, b"code"), {})
     cache.quarantine("k", "it differs")
-    assert cache.find("k") is None and cache.note("k")["quarantined"] == "it differs"
+    assert cache.find("k") is None and cache.metadata("k")["quarantined"] == "it differs"
 
 
 def test_a_folder_that_others_may_enter_is_refused(tmp_path):

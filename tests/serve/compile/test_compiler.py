@@ -31,7 +31,7 @@ def never(shape, path, made):
 def test_a_shape_that_takes_too_long_is_marked_and_not_tried_again(graph, tmp_path):
     manager = Compiler(graph, ArtifactCache(tmp_path / "c"), never, CPU, 1, limit=0.5)
     assert manager.request(Shape(8)) and manager.wait([Shape(8)], 60)
-    assert manager.seen.states[Shape(8)] == "failed" and "limit=0.5" in manager.seen.reasons[Shape(8)]
+    assert manager.compilations.states[Shape(8)] == "failed" and "limit=0.5" in manager.compilations.reasons[Shape(8)]
     assert not manager.request(Shape(8))
     assert manager._process is None and not list(manager._cache.folder.glob("*.building*"))
     manager.close()
@@ -42,7 +42,7 @@ def test_a_process_that_always_dies_is_given_up(graph, tmp_path, monkeypatch):
     manager = Compiler(graph, ArtifactCache(tmp_path / "c"), never, CPU, 1, limit=60)
     manager.request(Shape(8))
     assert manager.wait([Shape(8)], 60)
-    assert manager.seen.died == compiler.ATTEMPTS and "died" in manager.seen.reasons[Shape(8)]
+    assert manager.compilations.died == compiler.ATTEMPTS and "died" in manager.compilations.reasons[Shape(8)]
     manager.close()
 
 
@@ -54,8 +54,8 @@ def test_the_compilers_refusal_is_kept_as_the_reason(graph, tmp_path):
     manager = Compiler(spoiled, ArtifactCache(tmp_path / "c"), never, CPU, 1, limit=120)
     manager.request(Shape(8))
     assert manager.wait([Shape(8)], 120)
-    assert manager.seen.states[Shape(8)] == "failed" and "zip" in manager.seen.reasons[Shape(8)]
-    assert manager.seen.died == 0
+    assert manager.compilations.states[Shape(8)] == "failed" and "zip" in manager.compilations.reasons[Shape(8)]
+    assert manager.compilations.died == 0
     manager.close()
 
 
@@ -78,9 +78,9 @@ def test_a_tower_that_is_an_op_of_its_own_stays_eager_and_names_it(tmp_path):
     for shape in (Shape(8), Shape(16)):
         manager.request(shape)
         assert manager.wait([shape], 120)
-        why = manager.seen.reasons[shape]
+        why = manager.compilations.reasons[shape]
         assert why == "no part of the tower can be compiled: the compile process has no hotrow_test.twice.default"
-    assert manager.seen.tries == 1 and manager.seen.died == 0
+    assert manager.compilations.tries == 1 and manager.compilations.died == 0
     manager.close()
 
 
@@ -110,14 +110,19 @@ def test_a_torch_that_changed_is_asked_once_for_all_shapes(graph, tmp_path, monk
         expected = "has operators without _schema; HotRow was tested with torch<"
     else:
         expected = "torch 9.0 has no compiler"
-        monkeypatch.setattr(manager, "_ask", lambda job, seconds: {"ok": False, "changed": True, "error": expected})
+        monkeypatch.setattr(
+            manager, "_send_job", lambda job, seconds: {"ok": False, "changed": True, "error": expected}
+        )
     shapes = [Shape(rows) for rows in (8, 16, 32)]
     for shape in shapes:
         manager.request(shape)
     assert manager.wait(shapes, 60)
     manager.close()
-    assert all(manager.seen.states[shape] == "failed" and expected in manager.seen.reasons[shape] for shape in shapes)
-    assert manager.seen.tries == (where == "compile process")
+    assert all(
+        manager.compilations.states[shape] == "failed" and expected in manager.compilations.reasons[shape]
+        for shape in shapes
+    )
+    assert manager.compilations.tries == (where == "compile process")
     assert len([record for record in caplog.records if "stays on the original graph" in record.message]) == 1
 
 

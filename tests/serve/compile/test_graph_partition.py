@@ -15,7 +15,7 @@ from torch import fx
 from hotrow.models import DIN, DLRM
 from hotrow.serve.compile.buckets import Costs, Ladder
 from hotrow.serve.compile.compiled_tower import ArtifactError
-from hotrow.serve.compile.compiler_process import Bench, _named
+from hotrow.serve.compile.compiler_process import JobCompiler, _named
 from hotrow.serve.compile.graph_partition import CannotCutError, Refusal, assemble, cut, search
 from hotrow.serve.execution.towers import TowerOptions, Towers
 from hotrow.serve.graph.tower import TowerInputs, trace
@@ -137,11 +137,11 @@ def interpreted(made):
     return assemble(made, {piece.name: run(piece) for piece in made.pieces})
 
 
-def assert_equals(graph, shape, aside):
-    inputs = graph.draw(shape, CPU, seed=len(aside))
+def assert_equals(graph, shape, excluded):
+    inputs = graph.random_inputs(shape, CPU, seed=len(excluded))
     weights = [torch.randn_like(w) if w.is_floating_point() else w for w in graph.weights]
     with torch.inference_mode():
-        got = interpreted(cut(graph, shape, aside))((*weights, *inputs))
+        got = interpreted(cut(graph, shape, excluded))((*weights, *inputs))
         torch.testing.assert_close(got, graph(weights, inputs), rtol=1e-5, atol=1e-5)
 
 
@@ -161,8 +161,8 @@ def test_branches_share_pieces_around_ops_of_their_own(graph):
 
 def test_new_weights_go_into_the_pieces(graph):
     runner = interpreted(cut(graph, BUCKET, names(graph, "bend")))
-    other, inputs = bent(seed=9), graph.draw(BUCKET, CPU)
-    weights = graph.arrange(other.state_dict(), CPU)
+    other, inputs = bent(seed=9), graph.random_inputs(BUCKET, CPU)
+    weights = graph.order_weights(other.state_dict(), CPU)
     with torch.inference_mode():
         want = other(dict(zip(("user", "item"), inputs, strict=True)), None)
         torch.testing.assert_close(runner((*weights, *inputs)), want, rtol=1e-6, atol=1e-6)
@@ -190,7 +190,7 @@ def test_an_op_that_gives_what_it_does_not_declare_never_reaches_machine_code():
     graph = TowerGraph.of(bent(op="lie"), pair())
     runner = interpreted(cut(graph, BUCKET, names(graph, "lie")))
     with pytest.raises(ArtifactError, match=r"compiled for torch.float32 \[16, 8\], but an eager op gave .* \[1, 8\]"):
-        runner((*graph.weights, *graph.draw(BUCKET, CPU)))
+        runner((*graph.weights, *graph.random_inputs(BUCKET, CPU)))
 
 
 def test_a_graph_that_writes_in_place_is_not_cut():
@@ -200,7 +200,7 @@ def test_a_graph_that_writes_in_place_is_not_cut():
 
     graph = TowerGraph.of(Writes(), {"user": torch.randn(5, 4)})
     with pytest.raises(CannotCutError, match=r"boom; the tower calls aten.relu_.default, which writes in place"):
-        search(lambda: graph, BUCKET, lambda aside: Refusal("boom"))
+        search(lambda: graph, BUCKET, lambda excluded: Refusal("boom"))
 
 
 class Refuses:
@@ -209,11 +209,11 @@ class Refuses:
     def __init__(self, graph, nodes, names_ops=False):
         self.graph, self.nodes, self.names_ops, self.tries = graph, set(nodes), names_ops, 0
 
-    def __call__(self, aside):
+    def __call__(self, excluded):
         self.tries += 1
-        if aside is None:
+        if excluded is None:
             return self._refusal(names(self.graph), ()) if self.nodes else None
-        for piece in cut(self.graph, BUCKET, aside).pieces:
+        for piece in cut(self.graph, BUCKET, excluded).pieces:
             if self.nodes & set(piece.nodes):
                 return self._refusal(piece.nodes, piece.nodes)
         return None
@@ -271,7 +271,7 @@ def test_a_search_ends_when_nothing_is_left(graph):
 
 def test_ops_of_the_server_are_declared_in_the_compile_process():
     schema = {"hotrow_nobody.has.this": "hotrow_nobody::has.this(Tensor x, int n=3) -> (Tensor, Tensor)"}
-    bench = Bench()
+    bench = JobCompiler()
     assert bench._declare({**schema, "hotrow_test.bend.default": str(bend._opoverload._schema)}) == [*schema]
     assert str(torch.ops.hotrow_nobody.has.this._schema) == schema["hotrow_nobody.has.this"]
     assert bench._declare(schema) == [*schema]

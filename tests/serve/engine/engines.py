@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from plain_servable import load
 
-from hotrow.serve.frontend.engine_client import RemoteBackend
+from hotrow.serve.frontend.engine_client import EngineClient
 from hotrow.serve.processes.engine_process import EngineOptions, EngineProcess
 from hotrow.serve.protocol.request import Ids, Request
 
@@ -64,11 +64,11 @@ def start_process(tmp_path: Path) -> Iterator[Callable[..., EngineUnderTest]]:
         engine.kill()
 
 
-def with_backend(sockets: list[str], work: Callable[[RemoteBackend], Awaitable[Any]], ready: bool = True) -> Any:
+def with_backend(sockets: list[str], work: Callable[[EngineClient], Awaitable[Any]], ready: bool = True) -> Any:
     """Run `work` with a backend over the engines, on a loop of its own."""
 
     async def run() -> Any:
-        backend = RemoteBackend(sockets)
+        backend = EngineClient(sockets)
         await backend.open()
         until = time.monotonic() + 10
         while ready and not (await backend.ready() and backend.models()):

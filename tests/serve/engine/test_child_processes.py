@@ -49,7 +49,7 @@ def tend_until(child: Child, condition: Callable[[], bool]) -> list[str]:
     told, until = [], time.monotonic() + 60
     while not condition():
         assert time.monotonic() < until, f"restarts {child.restarts}, {told}"
-        told += [news] if (news := child.tend()) is not None else []
+        told += [news] if (news := child.restart_if_due()) is not None else []
         time.sleep(0.005)
     return told
 
@@ -95,7 +95,7 @@ def test_child_that_was_ready_is_started_again_for_ever_with_longer_pauses(start
 
 @pytest.fixture
 def signals() -> Iterator[None]:
-    """A Server takes these for itself."""
+    """A Supervisor takes these for itself."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in before.items():
@@ -109,7 +109,7 @@ def test_server_whose_engine_dies_at_once_ends_with_one_error(
     died = {"code": 3, "words": "Illegal instruction"}
     monkeypatch.setattr(supervisor, "Child", lambda name, module, told, heard: Child(name, "small_child", died, heard))
     options = ServeOptions(str(tmp_path / "repository"), ("ctr",), http=0, grpc=None, metrics=None)
-    served = supervisor.Server(options)
+    served = supervisor.Supervisor(options)
     with pytest.raises(HotRowError, match=r"(?s)engine 0 ended with exit code 3 .*Illegal instruction"):
         served.run()
     assert not any(child.alive for child in served.engines) and not Path(served.folder).exists()

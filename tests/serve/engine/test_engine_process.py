@@ -15,7 +15,7 @@ from engines import EngineUnderTest, make_request, socket_of, with_backend
 from plain_servable import PlainServable, write_version
 
 from hotrow.batch import Jagged, KeyedBatch
-from hotrow.serve.frontend.engine_client import RemoteBackend
+from hotrow.serve.frontend.engine_client import EngineClient
 from hotrow.serve.processes.engine_process import EngineProcess
 from hotrow.serve.protocol.request import Answer, RefusedError, Request
 
@@ -41,7 +41,7 @@ def test_concurrent_requests_get_their_own_answers(tmp_path: Path, start_engine:
     engine = start_engine(tmp_path / "repository")
     requests = [make_request(rows, seed) for seed, rows in enumerate([1, 50, 7, 1, 20] * 8)]
 
-    async def ask(backend: RemoteBackend) -> list[Answer]:
+    async def ask(backend: EngineClient) -> list[Answer]:
         return await asyncio.gather(*[backend.infer(request) for request in requests])
 
     for request, answer in zip(requests, with_backend([socket_of(engine)], ask), strict=True):
@@ -54,7 +54,7 @@ def test_request_larger_than_a_batch_is_split_and_put_together(tmp_path: Path, s
     engine = start_engine(tmp_path / "repository", max_rows=16, lanes=2)
     requests = [make_request(100, 1), make_request(16, 2), make_request(17, 3)]
 
-    async def ask(backend: RemoteBackend) -> list[Answer]:
+    async def ask(backend: EngineClient) -> list[Answer]:
         return await asyncio.gather(*[backend.infer(request) for request in requests])
 
     for request, answer in zip(requests, with_backend([socket_of(engine)], ask), strict=True):
@@ -68,7 +68,7 @@ def test_version_switch_under_load_fails_no_request(tmp_path: Path, start_engine
     request = make_request(5, 1)
     wanted = {str(version): expected(request, version) for version in (1, 2)}
 
-    async def work(backend: RemoteBackend) -> list[str]:
+    async def work(backend: EngineClient) -> list[str]:
         seen: list[str] = []
         stop = asyncio.Event()
 
@@ -101,7 +101,7 @@ def test_corrupt_version_is_refused_by_name_while_the_old_one_serves(tmp_path: P
     write_version(repository, "ctr", 1)
     engine = start_engine(repository)
 
-    async def work(backend: RemoteBackend) -> None:
+    async def work(backend: EngineClient) -> None:
         (write_version(repository, "ctr", 2) / "model.json").write_text("{")
         with pytest.raises(RefusedError, match=r"version 2 of model 'ctr' does not load.*corrupt"):
             await backend.load("ctr")
@@ -118,7 +118,7 @@ def test_repository_is_polled_for_new_versions(tmp_path: Path, start_engine: Sta
     write_version(repository, "ctr", 1)
     engine = start_engine(repository, poll=0.1)
 
-    async def work(backend: RemoteBackend) -> None:
+    async def work(backend: EngineClient) -> None:
         write_version(repository, "ctr", 2)
         for _ in range(1000):
             if (await backend.infer(make_request(2))).version == "2":
@@ -134,13 +134,13 @@ def test_new_signature_keeps_answering_requests_made_for_the_old_one(tmp_path: P
     write_version(repository, "ctr", 1)
     engine = start_engine(repository)
 
-    async def work(backend: RemoteBackend) -> None:
-        link = backend.links[0]
-        number, fingerprint = link.numbers["ctr", None]
+    async def work(backend: EngineClient) -> None:
+        connection = backend.connections[0]
+        number, fingerprint = connection.numbers["ctr", None]
         write_version(repository, "ctr", 2, features=2)
         await backend.load("ctr")
         assert backend.models()["ctr"].signature.features == ("f0", "f1")
-        link.numbers["ctr", None] = (number, fingerprint)  # a front end that has not heard yet
+        connection.numbers["ctr", None] = (number, fingerprint)  # a front end that has not heard yet
         assert (await backend.infer(make_request(3))).version == "1"
 
     with_backend([socket_of(engine)], work)
@@ -155,7 +155,7 @@ def test_retired_version_is_let_go(tmp_path: Path, start_engine: Start) -> None:
     held = weakref.ref(first.servable)
     del first
 
-    async def work(backend: RemoteBackend) -> None:
+    async def work(backend: EngineClient) -> None:
         await backend.infer(make_request(2, version="1"))
         for version in (2, 3):
             write_version(repository, "ctr", version)
@@ -173,7 +173,7 @@ def test_unknown_model_and_unloaded_model_are_refused(tmp_path: Path, start_engi
     write_version(tmp_path / "repository", "ctr", 1)
     engine = start_engine(tmp_path / "repository")
 
-    async def work(backend: RemoteBackend) -> None:
+    async def work(backend: EngineClient) -> None:
         with pytest.raises(RefusedError, match="did you mean 'ctr'") as refused:
             await backend.infer(make_request(1, model="ctrr"))
         assert refused.value.status == 404
@@ -194,7 +194,7 @@ def test_requests_of_an_engine_that_dies_are_refused_and_the_next_one_serves(
     write_version(repository, "ctr", 1, delay=0.3)
     engine = start_process(repository, socket=tmp_path / "e.sock")
 
-    async def work(backend: RemoteBackend) -> None:
+    async def work(backend: EngineClient) -> None:
         asked = [asyncio.create_task(backend.infer(make_request(3, deadline=None))) for _ in range(4)]
         await asyncio.sleep(0.1)
         engine.kill()
@@ -217,11 +217,11 @@ def test_requests_are_spread_over_engines(tmp_path: Path, start_engine: Start) -
     write_version(tmp_path / "repository", "ctr", 1, delay=0.01)
     engines = [start_engine(tmp_path / "repository") for _ in range(2)]
 
-    async def work(backend: RemoteBackend) -> None:
-        while not all(link.ready for link in backend.links):
+    async def work(backend: EngineClient) -> None:
+        while not all(connection.ready for connection in backend.connections):
             await asyncio.sleep(0.01)
         await asyncio.gather(*[backend.infer(make_request(4, seed)) for seed in range(64)])
-        counts = [(await link.command(op="figures"))["queue"]["admitted"] for link in backend.links]
+        counts = [(await connection.command(op="figures"))["queue"]["admitted"] for connection in backend.connections]
         assert sum(counts) == 64 and min(counts) >= 16
         (stats,) = await backend.statistics("ctr")
         assert stats["inference_count"] == 256 and stats["inference_stats"]["success"]["count"] == 64
@@ -233,7 +233,7 @@ def test_sigterm_answers_what_was_admitted_then_ends_with_0(tmp_path: Path, star
     write_version(tmp_path / "repository", "ctr", 1, delay=0.2)
     engine = start_process(tmp_path / "repository", max_rows=4)
 
-    async def work(backend: RemoteBackend) -> None:
+    async def work(backend: EngineClient) -> None:
         asked = [asyncio.create_task(backend.infer(make_request(4, seed))) for seed in range(3)]
         await asyncio.sleep(0.1)
         engine.terminate()

@@ -20,7 +20,7 @@ from in_process import Running
 from plain_servable import write_version
 from tritonclient.utils import InferenceServerException
 
-from hotrow.serve.frontend.engine_client import RemoteBackend
+from hotrow.serve.frontend.engine_client import EngineClient
 from hotrow.serve.processes.engine_process import EngineProcess
 from hotrow.serve.protocol.request import RefusedError
 
@@ -103,7 +103,7 @@ class Clients:
 
 @contextmanager
 def front_end(*sockets: str) -> Iterator[Running]:
-    with Running(RemoteBackend(sockets)) as running:  # type: ignore[arg-type]
+    with Running(EngineClient(sockets)) as running:  # type: ignore[arg-type]
         running.call(running.backend.open())  # type: ignore[attr-defined]
         yield running
         running.call(running.backend.close())  # type: ignore[attr-defined]
@@ -162,11 +162,11 @@ def test_of_two_engines_the_other_one_serves_on(tmp_path: Path, start_engine: St
     write_version(tmp_path / "repository", "feed", 1)
     one, two = start_engine(tmp_path / "repository"), start_engine(tmp_path / "repository")
 
-    async def work(backend: RemoteBackend) -> None:
-        while not all(link.ready for link in backend.links):
+    async def work(backend: EngineClient) -> None:
+        while not all(connection.ready for connection in backend.connections):
             await asyncio.sleep(0.01)
         await asyncio.to_thread(one.stop)
-        while backend.links[0].ready:
+        while backend.connections[0].ready:
             await asyncio.sleep(0.01)
         assert await backend.ready() and backend.models()["ctr"].state == "READY"
         for version in (None, "1"):
@@ -188,10 +188,10 @@ def test_model_that_one_of_two_engines_has_unloaded_already_can_be_unloaded(
     write_version(tmp_path / "repository", "ctr", 1)
     one, two = start_engine(tmp_path / "repository"), start_engine(tmp_path / "repository")
 
-    async def work(backend: RemoteBackend) -> None:
-        while not all(link.ready for link in backend.links):
+    async def work(backend: EngineClient) -> None:
+        while not all(connection.ready for connection in backend.connections):
             await asyncio.sleep(0.01)
-        await backend.links[0].command(op="unload", name="ctr")
+        await backend.connections[0].command(op="unload", name="ctr")
         assert (await backend.infer(make_request(2))).version == "1"  # by the other
         await backend.unload("ctr")
         assert not backend.models()
@@ -209,7 +209,7 @@ def test_next_life_of_an_engine_serves_what_the_last_one_did(tmp_path: Path, sta
         write_version(repository, name, version)
     engine = start_process(repository, socket=tmp_path / "e.sock")
 
-    async def change(backend: RemoteBackend) -> None:
+    async def change(backend: EngineClient) -> None:
         write_version(repository, "ctr", 2)
         await backend.load("ctr")
         await backend.load("ctr", "1")  # back again
@@ -223,7 +223,7 @@ def test_next_life_of_an_engine_serves_what_the_last_one_did(tmp_path: Path, sta
     write_version(repository, "ctr", 3)  # newer, and never loaded
     engine = start_process(repository, socket=tmp_path / "e.sock", restore=said["versions"])
 
-    async def look(backend: RemoteBackend) -> None:
+    async def look(backend: EngineClient) -> None:
         assert (await backend.infer(make_request(2))).version == "1"
         assert (await backend.infer(make_request(2, version="2"))).version == "2"
         for request in (make_request(2, model="feed"), make_request(2, version="3")):

@@ -16,7 +16,7 @@ import hotrow as hr
 from hotrow.publish.bus import Bus, open_bus
 from hotrow.publish.message import checksum, note, parts
 from hotrow.publish.publication import DELTA, TableChange, content_checksum, encode_body
-from hotrow.serve.frontend.engine_client import RemoteBackend
+from hotrow.serve.frontend.engine_client import EngineClient
 from hotrow.serve.processes.engine_process import EngineOptions, EngineProcess
 from hotrow.serve.protocol.request import Answer
 
@@ -53,7 +53,7 @@ def publish(bus: Bus, number: int, model: hr.Recommender) -> None:
 def ask(engine: EngineUnderTest | EngineProcess, publication: int) -> tuple[Answer, Any]:
     """An answer of that publication, and the metrics."""
 
-    async def work(backend: RemoteBackend) -> tuple[Answer, Any]:
+    async def work(backend: EngineClient) -> tuple[Answer, Any]:
         until = time.monotonic() + 50
         while (answer := await backend.infer(make_request(20))).publication < publication:
             assert time.monotonic() < until, f"still at publication {answer.publication}"

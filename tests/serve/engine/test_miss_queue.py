@@ -13,7 +13,7 @@ import torch
 from engines import socket_of, with_backend
 from plain_servable import write_version
 
-from hotrow.serve.frontend.engine_client import RemoteBackend
+from hotrow.serve.frontend.engine_client import EngineClient
 from hotrow.serve.processes.engine_process import EngineProcess
 from hotrow.serve.protocol.request import Answer, Ids, Request
 
@@ -55,7 +55,7 @@ def test_request_with_cold_rows_waits_for_them_when_there_is_time(
     engine = start_tiny(start_engine, tmp_path, slow=0.0)
     keys = cold_keys(engine, 7)
 
-    async def work(backend: RemoteBackend) -> Answer:
+    async def work(backend: EngineClient) -> Answer:
         return await backend.infer(cold_request(keys))
 
     answer = with_backend([socket_of(engine)], work)
@@ -69,7 +69,7 @@ def test_rows_that_come_too_late_are_answered_by_policy_and_counted(
     engine = start_tiny(start_engine, tmp_path, slow=3.0)
     keys = cold_keys(engine, 7)
 
-    async def work(backend: RemoteBackend) -> tuple[Answer, float]:
+    async def work(backend: EngineClient) -> tuple[Answer, float]:
         begin = time.monotonic()
         answer = await backend.infer(cold_request(keys, policy=policy, deadline=begin + 1.0))
         return answer, time.monotonic() - begin
@@ -85,7 +85,7 @@ def test_policy_wait_waits_past_the_deadline_and_answers_with_the_rows(
     engine = start_tiny(start_engine, tmp_path, slow=1.0)
     keys = cold_keys(engine, 7)
 
-    async def work(backend: RemoteBackend) -> tuple[Answer, float]:
+    async def work(backend: EngineClient) -> tuple[Answer, float]:
         begin = time.monotonic()
         answer = await backend.infer(cold_request(keys, policy="wait", deadline=begin + 0.5))
         return answer, time.monotonic() - begin
@@ -98,7 +98,7 @@ def test_nobody_waits_behind_anothers_miss(tmp_path: Path, start_engine: Callabl
     engine = start_tiny(start_engine, tmp_path, slow=2.0)
     keys = cold_keys(engine, 7)
 
-    async def work(backend: RemoteBackend) -> tuple[float, float]:
+    async def work(backend: EngineClient) -> tuple[float, float]:
         begin = time.monotonic()
         slow = asyncio.create_task(backend.infer(cold_request(keys)))
         await asyncio.sleep(0.05)

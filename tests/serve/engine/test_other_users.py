@@ -19,7 +19,7 @@ from hotrow.parallel.launch import launch
 from hotrow.publish.spool import Spool
 from hotrow.serve.processes.engine_process import EngineProcess
 from hotrow.serve.processes.serve_options import ServeOptions
-from hotrow.serve.processes.supervisor import Server
+from hotrow.serve.processes.supervisor import Supervisor
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_engines_socket_is_its_users_alone(
 def test_servers_folder_is_its_users_alone(tmp_path: Path, open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(open_folder))
     write_version(tmp_path / "repository", "ctr", 1)
-    server = Server(ServeOptions(str(tmp_path / "repository")))
+    server = Supervisor(ServeOptions(str(tmp_path / "repository")))
     assert Path(server.folder).parent == open_folder
     assert as_nobody(lambda: os.listdir(server.folder)) == "PermissionError"
     assert as_nobody(lambda: socket.socket(socket.AF_UNIX).connect(server._socket(0))) == "PermissionError"

@@ -11,7 +11,7 @@ import numpy as np
 from engines import EngineUnderTest, make_request, with_backend
 from plain_servable import write_version
 
-from hotrow.serve.frontend.engine_client import RemoteBackend
+from hotrow.serve.frontend.engine_client import EngineClient
 from hotrow.serve.protocol.request import RefusedError
 
 
@@ -22,7 +22,7 @@ def test_burst_of_ten_times_the_capacity(tmp_path: Path, start_process: Callable
     deadline, per_second, seconds = 1.0, 550, 3.0
     request = make_request(4, 1)
 
-    async def work(backend: RemoteBackend) -> tuple[list[float], list[float], float]:
+    async def work(backend: EngineClient) -> tuple[list[float], list[float], float]:
         accepted: list[float] = []
         refused: list[float] = []
 

@@ -14,7 +14,7 @@ from engines import make_request, with_backend
 
 import hotrow as hr
 from hotrow.serve.batching.versions import Version
-from hotrow.serve.frontend.engine_client import RemoteBackend
+from hotrow.serve.frontend.engine_client import EngineClient
 from hotrow.serve.frontend.engine_statistics import add_figures
 from hotrow.serve.processes.engine_process import EngineOptions, EngineProcess
 from hotrow.serve.protocol.metrics import render
@@ -53,7 +53,7 @@ def test_served_logits_equal_the_models_own(exported: tuple[hr.Recommender, Engi
     model, engine = exported
     requests = [make_request(rows, seed) for seed, rows in enumerate([1, 50, 7, 300])]
 
-    async def ask(backend: RemoteBackend) -> list[Answer]:
+    async def ask(backend: EngineClient) -> list[Answer]:
         return await asyncio.gather(*[backend.infer(request) for request in requests])
 
     for request, answer in zip(requests, with_backend([engine.options.socket], ask), strict=True):
@@ -75,7 +75,7 @@ def test_each_lane_runs_the_tower_with_its_own_budget_of_threads(
     before = torch.get_num_threads()
     torch.set_num_threads(2)  # somebody else's wish, after the lanes have set theirs
 
-    async def ask(backend: RemoteBackend) -> None:
+    async def ask(backend: EngineClient) -> None:
         await asyncio.gather(*[backend.infer(make_request(900, seed)) for seed in range(6)])
 
     with_backend([engine.options.socket], ask)

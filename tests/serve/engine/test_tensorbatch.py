@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hotrow.serve.batching.tensorbatch import Ask, Batch, Group, QueueLimits, TensorBatch
+from hotrow.serve.batching.tensorbatch import Batch, Group, QueuedRequest, QueueLimits, TensorBatch
 from hotrow.serve.protocol.request import RefusedError
 
 
@@ -35,19 +35,21 @@ class Bench:
     def a_group(self, name: str, fixed: float = 0.001, per_row: float = 1e-5) -> Group:
         group = Group(name)
         for rows in (1, 10, 100):
-            group.time.note(rows, fixed + per_row * rows)
+            group.service_time.note(rows, fixed + per_row * rows)
         return group
 
-    def ask(self, name: object, rows: int, deadline: float = 1.0, group: Group | None = None, **more: bool) -> Ask:
+    def ask(
+        self, name: object, rows: int, deadline: float = 1.0, group: Group | None = None, **more: bool
+    ) -> QueuedRequest:
         group = group or self.group
-        ask = Ask(name, rows, 8 * rows, self.clock.now + deadline, **more)
+        ask = QueuedRequest(name, rows, 8 * rows, self.clock.now + deadline, **more)
         for _, why in self.queue.admit(group, [ask]):
             raise why
-        self.queue.put(self.queue.line(group, group.name), [ask])
+        self.queue.enqueue(self.queue.queue_of(group, group.name), [ask])
         return ask
 
     def take(self) -> Batch | None:
-        expired: list[Ask] = []
+        expired: list[QueuedRequest] = []
         batch, self.until = self.queue.next_batch(self.clock.now, expired)
         self.expired = [ask.content for ask in expired]
         return batch
@@ -64,7 +66,7 @@ class Bench:
 
 
 def names(batch: Batch | None) -> list[object]:
-    return [] if batch is None else [piece.ask.content for piece in batch.pieces]
+    return [] if batch is None else [piece.request.content for piece in batch.pieces]
 
 
 def test_idle_server_does_not_wait() -> None:
@@ -111,7 +113,7 @@ def test_wait_is_cut_short_by_max_wait_and_by_a_deadline() -> None:
     bench.ask("a", 5)
     bench.take()
     assert bench.until is not None and bench.until - bench.clock.now <= 0.000201
-    bench = Bench(lanes=2, share=1.0)
+    bench = Bench(lanes=2, deadline_fraction=1.0)
     bench.keep_busy()
     bench.ask("a", 5, deadline=0.0022)
     bench.take()
@@ -157,8 +159,8 @@ def test_request_that_cannot_make_its_deadline_is_shed_with_the_time_to_come_aga
 
 
 def test_shedding_counts_those_that_came_in_the_same_read() -> None:
-    bench = Bench(share=1.0)
-    asks = [Ask(number, 100, 800, bench.clock.now + 0.0105) for number in range(100)]
+    bench = Bench(deadline_fraction=1.0)
+    asks = [QueuedRequest(number, 100, 800, bench.clock.now + 0.0105) for number in range(100)]
     refused = bench.queue.admit(bench.group, asks)
     assert len(asks) == 5 and len(refused) == 100 - len(asks)
 
@@ -221,7 +223,7 @@ def test_busy_model_does_not_starve_a_quiet_one() -> None:
     bench.take()
     bench.take()
     bench.ask("q", 10, deadline=100, group=quiet)
-    order = [batch.line.group.name for _ in range(3) if (batch := bench.take()) is not None]
+    order = [batch.queue.group.name for _ in range(3) if (batch := bench.take()) is not None]
     assert "quiet" in order[:2]
 
 
@@ -236,7 +238,7 @@ def test_idle_time_is_no_credit() -> None:
         bench.take()
     for number in range(60):
         bench.ask(number, 100, deadline=100, group=quiet)
-    order = [batch.line.group.name for _ in range(10) if (batch := bench.take()) is not None]
+    order = [batch.queue.group.name for _ in range(10) if (batch := bench.take()) is not None]
     assert 4 <= order.count("ctr") <= 6
 
 
@@ -246,9 +248,9 @@ def test_lane_that_waits_is_woken_by_a_request_and_by_the_end() -> None:
     taken: list[Batch | None] = []
     lane = threading.Thread(target=lambda: [taken.append(queue.take()) for _ in range(2)])
     lane.start()
-    asks = [Ask("a", 1, 8, queue.clock() + 10)]
+    asks = [QueuedRequest("a", 1, 8, queue.clock() + 10)]
     assert queue.admit(group, asks) == []
-    queue.put(queue.line(group, "ctr"), asks)
+    queue.enqueue(queue.queue_of(group, "ctr"), asks)
     while not taken:
         pass
     queue.close()
@@ -260,18 +262,18 @@ def test_line_that_was_forgotten_comes_back_with_its_next_request() -> None:
     bench = Bench()
     bench.ask("a", 5)
     bench.take()
-    line = bench.queue.line(bench.group, "ctr")
-    bench.queue.forget(lambda key: True)
-    asks = [Ask("b", 5, 40, bench.clock.now + 1)]
+    line = bench.queue.queue_of(bench.group, "ctr")
+    bench.queue.drop_empty_queues(lambda key: True)
+    asks = [QueuedRequest("b", 5, 40, bench.clock.now + 1)]
     assert bench.queue.admit(bench.group, asks) == []
-    bench.queue.put(line, asks)
+    bench.queue.enqueue(line, asks)
     assert names(bench.take()) == ["b"]
 
 
 def test_line_with_requests_is_not_forgotten() -> None:
     bench = Bench()
     bench.ask("a", 5)
-    bench.queue.forget(lambda key: True)
+    bench.queue.drop_empty_queues(lambda key: True)
     assert names(bench.take()) == ["a"]
 
 
@@ -279,7 +281,7 @@ def test_group_of_the_same_name_counts_for_itself() -> None:
     bench = Bench()
     bench.ask("a", 5)
     bench.take()
-    bench.queue.forget(lambda key: True)
+    bench.queue.drop_empty_queues(lambda key: True)
     again = bench.a_group("ctr")  # the model was unloaded and loaded again
     for number in range(20):
         bench.ask(number, 100, deadline=10, group=again)

@@ -11,7 +11,7 @@ import torch
 
 import hotrow as hr
 from hotrow.publish.publication import DELTA, Publication, TableChange
-from hotrow.serve.execution.device_lane import TURNS
+from hotrow.serve.execution.device_lane import RUNNERS_IN_FLIGHT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -60,7 +60,17 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def test_answers_are_those_of_the_cpu_for_every_size(repository: Path, plain: hr.Engine) -> None:
     piece = LADDER[-1]
-    sizes = [1, 8, 9, piece, piece + 1, 2 * piece, TURNS * piece - 1, TURNS * piece + 1, 9 * piece + 5]
+    sizes = [
+        1,
+        8,
+        9,
+        piece,
+        piece + 1,
+        2 * piece,
+        RUNNERS_IN_FLIGHT * piece - 1,
+        RUNNERS_IN_FLIGHT * piece + 1,
+        9 * piece + 5,
+    ]
     with hr.Engine(repository, memory=hr.Memory(hbm="32KiB"), ladder=LADDER) as engine:
         assert engine._lanes is not None
         for number, rows in enumerate(sizes * 3):

@@ -276,7 +276,7 @@ def test_a_batch_of_no_examples_reads_nothing(tmp_path: Path, url: str) -> None:
     tables = [hr.Table("user", 4), hr.Table("item", 4), hr.Table("tags", 4, {"tags": "mean"})]
     embeddings = hr.EmbeddingCollection(tables, memory=hr.Memory(dram="3MiB", remote=url)).eval()
     lookup = embeddings.route(make_batch(0), ahead=False)
-    assert (lookup.examples, lookup.over) == (0, False)  # an evaluation goes on
+    assert (lookup.examples, lookup.finished) == (0, False)  # an evaluation goes on
     assert lookup.prefetch().rows == 0
     pooled, _ = lookup.read().gather()
     assert pooled.shape == (0, 12) and lookup.late_ids == 0

@@ -19,7 +19,7 @@ from hotrow.models import DIN, DLRM
 from hotrow.serve.compile import compiled_tower
 from hotrow.serve.compile.artifacts import ArtifactCache, key_of
 from hotrow.serve.compile.buckets import Costs, Ladder
-from hotrow.serve.execution import towers
+from hotrow.serve.execution import padded_inputs
 from hotrow.serve.execution.towers import TowerOptions, Towers
 from hotrow.serve.graph.tower_graph import Shape, TowerGraph
 
@@ -200,7 +200,7 @@ def test_threads_see_old_or_new_weights_whole(served):
 @pytest.mark.parametrize("missing", ["another version", "handles", "a C function", "torch's loader"])
 def test_an_artifact_gives_the_same_by_what_is_left_of_torch(graph, folder, monkeypatch, missing):
     package = next(folder.glob("*.pt2"))
-    tensors = [*graph.weights, *graph.draw(BUCKET, CPU)]
+    tensors = [*graph.weights, *graph.random_inputs(BUCKET, CPU)]
     direct = compiled_tower.load_piece(package, compiled_tower.WHOLE, CPU, 1)
     assert type(direct) is compiled_tower._LibraryRunner
     expected = direct(tensors)
@@ -232,7 +232,7 @@ def test_an_artifact_gives_the_same_by_what_is_left_of_torch(graph, folder, monk
 def test_inputs_are_copied_one_by_one_where_torch_cannot_copy_all(served, monkeypatch):
     vectors, dense = draw(11, seed=3)
     at_once, by_bucket = served.answer(vectors, dense)
-    monkeypatch.setattr(towers, "_copy_all", towers._copy_each)
+    monkeypatch.setattr(padded_inputs, "_copy_all", padded_inputs._copy_each)
     assert torch.equal(served.answer(vectors, dense)[0], at_once) and by_bucket
 
 

@@ -66,7 +66,7 @@ def test_towers_answer_with_the_exported_weights_and_with_new_ones(model: hr.Rec
 def test_a_graph_that_was_saved_without_weights_asks_for_them(model: hr.Recommender, tmp_path: Path) -> None:
     with hr.Engine(tmp_path / "repository" / "ctr") as engine:
         with pytest.raises(OptionError, match="saved without weights"):
-            TowerGraph(engine.original.program).arrange({}, torch.device("cpu"))
+            TowerGraph(engine.original.program).order_weights({}, torch.device("cpu"))
 
 
 @pytest.mark.soak

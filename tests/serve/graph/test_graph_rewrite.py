@@ -108,4 +108,4 @@ def test_the_graph_that_buckets_are_measured_against_is_quick_too() -> None:
         logits = graph(graph.weights, graph.flatten(vectors, dense))
         torch.testing.assert_close(logits, tower(vectors, dense), rtol=1e-5, atol=1e-6)
     assert any(node.target is graph_rewrite.pair_dots for node in graph._quick.__self__.graph.nodes)  # type: ignore[attr-defined]
-    assert not graph.foreign  # what is compiled and saved is torch's own
+    assert not graph.custom_ops  # what is compiled and saved is torch's own

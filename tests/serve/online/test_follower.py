@@ -17,9 +17,8 @@ from hotrow.publish.message import checksum, note, parts
 from hotrow.publish.publication import DELTA, content_checksum, encode_body
 from hotrow.publish.rollback import rollback
 from hotrow.serve.execution.servable import ServedVersion, open_version
-from hotrow.serve.updates.cut_over import Fresh
-from hotrow.serve.updates.follower import AWAY, FOLLOWING, STUCK
-from hotrow.serve.updates.freshness import SPAN, Ages
+from hotrow.serve.updates.follower import CONNECT_SECONDS, FOLLOWING, STUCK
+from hotrow.serve.updates.freshness import SPAN, AnswerAges, Freshness
 
 
 def follow(tmp_path: Path, version: int = 1, **options: Any) -> ServedVersion:
@@ -128,7 +127,7 @@ def test_a_bus_that_is_away_leaves_what_serves(tmp_path: Path) -> None:
     number = fit(trainer, 2)
     served = follow(tmp_path)
     (tmp_path / "bus").rename(tmp_path / "gone")
-    until(lambda: served.follower.state == AWAY)  # type: ignore[union-attr]
+    until(lambda: served.follower.state == CONNECT_SECONDS)  # type: ignore[union-attr]
     assert served.run(make_batch(8), "wait")[3].publication == number
     (tmp_path / "gone").rename(tmp_path / "bus")
     number = fit(trainer, 2, first=2)
@@ -171,8 +170,8 @@ def test_a_publication_of_another_model_is_not_applied(tmp_path: Path) -> None:
 
 def test_ages_forget_after_a_minute() -> None:
     now = [1000.0]
-    ages = Ages(lambda: now[0])
-    ages.note(Fresh.of(1, 990_000), 5)
+    ages = AnswerAges(lambda: now[0])
+    ages.note(Freshness.of(1, 990_000), 5)
     assert 8 < ages.percentiles()["0.5"] < 13
     now[0] += SPAN + 1
     assert ages.percentiles()

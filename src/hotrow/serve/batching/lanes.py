@@ -1,14 +1,21 @@
-"""Lanes: threads that take a joined batch to its answers: join, find rows and run the tower, split, answer.
+"""The engine's half of the path of a request: take a batch → choose the version → join → run → split → send.
 
-A lane is one thread of Python with its own budget of threads for the tower. The core and torch release the interpreter
-lock for all that is long, so lanes run side by side, and readers beside them. torch keeps the number of intra-op
-threads per thread, but a thread takes the number that was set last anywhere in the process over when it first
-computes, even if it has set its own before: so a lane lets that happen first, and then sets its own.
+The first steps run on the thread that reads a front end's connection (serve/processes/engine_process.py):
 
-A batch that fails is run again, each request alone: one bad request gets its error and the others their answers.
+    TensorBatch.admit       refuse a request that cannot be answered before its deadline     tensorbatch.py
+    MissQueue.defer_cold    hold a request back while its rows are read from SSD or remote   miss_queue.py
+    TensorBatch.enqueue     queue it with the requests that may share its batch              tensorbatch.py
 
-Requests end exactly once: `finish_pieces` says which of a batch's requests are to be answered now, and one that was
-refused meanwhile (a piece of it expired in line) is not among them.
+The rest is this file, top to bottom: a lane takes a batch and runs `Lanes.run_batch`.
+
+A lane is one Python thread with its own number of intra-op threads for the tower. The core and torch release the
+interpreter lock in every long call, so lanes run in parallel, also with the readers of connections. torch keeps the
+number of intra-op threads per thread, but the first computation of a thread overwrites it with the number that was set
+last in the process. So a lane triggers that first, and then sets its own number.
+
+If a batch fails, each of its requests is run again in a batch of its own: one bad request gets its error, the others
+get their answers. A request ends exactly once: `finish_pieces` returns the requests that are complete now, without
+those that were refused in the meantime because one of their pieces expired in the queue.
 """
 
 from __future__ import annotations
@@ -24,26 +31,26 @@ import numpy as np
 import torch
 
 from hotrow.errors import HotRowError, LateError, OptionError
-from hotrow.serve.batching.tensorbatch import Ask, Batch, Piece, TensorBatch
+from hotrow.serve.batching.tensorbatch import Batch, Piece, QueuedRequest, TensorBatch
 from hotrow.serve.batching.versions import Model, Version
 from hotrow.serve.load_estimate import Histogram
 from hotrow.serve.protocol import frames
 from hotrow.serve.protocol.request import Array, RefusedError
-from hotrow.serve.updates.cut_over import Fresh
+from hotrow.serve.updates.freshness import Freshness
 
 log = logging.getLogger(__name__)
 
 
 class Sender(Protocol):
-    """Where answers go: a front end's connection."""
+    """A front end's connection, which takes answers."""
 
     def send(self, data: bytes) -> None:
         """Never blocks for long, never raises."""
         ...
 
 
-class Frame(NamedTuple):
-    """What an Ask holds here: where the request came from and where its bytes are."""
+class RequestFrame(NamedTuple):
+    """The content of a QueuedRequest: its connection, its id there, and where its bytes are."""
 
     sender: Sender
     id: int
@@ -52,8 +59,8 @@ class Frame(NamedTuple):
     length: int
 
 
-class LineKey(NamedTuple):
-    """Requests with the same may share a batch. `pinned` is the version that they named."""
+class BatchKey(NamedTuple):
+    """Requests with equal keys may share a batch. `pinned` is the version that the requests named, if they did."""
 
     model: Model
     pinned: Version | None
@@ -61,144 +68,166 @@ class LineKey(NamedTuple):
     policy: str
 
 
-class Lanes:
-    """So many lanes, which take from one TensorBatch."""
+class _Result(NamedTuple):
+    """What a version returned for joined rows, with the logits as a float32 array."""
 
-    def __init__(self, count: int, threads: int, queue: TensorBatch) -> None:
-        self.queue, self.threads = queue, threads
+    logits: Array
+    late: Any
+    compiled: bool
+    fresh: Freshness
+
+
+class _Times(NamedTuple):
+    """When a batch's steps ended, by time.monotonic."""
+
+    begin: float
+    joined: float
+    run: float
+    sent: float
+
+
+class Lanes:
+    """`count` lanes that take batches from one TensorBatch."""
+
+    def __init__(self, count: int, threads: int, tensorbatch: TensorBatch) -> None:
+        self.tensorbatch, self.threads = tensorbatch, threads
         self.latency = Histogram()
         self._threads = [
             threading.Thread(target=self._work, name=f"hotrow-lane-{number}", daemon=True) for number in range(count)
         ]
 
     def start(self) -> None:
-        """Begin to take batches."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def join(self, timeout: float) -> None:
-        """Wait for the lanes' end, after the queue was closed."""
+        """Wait for the threads to end, after the TensorBatch was closed."""
         for thread in self._threads:
             thread.join(timeout)
 
+    # --- the path of a batch, top to bottom ---
+
     def _work(self) -> None:
-        torch.get_num_threads()  # a thread's first use takes the process's number over: let that be past
+        """A lane's thread."""
+        torch.get_num_threads()  # the first use in a thread copies the process's number; do that before setting ours
         torch.set_num_threads(self.threads)
         with torch.inference_mode():
-            while (batch := self.queue.take()) is not None:
+            while (batch := self.tensorbatch.take()) is not None:
                 ok = False
                 try:
-                    ok = self.serve(batch)
-                except Exception:  # a bug of ours: those who wait get an end, the lane goes on
+                    ok = self.run_batch(batch)
+                except Exception:  # a bug of ours: the requests get an error, the lane continues
                     log.exception("a batch failed")
                     for piece in batch.pieces:
-                        refuse(self.queue, piece.ask, RefusedError(500, "the server failed; its log says why"))
+                        refuse(self.tensorbatch, piece.request, RefusedError(500, "the server failed; see its log"))
                 finally:
-                    self.queue.done(batch, ok)
+                    self.tensorbatch.done(batch, ok)
 
-    def serve(self, batch: Batch) -> bool:
-        """Run a batch and answer; whether it went in one go."""
-        key: LineKey = batch.line.key
-        version = key.model.serving(key.fingerprint, key.pinned)
+    def run_batch(self, batch: Batch) -> bool:
+        """Answer all requests of a batch; returns whether one run answered them all."""
+        key: BatchKey = batch.queue.key
+        version = key.model.version_for(key.fingerprint, key.pinned)
         if version is None:
-            why = RefusedError(503, f"model {key.model.name!r} takes other inputs now; ask again", 0.1)
+            why = RefusedError(503, f"model {key.model.name!r} takes other inputs now; send the request again", 0.1)
             for piece in batch.pieces:
-                refuse(self.queue, piece.ask, why)
+                refuse(self.tensorbatch, piece.request, why)
             return False
         try:
-            self._run(batch, batch.pieces, version, key)
+            self._run_pieces(batch, batch.pieces, version, key)
             return True
         except Exception as error:
             version.counts.failed += 1
-            log.warning("a batch of %d requests failed, each is run alone: %s", len(batch.pieces), error)
+            log.warning("a batch of %d requests failed; each is run separately: %s", len(batch.pieces), error)
         for piece in batch.pieces:
             try:
-                self._run(batch, [piece], version, key)
+                self._run_pieces(batch, [piece], version, key)
             except Exception as error:
-                refuse(self.queue, piece.ask, _refusal(error))
+                refuse(self.tensorbatch, piece.request, _refusal(error))
         return False
 
-    def _run(self, batch: Batch, pieces: Sequence[Piece], version: Version, key: LineKey) -> None:
+    def _run_pieces(self, batch: Batch, pieces: Sequence[Piece], version: Version, key: BatchKey) -> None:
         begin = time.monotonic()
         joined = frames.join(
-            [(c.chunk, c.offset, c.length, piece.first, piece.rows) for piece in pieces for c in [piece.ask.content]],
+            [
+                (c.chunk, c.offset, c.length, piece.first, piece.rows)
+                for piece in pieces
+                for c in [piece.request.content]
+            ],
             version.signature,
             key.fingerprint,
         )
-        start = time.monotonic()
+        joined_at = time.monotonic()
         logits, late, compiled, fresh = version.run(joined, key.policy)
         values: Array = logits.float().numpy() if logits.device.type == "cpu" else logits.float().cpu().numpy()
-        end = time.monotonic()
+        run_at = time.monotonic()
         if len(values) != joined.size:
             raise OptionError(f"the tower gave {len(values)} logits for {joined.size} rows")
-        self._answer(pieces, values, late, version, (compiled, fresh))
-        self._count(version, batch, pieces, late, compiled, (begin, start, end, time.monotonic()))
+        result = _Result(values, late, compiled, fresh)
+        self._send_answers(pieces, result, version)
+        self._count(version, batch, pieces, result, _Times(begin, joined_at, run_at, time.monotonic()))
         version.ages.note(fresh, len(pieces))
 
-    def _answer(
-        self, pieces: Sequence[Piece], logits: Array, late: Any, version: Version, made: tuple[bool, Fresh]
-    ) -> None:
-        """Split the logits; one send for each front end."""
-        lates, (compiled, fresh) = _late_by_piece(pieces, late), made
-        whole: dict[int, tuple[Sender, list[frames.AnswerPart]]] = {}
-        parts_of: list[tuple[Ask, int]] = []
-        ready = {id(piece) for piece in self.queue.finish_pieces(pieces, logits, lates, fresh)}
+    def _send_answers(self, pieces: Sequence[Piece], result: _Result, version: Version) -> None:
+        """Split the logits and send them: one message per front end, and one for each request of several pieces."""
+        late_ids = _late_by_piece(pieces, result.late)
+        whole: dict[int, tuple[Sender, list[frames.AnswerPart]]] = {}  # by connection
+        joined: list[tuple[QueuedRequest, int]] = []  # requests of several pieces, which have logits of their own
+        complete = {
+            id(piece) for piece in self.tensorbatch.finish_pieces(pieces, result.logits, late_ids, result.fresh)
+        }
         row = 0
-        for piece, count in zip(pieces, lates, strict=True):
-            ask = piece.ask
-            if id(piece) in ready:
-                if ask.logits is None:
-                    content: Frame = ask.content
+        for piece, count in zip(pieces, late_ids, strict=True):
+            request = piece.request
+            if id(piece) in complete:
+                if request.logits is None:
+                    content: RequestFrame = request.content
                     known = whole.get(id(content.sender))
                     if known is None:
                         known = whole[id(content.sender)] = (content.sender, [])
                     known[1].append((content.id, row, piece.rows, count))
                 else:
-                    parts_of.append((ask, ask.late))
+                    joined.append((request, request.late))
             row += piece.rows
         for sender, parts in whole.values():
-            sender.send(_frame(parts, logits, version, compiled, fresh))
-        for ask, count in parts_of:
-            parts = [(ask.content.id, 0, ask.rows, count)]
-            ask.content.sender.send(_frame(parts, ask.logits, version, compiled, ask.fresh))
+            sender.send(_answer_frame(parts, result.logits, version, result.compiled, result.fresh))
+        for request, count in joined:
+            parts = [(request.content.id, 0, request.rows, count)]
+            frame = _answer_frame(parts, request.logits, version, result.compiled, request.fresh)
+            request.content.sender.send(frame)
 
-    def _count(
-        self,
-        version: Version,
-        batch: Batch,
-        pieces: Sequence[Piece],
-        late: Any,
-        compiled: bool,
-        times: tuple[float, float, float, float],
-    ) -> None:
-        counts = version.counts  # sums that may lose an increment to another lane: figures, nothing decides by them
-        begin, start, end, last = times
+    # --- statistics ---
+
+    def _count(self, version: Version, batch: Batch, pieces: Sequence[Piece], result: _Result, times: _Times) -> None:
+        # Lanes add without a lock, so a sum may lose an increment. It is statistics only; nothing depends on it.
+        counts = version.counts
         rows = sum([piece.rows for piece in pieces])
         requests = sum([piece.first == 0 for piece in pieces])
+        run_seconds = times.run - times.joined
         counts.requests += requests
         counts.rows += rows
         counts.executions += 1
-        policy = batch.line.key.policy
-        counts.late_by_policy[policy] = counts.late_by_policy.get(policy, 0) + _total(late)
-        counts.compiled += compiled
-        counts.queue_seconds += sum([batch.taken - piece.ask.arrived for piece in pieces])
-        counts.join_seconds += (start - begin) * requests
-        counts.run_seconds += (end - start) * requests
-        counts.answer_seconds += (last - end) * requests
+        policy = batch.queue.key.policy
+        counts.late_by_policy[policy] = counts.late_by_policy.get(policy, 0) + _total(result.late)
+        counts.compiled += result.compiled
+        counts.queue_seconds += sum([batch.taken - piece.request.arrived for piece in pieces])
+        counts.join_seconds += (times.joined - times.begin) * requests
+        counts.run_seconds += run_seconds * requests
+        counts.answer_seconds += (times.sent - times.run) * requests
         counts.last = time.time()
         for piece in pieces:
             if piece.first == 0:
-                self.latency.note(last - piece.ask.arrived)
+                self.latency.note(times.sent - piece.request.arrived)
         size = version.sizes.setdefault(max(0, rows - 1).bit_length(), [0, 0.0, 0])
         size[0] += 1
-        size[1] += end - start
+        size[1] += run_seconds
         size[2] += rows
 
 
-def refuse(queue: TensorBatch, ask: Ask, why: RefusedError) -> None:
-    """End a request without an answer, unless it has ended."""
-    if queue.finish(ask):
-        ask.content.sender.send(frames.write_refusal(ask.content.id, why))
+def refuse(tensorbatch: TensorBatch, request: QueuedRequest, why: RefusedError) -> None:
+    """End a request with an error, unless it has ended already."""
+    if tensorbatch.finish(request):
+        request.content.sender.send(frames.write_refusal(request.content.id, why))
 
 
 def _refusal(error: Exception) -> RefusedError:
@@ -208,7 +237,9 @@ def _refusal(error: Exception) -> RefusedError:
     return RefusedError(status, f"{type(error).__name__}: {error}")
 
 
-def _frame(parts: list[frames.AnswerPart], logits: Array, version: Version, compiled: bool, fresh: Fresh) -> bytes:
+def _answer_frame(
+    parts: list[frames.AnswerPart], logits: Array, version: Version, compiled: bool, fresh: Freshness
+) -> bytes:
     publication, watermark, highest = fresh
     return frames.write_answers(parts, logits, version.number, publication, compiled, highest, watermark)
 
@@ -218,10 +249,11 @@ def _total(late: Any) -> int:
 
 
 def _late_by_piece(pieces: Sequence[Piece], late: Any) -> list[int]:
+    """How many ids of each piece a policy answered. A count of the whole batch is given to every piece: its maximum."""
     if late is None or (isinstance(late, int) and not late):
         return [0] * len(pieces)
-    if isinstance(late, int):  # of the whole batch: each answer says what its batch had at most
+    if isinstance(late, int):
         return [late] * len(pieces)
-    found = np.asarray(late)
+    by_row = np.asarray(late)
     bounds = np.cumsum([0, *[piece.rows for piece in pieces]])
-    return [int(found[a:b].sum()) for a, b in itertools.pairwise(bounds)]
+    return [int(by_row[a:b].sum()) for a, b in itertools.pairwise(bounds)]

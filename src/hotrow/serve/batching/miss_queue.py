@@ -1,14 +1,15 @@
-"""Misses: requests whose rows are on SSD alone, or in a remote store, wait aside, so that nothing waits behind them.
+"""The miss queue: requests whose rows are on SSD only, or in a remote store, are held back so that no other waits for
+them.
 
-`look` asks the version which of the new requests have cold keys; the others join their line at once. A cold one goes to
-a small pool of workers that bring its rows up, and joins its line when they are there, or when its share of the time to
-its deadline is spent, whichever is first: then its policy says what the rows that are still cold read as. With the
-policy `wait` the rows are worth more than the deadline and there is no second.
+`defer_cold` finds the new requests with cold keys. The others are queued at once. A cold request goes to a small pool
+of workers that load its rows. It is queued when they are in memory, or when `deadline_fraction` of the time to its
+deadline has passed; then its policy says what the rows that are still cold read as. With the policy `wait` there is no
+such limit, because the rows matter more than the deadline.
 
-The worker that is still reading when its request has gone on reads to the end: the rows are there for the next one.
-Rows may leave memory again before the batch runs; then they are late, like others.
+A worker whose request was queued early still finishes its read, so the next request finds the rows. Rows may be evicted
+again before the batch runs; then they count as late.
 
-Any reader may call `look`; workers and one clock thread call `put`. A request joins its line exactly once (`_waiting`).
+Connection readers call `defer_cold`; workers and one timer thread queue requests. `_enqueue` queues each exactly once.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotrow.serve.batching.lanes import LineKey
-from hotrow.serve.batching.tensorbatch import Ask, Line, TensorBatch
+from hotrow.serve.batching.lanes import BatchKey
+from hotrow.serve.batching.tensorbatch import BatchQueue, QueuedRequest, TensorBatch
 from hotrow.serve.batching.versions import Version
 from hotrow.serve.protocol import frames
 
@@ -33,103 +34,105 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class MissCounts:
-    """Since the start."""
+    """Totals since the start."""
 
-    cold: int = 0  # requests that waited aside
-    spent: int = 0  # of them, those that went on without all their rows
-    seconds: float = 0.0  # that they waited
+    cold: int = 0  # requests that were held back
+    spent: int = 0  # of them, those that were queued before all their rows were loaded
+    seconds: float = 0.0  # that they were held back
 
 
-class Misses:
-    """The place aside."""
+class MissQueue:
+    """Holds back requests with cold rows while a pool of workers loads the rows."""
 
-    def __init__(self, queue: TensorBatch, workers: int = 4, share: float = 0.5) -> None:
-        self.queue, self.share = queue, share
+    def __init__(self, tensorbatch: TensorBatch, workers: int = 4, deadline_fraction: float = 0.5) -> None:
+        self.tensorbatch, self.deadline_fraction = tensorbatch, deadline_fraction
         self.counts = MissCounts()
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="hotrow-miss")
-        self._waiting: dict[int, tuple[Line, Ask]] = {}
+        self._deferred: dict[int, tuple[BatchQueue, QueuedRequest]] = {}
         self._numbers = itertools.count()
-        self._alarms: list[tuple[float, int]] = []
+        self._timeouts: list[tuple[float, int]] = []
         self._changed = threading.Condition()
         self._closed = False
-        self._clock = threading.Thread(target=self._watch, name="hotrow-miss-clock", daemon=True)
+        self._clock = threading.Thread(target=self._run_timer, name="hotrow-miss-clock", daemon=True)
         self._clock.start()
 
     @property
     def waiting(self) -> int:
-        """Requests aside."""
-        return len(self._waiting)
+        """How many requests are held back now."""
+        return len(self._deferred)
 
-    def look(self, line: Line, asks: list[Ask], version: Version) -> list[Ask]:
-        """Those with all rows in memory; the others are on their way."""
-        key: LineKey = line.key
-        cold = version.servable.cold(frames.join(_pieces(asks), version.signature, key.fingerprint))
+    def defer_cold(self, queue: BatchQueue, requests: list[QueuedRequest], version: Version) -> list[QueuedRequest]:
+        """Hold back the requests with cold rows; returns the others."""
+        key: BatchKey = queue.key
+        cold = version.servable.cold(frames.join(_pieces(requests), version.signature, key.fingerprint))
         if cold is None or not cold.any():
-            return asks
-        bounds = np.cumsum([0, *[ask.rows for ask in asks]])
+            return requests
+        bounds = np.cumsum([0, *[request.rows for request in requests]])
         counts = np.add.reduceat(np.asarray(cold, np.int64), bounds[:-1])
         warm = []
-        for ask, some in zip(asks, counts.tolist(), strict=True):
-            if some:
-                self._set_aside(line, ask, version)
+        for request, cold_rows in zip(requests, counts.tolist(), strict=True):
+            if cold_rows:
+                self._defer(queue, request, version)
             else:
-                warm.append(ask)
+                warm.append(request)
         return warm
 
     def close(self) -> None:
-        """Whoever is aside joins its line now."""
+        """Queue all requests that are held back now, and end the threads."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        for number in list(self._waiting):
-            self._join(number, spent=True)
+        for number in list(self._deferred):
+            self._enqueue(number, spent=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _set_aside(self, line: Line, ask: Ask, version: Version) -> None:
+    def _defer(self, queue: BatchQueue, request: QueuedRequest, version: Version) -> None:
         self.counts.cold += 1
-        now = self.queue.clock()
+        now = self.tensorbatch.clock()
         number = next(self._numbers)
         with self._changed:
-            self._waiting[number] = (line, ask)
-            if not ask.patient:
-                heapq.heappush(self._alarms, (now + self.share * max(0.0, ask.deadline - now), number))
+            self._deferred[number] = (queue, request)
+            if not request.patient:
+                heapq.heappush(
+                    self._timeouts, (now + self.deadline_fraction * max(0.0, request.deadline - now), number)
+                )
                 self._changed.notify()
-        self._pool.submit(self._fetch, number, line, ask, version)
+        self._pool.submit(self._fetch, number, queue, request, version)
 
-    def _fetch(self, number: int, line: Line, ask: Ask, version: Version) -> None:
+    def _fetch(self, number: int, queue: BatchQueue, request: QueuedRequest, version: Version) -> None:
         try:
             if not self._closed:
-                batch = frames.join(_pieces([ask]), version.signature, line.key.fingerprint)
-                version.servable.prefetch(batch, ask.patient)
+                batch = frames.join(_pieces([request]), version.signature, queue.key.fingerprint)
+                version.servable.prefetch(batch, request.patient)
         except Exception:
-            log.exception("rows did not come; the request goes on by its policy")
+            log.exception("the rows could not be loaded; the request's policy answers for them")
         finally:
-            self._join(number, spent=False)
+            self._enqueue(number, spent=False)
 
-    def _join(self, number: int, spent: bool) -> None:
+    def _enqueue(self, number: int, spent: bool) -> None:
         with self._changed:
-            found = self._waiting.pop(number, None)
+            found = self._deferred.pop(number, None)
             if found is None:
                 return
-            line, ask = found
+            queue, request = found
             self.counts.spent += spent
-            self.counts.seconds += self.queue.clock() - ask.arrived
-        self.queue.put(line, [ask])
+            self.counts.seconds += self.tensorbatch.clock() - request.arrived
+        self.tensorbatch.enqueue(queue, [request])
 
-    def _watch(self) -> None:
+    def _run_timer(self) -> None:
         while True:
             due = []
             with self._changed:
                 if self._closed:
                     return
-                now = self.queue.clock()
-                while self._alarms and self._alarms[0][0] <= now:
-                    due.append(heapq.heappop(self._alarms)[1])
+                now = self.tensorbatch.clock()
+                while self._timeouts and self._timeouts[0][0] <= now:
+                    due.append(heapq.heappop(self._timeouts)[1])
                 if not due:
-                    self._changed.wait(self._alarms[0][0] - now if self._alarms else None)
+                    self._changed.wait(self._timeouts[0][0] - now if self._timeouts else None)
             for number in due:
-                self._join(number, spent=True)
+                self._enqueue(number, spent=True)
 
 
-def _pieces(asks: Sequence[Ask]) -> list[frames.Piece]:
-    return [(c.chunk, c.offset, c.length, 0, ask.rows) for ask in asks for c in [ask.content]]
+def _pieces(requests: Sequence[QueuedRequest]) -> list[frames.Piece]:
+    return [(c.chunk, c.offset, c.length, 0, request.rows) for request in requests for c in [request.content]]

@@ -1,15 +1,16 @@
-"""Versions: the models of an engine, by name and by number; loading one beside another, switching and going back.
+"""Versions: the models of an engine by name and by number. A version is loaded beside another and put in service at
+once.
 
-A model has a number, and each of its loaded versions has one: a request names either, so "the one in service" and "that
-version" are the same thing to a reader. Numbers are never used twice.
+A model has a number, and so has each of its loaded versions. A request names either number, so readers treat "the
+version in service" and "that version" alike. Numbers are never used twice.
 
-A new version is loaded and warmed (a few batches of several sizes) on the thread that asked, while the old one serves;
-then one assignment makes it the one in service. A batch asks once, when it leaves, which version runs it, so a batch
-is one version's whole, and no request fails for a switch: frames that were made for the old signature are still
-answered by the old version, which stays loaded (`keep`) for that and for going back. A version that does not load is
-refused by name, with the reason, and nothing changes.
+A new version is loaded and warmed up (a few batches of several sizes) on the thread that called `load`, while the old
+one serves. Then one assignment puts it in service. A batch looks up its version once, when a lane takes it, so one
+version answers the whole batch. No request fails because of a change of versions: the old version stays loaded (`keep`)
+and still answers frames that were made for its signature; it is also there to go back to. A version that does not load
+is refused by name with the reason, and nothing changes.
 
-Threads: `load` and `unload` one at a time (a lock); `resolve` and `serving` from any thread, without one: they read
+Threads: `load` and `unload` take a lock. Any thread may call `resolve` and `version_for`, which take none: they read
 dictionaries that are replaced whole.
 """
 
@@ -29,42 +30,41 @@ from hotrow.batch import Jagged, KeyedBatch
 from hotrow.errors import HotRowError, OptionError, choices
 from hotrow.serve.batching.tensorbatch import Group
 from hotrow.serve.protocol.request import Array, RefusedError, Signature
-from hotrow.serve.updates.cut_over import Fresh
-from hotrow.serve.updates.freshness import Ages
+from hotrow.serve.updates.freshness import AnswerAges, Freshness
 
 WARM_SIZES = (1, 8, 64, 512)
 
 
 class Servable(Protocol):
-    """One loaded version: from a joined batch to logits. Lanes call it at the same time."""
+    """One loaded version, which computes the logits of a joined batch. Several lanes call it at the same time."""
 
     signature: Signature
 
     def run(self, batch: KeyedBatch, policy: str) -> Any:
-        """Logits [rows] or [rows, tasks], and how many ids came too late: (logits, late), or with `compiled` third and
-        what it was answered from (Fresh) fourth. `late` is a number, or one for each row."""
+        """(logits, late), optionally followed by `compiled` and a Freshness. The logits are [rows] or [rows, tasks];
+        `late` is how many ids the policy answered, one number or one per row."""
         ...
 
 
-class Cold(Protocol):
-    """What a servable also has when its rows may be on SSD alone, or in a remote store."""
+class ColdRowReader(Protocol):
+    """The further methods of a Servable whose rows may be on SSD only, or in a remote store."""
 
     def cold(self, batch: KeyedBatch) -> Array | None:
-        """Which rows of the batch have keys that are not in memory, bool [rows]; None: none."""
+        """Which rows of the batch have keys that are not in memory, bool [rows]; None if none has."""
         ...
 
     def prefetch(self, batch: KeyedBatch, patient: bool = False) -> None:
-        """Bring the batch's rows into memory; returns when they are there, or did not come. `patient`: whoever asks
-        waits for them whatever it takes."""
+        """Load the batch's rows into memory; returns when they are there or the store has failed. With `patient`, it
+        waits for them however long it takes."""
         ...
 
 
-Loader = Callable[[Path, Mapping[str, Any]], Servable]  # a version's folder, and the engine's options
+Loader = Callable[[Path, Mapping[str, Any]], Servable]  # takes a version's folder and the engine's options
 
 
 @dataclass
 class VersionCounts:
-    """What a version has done. Seconds are summed over requests: each has waited for all of its batch."""
+    """Totals of a version. Seconds are summed over requests, each of which waits for its whole batch."""
 
     requests: int = 0
     failed: int = 0
@@ -87,28 +87,30 @@ class Version:
     name: str
     servable: Any
     counts: VersionCounts = field(default_factory=VersionCounts)
-    ages: Ages = field(default_factory=Ages)  # of what it answered from
+    ages: AnswerAges = field(default_factory=AnswerAges)  # of the data that it answered from
     sizes: dict[int, list[float]] = field(default_factory=dict)  # power of two of the rows → executions, seconds
 
     def __post_init__(self) -> None:
         self.signature: Signature = self.servable.signature
         self.fingerprint = self.signature.fingerprint
-        self.cold = getattr(self.servable, "cold", None) is not None and getattr(self.servable, "can_be_cold", True)
+        self.can_be_cold = getattr(self.servable, "cold", None) is not None and getattr(
+            self.servable, "can_be_cold", True
+        )
 
     @property
     def publication(self) -> int:
-        """The newest that it has applied."""
+        """The newest publication that it has applied."""
         return int(getattr(self.servable, "publication", 0))
 
-    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, int | Any, bool, Fresh]:
-        """Logits, late ids (a number or one for each row), whether a bucket answered, and the publication that did."""
+    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, int | Any, bool, Freshness]:
+        """Logits, late ids (one number or one per row), whether compiled buckets answered, and the data's freshness."""
         result = self.servable.run(batch, policy)
-        fresh = result[3] if len(result) > 3 else Fresh.of(self.publication, None)
+        fresh = result[3] if len(result) > 3 else Freshness.of(self.publication, None)
         return result[0], result[1], bool(result[2]) if len(result) > 2 else False, fresh
 
 
 class Model:
-    """A model's versions. `current` answers when nobody names another."""
+    """A model's versions. `current` answers the requests that name no version."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number = name, number
@@ -117,8 +119,8 @@ class Model:
         self.current: Version | None = None
         self.refused: dict[str, str] = {}  # version → why it did not load
 
-    def serving(self, fingerprint: int, pinned: Version | None = None) -> Version | None:
-        """The version that answers a frame with this signature, now."""
+    def version_for(self, fingerprint: int, pinned: Version | None = None) -> Version | None:
+        """The version that answers a frame with this signature now."""
         if pinned is not None:
             return pinned if pinned.fingerprint == fingerprint else None
         current = self.current
@@ -144,16 +146,16 @@ class Models:
         self.by_name: dict[str, Model] = {}
         self._by_number: dict[int, tuple[Model, Version | None]] = {}
         self._next = 1
-        self._one = threading.Lock()
+        self._load_lock = threading.Lock()
 
     def resolve(self, number: int) -> tuple[Model, Version | None]:
-        """A model, and the version if the number is one's. Raises RefusedError."""
+        """The model of a number, and the version if the number is a version's. Raises RefusedError."""
         found = self._by_number.get(number)
         if found is None:
-            raise RefusedError(503, "the model was unloaded or its version retired; ask again", 0.1)
+            raise RefusedError(503, "the model was unloaded or its version retired; send the request again", 0.1)
         return found
 
-    # --- what is in the repository ---
+    # --- the repository ---
 
     def names(self) -> list[str]:
         """The repository's models."""
@@ -169,11 +171,11 @@ class Models:
         numbers = [int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
         return [str(number) for number in sorted(numbers)]
 
-    # --- changes ---
+    # --- loading and unloading ---
 
     def load(self, name: str, version: str | None = None) -> Version:
-        """Put a model's newest version (or `version`) in service. Raises RefusedError, and nothing has changed."""
-        with self._one:
+        """Put a model's newest version (or `version`) in service. If it raises RefusedError, nothing has changed."""
+        with self._load_lock:
             found = self.available(name)
             if not found:
                 raise RefusedError(404, f"no model {name!r} in the repository; {choices(name, self.names())}")
@@ -184,23 +186,23 @@ class Models:
                 if wanted not in found:
                     raise RefusedError(404, f"model {name!r} has no version {wanted!r}; {choices(wanted, found)}")
                 ready = self._open(model, wanted)
-            self._switch(model, ready)
+            self._put_in_service(model, ready)
         return ready
 
     def unload(self, name: str) -> Model:
-        """Take a model out of service: requests for it are refused from now on."""
-        with self._one:
+        """Take a model out of service: its requests are refused from now on."""
+        with self._load_lock:
             if name not in self.by_name:
                 raise RefusedError(404, f"model {name!r} is not loaded; {choices(name, self.by_name)}")
             model = self.by_name[name]
             self.by_name = {key: value for key, value in self.by_name.items() if key != name}
             self._by_number = {key: value for key, value in self._by_number.items() if value[0] is not model}
         self.changed()
-        let_go(list(model.versions.values()))
+        close_in_background(list(model.versions.values()))
         return model
 
     def poll(self) -> list[str]:
-        """Load what is newer in the repository than what is in service; returns what went wrong, by name."""
+        """Load versions that are newer in the repository than in service; returns the errors."""
         problems = []
         for name in self.names():
             newest = self.available(name)[-1]
@@ -219,8 +221,8 @@ class Models:
         folder = self.repository / model.name / wanted
         try:
             version = Version(self._number(), wanted, self.loader(folder, self.options))
-            warm(version, model.group, int(self.options.get("max_rows", WARM_SIZES[-1])))
-        except Exception as error:  # whatever a damaged version does must not reach the one that serves
+            warm_up(version, model.group, int(self.options.get("max_rows", WARM_SIZES[-1])))
+        except Exception as error:  # a damaged version must not affect the one that serves
             kind = "" if isinstance(error, HotRowError) else f"{type(error).__name__}: "
             model.refused[wanted] = f"{kind}{error}"
             self.by_name = {**self.by_name, model.name: model}
@@ -228,7 +230,7 @@ class Models:
             raise RefusedError(400, f"version {wanted} of model {model.name!r} does not load: {kind}{error}") from error
         return version
 
-    def _switch(self, model: Model, ready: Version) -> None:
+    def _put_in_service(self, model: Model, ready: Version) -> None:
         versions = {name: v for name, v in model.versions.items() if v is not ready and v is not model.current}
         if model.current is not None and model.current is not ready:
             versions[model.current.name] = model.current
@@ -246,25 +248,25 @@ class Models:
             self.changed()  # front ends learn the version's number before an answer carries it
             model.current = ready
             self.changed()
-        let_go(retired)
+        close_in_background(retired)
 
     def _number(self) -> int:
         self._next += 1
         return self._next - 1
 
 
-def let_go(versions: list[Version]) -> None:
-    """Close versions that nobody is sent to any more, behind everybody's back; a batch under way ends well."""
+def close_in_background(versions: list[Version]) -> None:
+    """Close retired versions on a thread of their own. Batches that run already end normally."""
     ends = [v.servable.close for v in versions if hasattr(v.servable, "close")]
     if ends:
-        threading.Thread(target=lambda: [end() for end in ends], name="hotrow-let-go", daemon=True).start()
+        threading.Thread(target=lambda: [end() for end in ends], name="hotrow-close-versions", daemon=True).start()
 
 
-def warm(version: Version, group: Group, most: int) -> None:
-    """Run a few batches, so that the first request finds everything made, and it is known how long one takes."""
-    first = not group.time.known
-    for rows in sorted({min(rows, most) for rows in (*WARM_SIZES, most)}):
-        batch = probe(version.signature, rows)
+def warm_up(version: Version, group: Group, max_rows: int) -> None:
+    """Run a few batches, so that everything is allocated before the first request, and measure how long they take."""
+    first = not group.service_time.known
+    for rows in sorted({min(rows, max_rows) for rows in (*WARM_SIZES, max_rows)}):
+        batch = example_batch(version.signature, rows)
         for _ in range(3):
             begin = time.monotonic()
             with torch.inference_mode():
@@ -273,11 +275,11 @@ def warm(version: Version, group: Group, most: int) -> None:
         if logits.shape[0] != rows:
             raise OptionError(f"the tower gave {logits.shape[0]} logits for {rows} rows")
         if first:
-            group.time.note(rows, seconds)
+            group.service_time.note(rows, seconds)
 
 
-def probe(signature: Signature, rows: int) -> KeyedBatch:
-    """A batch that any model with the signature can run."""
+def example_batch(signature: Signature, rows: int) -> KeyedBatch:
+    """A batch that every model with this signature can run."""
     keys = torch.arange(rows, dtype=torch.int64)
     every = torch.arange(rows + 1, dtype=torch.int64)
     ids = {name: Jagged(keys, every if name in signature.sequences else None) for name in signature.features}

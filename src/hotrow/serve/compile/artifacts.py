@@ -50,11 +50,11 @@ class ArtifactCache:
 
     def find(self, key: str) -> Path | None:
         """A whole package, or None. Counts as a use."""
-        note = self.note(key)
-        if note is None or "sha256" not in note:
+        metadata = self.metadata(key)
+        if metadata is None or "sha256" not in metadata:
             return None
         path = self.path(key)
-        if not path.exists() or _sha256(path) != note["sha256"]:
+        if not path.exists() or _sha256(path) != metadata["sha256"]:
             self.damaged += 1
             self._remove(key)
             return None
@@ -62,12 +62,12 @@ class ArtifactCache:
             os.utime(path)
         return path
 
-    def add(self, key: str, built: Path, note: dict[str, Any]) -> Path:
+    def add(self, key: str, built: Path, metadata: dict[str, Any]) -> Path:
         """Take a package that was built in this folder under another name."""
         path, digest = self.path(key), _sha256(built)
         size = built.stat().st_size
         os.replace(built, path)
-        self._write(key, {**note, "sha256": digest, "bytes": size, "built": time.time()})
+        self._write(key, {**metadata, "sha256": digest, "bytes": size, "built": time.time()})
         self._trim(keep=key)
         return path
 
@@ -76,16 +76,16 @@ class ArtifactCache:
         self._remove(key)
         self._write(key, {"quarantined": reason, "built": time.time()})
 
-    def note(self, key: str) -> dict[str, Any] | None:
+    def metadata(self, key: str) -> dict[str, Any] | None:
         """What is known of a key; None if nothing, or nothing readable."""
         try:
-            note = json.loads((self.folder / f"{key}.json").read_text())
+            metadata = json.loads((self.folder / f"{key}.json").read_text())
         except (OSError, ValueError):
             return None
-        return note if isinstance(note, dict) else None
+        return metadata if isinstance(metadata, dict) else None
 
-    def _write(self, key: str, note: dict[str, Any]) -> None:
-        self.remember(f"{key}.json", note)
+    def _write(self, key: str, metadata: dict[str, Any]) -> None:
+        self.remember(f"{key}.json", metadata)
 
     def remember(self, name: str, value: Any) -> None:
         """Write a small JSON file whole or not at all."""
@@ -137,7 +137,7 @@ def default_folder() -> Path:
 
 def key_of(digest: str, shape: Shape, device: torch.device, threads: int) -> str:
     """The name under which the machine code of a graph at a shape is kept."""
-    parts = [FORMAT, digest, str(shape), device.type, threads, *surroundings(device)]
+    parts = [FORMAT, digest, str(shape), device.type, threads, *toolchain(device)]
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
@@ -147,7 +147,7 @@ def compiler() -> str | None:
 
 
 @lru_cache(maxsize=8)
-def surroundings(device: torch.device) -> tuple[str, ...]:
+def toolchain(device: torch.device) -> tuple[str, ...]:
     """Versions and hardware that machine code depends on."""
     try:
         from triton import __version__ as triton

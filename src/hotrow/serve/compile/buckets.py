@@ -237,7 +237,7 @@ def plan(shape: Shape, live: Iterable[Shape], costs: Costs) -> tuple[Part, ...]:
     """
     fitting: dict[int, Shape] = {}  # rows → the cheapest bucket of so many rows whose lengths are enough
     for bucket in live:
-        if bucket.longer(shape.lengths):
+        if bucket.covers_lengths(shape.lengths):
             best = fitting.get(bucket.rows)
             if best is None or costs.buckets[bucket] < costs.buckets[best]:
                 fitting[bucket.rows] = bucket

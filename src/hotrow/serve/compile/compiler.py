@@ -10,12 +10,11 @@ until a restart:
     mismatch   it computes something else: quarantined in the cache, and not built again
     failed     the compiler refused all of it, took longer than `limit` seconds, or its process died twice
 
-What the compiler refuses whole is cut (graph_partition.py): each attempt at a cut is a job of that process too. A search
-has TRIES attempts and, after the first, `limit` seconds for all of them; then the shape stays on the original graph. A
-time limit or a death ends it at once. What one shape's search found, or did not find, holds for all shapes of the
-graph. A damaged package is built again.
-Compilations take turns over all models and processes that share a cache folder, by a lock on it: one costs a core
-and a gigabyte. A process that has had nothing to do for a minute is ended.
+What the compiler refuses whole is cut (graph_partition.py): each attempt at a cut is a job of that process too. A
+search has TRIES attempts and, after the first, `limit` seconds for all of them; then the shape stays on the original
+graph. A time limit or a death ends it at once. What one shape's search found, or did not find, holds for all shapes of
+the graph. A damaged package is built again. Compilations take turns over all models and processes that share a cache
+folder, by a lock on it: one costs a core and a gigabyte. A process that has had nothing to do for a minute is ended.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Compiler:
     def __init__(
         self, graph: TowerGraph, cache: ArtifactCache, adopt: Adopt, device: torch.device, threads: int, limit: float
     ) -> None:
-        self.seen = Compilations()
+        self.compilations = Compilations()
         self.missing = None if compiler() else "there is no C++ compiler (g++, or the one named by CXX) on PATH"
         self._graph, self._cache, self._adopt = graph, cache, adopt
         self._device, self._threads, self._limit = device, threads, limit
@@ -86,9 +85,9 @@ class Compiler:
         self._closing = False
         self._process: _Process | None = None
         self._saved: TowerGraph | None = None
-        self._aside: tuple[str, ...] | None = None  # nodes that were found to be refused
-        self._hopeless = ""  # why no shape will be compiled
-        self._said = ""  # the last reason in the log
+        self._excluded: tuple[str, ...] | None = None  # nodes that were found to be refused
+        self._cannot_compile = ""  # why no shape will be compiled
+        self._last_logged = ""  # the last reason in the log
         self._thread = threading.Thread(target=self._work, name="compile-manager", daemon=True)
         self._thread.start()
         if self.missing:
@@ -97,9 +96,9 @@ class Compiler:
     def request(self, shape: Shape) -> bool:
         """Ask for a shape; False if it was asked for before."""
         with self._changed:
-            if shape in self.seen.states or self._closing:
+            if shape in self.compilations.states or self._closing:
                 return False
-            self.seen.states[shape] = "queued"
+            self.compilations.states[shape] = "queued"
         self._queue.put(shape)
         return True
 
@@ -107,7 +106,9 @@ class Compiler:
         """Until all of them ended in some state; False if the time is over before."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: self._closing or not any(self.seen.states.get(s) in ("queued", "compiling") for s in shapes),
+                lambda: (
+                    self._closing or not any(self.compilations.states.get(s) in ("queued", "compiling") for s in shapes)
+                ),
                 seconds,
             )
 
@@ -129,39 +130,39 @@ class Compiler:
             if shape is None or self._closing:
                 break
             try:
-                state, why = self._bring(shape)
+                state, why = self._obtain(shape)
             except ChangedError as error:
                 state, why = "failed", str(error)
-                self._hopeless = why
+                self._cannot_compile = why
             except Exception as error:  # a full disk, say: this shape stays eager, the next may work
                 state, why = "failed", f"{type(error).__name__}: {error}"
             if state in ("failed", "mismatch"):
-                if why != self._said:  # once, where it holds for all shapes
+                if why != self._last_logged:  # once, where it holds for all shapes
                     log.warning("bucket %s stays on the original graph: %s: %s", shape, state, why)
-                self._said = why
+                self._last_logged = why
                 if self._device.type == "cuda":  # even so, all its kernels can be launched at once
                     with contextlib.suppress(Exception):
                         why = f"{why}; captured: {' '.join(self._adopt(shape, None, None))}"
             self._end(shape, state, why)
         self._end_process()
 
-    def _bring(self, shape: Shape) -> tuple[str, str]:
+    def _obtain(self, shape: Shape) -> tuple[str, str]:
         """From the cache or a compilation, then into service."""
         key = key_of(self._graph.digest, shape, self._device, self._threads)
-        note = self._cache.note(key)
-        if note and "quarantined" in note:
-            return "mismatch", str(note["quarantined"])
+        metadata = self._cache.metadata(key)
+        if metadata and "quarantined" in metadata:
+            return "mismatch", str(metadata["quarantined"])
         path = self._cache.find(key)
         if path is not None:
             with contextlib.suppress(ArtifactError, CannotCutError):  # what cannot be loaded any more is built again
                 ended = self._into_service(shape, path, key)
-                self.seen.reused += 1
+                self.compilations.reused += 1
                 return ended
         if self.missing:
             return "failed", self.missing
-        if self._hopeless:
-            return "failed", self._hopeless
-        with self._turn():
+        if self._cannot_compile:
+            return "failed", self._cannot_compile
+        with self._compile_lock():
             if self._closing:
                 return "failed", "the server is closing"
             path = self._cache.find(key)  # another process may have been at it
@@ -171,12 +172,14 @@ class Compiler:
         return ("failed", why) if path is None else self._into_service(shape, path, key)
 
     def _into_service(self, shape: Shape, path: Path, key: str) -> tuple[str, str]:
-        aside = (self._cache.note(key) or {}).get("aside")
+        excluded = (self._cache.metadata(key) or {}).get("aside")
         made = None
-        if aside is not None:
-            self._aside = tuple(aside)
-            made = cut(self._read_back(), shape, self._aside)
-        self.seen.pieces[shape], self.seen.eager[shape] = (len(made.pieces), made.ops) if made else (1, ())
+        if excluded is not None:
+            self._excluded = tuple(excluded)
+            made = cut(self._read_back(), shape, self._excluded)
+        self.compilations.pieces[shape], self.compilations.eager[shape] = (
+            (len(made.pieces), made.ops) if made else (1, ())
+        )
         state, why = self._adopt(shape, path, made)
         if state == "mismatch":
             self._cache.quarantine(key, why)
@@ -192,25 +195,25 @@ class Compiler:
             "lengths": shape.lengths,
             "device": str(self._device),
             "threads": self._threads,
-            "schemas": self._graph.foreign,
+            "schemas": self._graph.custom_ops,
             "out": os.fspath(built),
         }
         begin, until = time.monotonic(), float("inf")
 
-        def attempt(aside: tuple[str, ...] | None) -> Refusal | None:
+        def attempt(excluded: tuple[str, ...] | None) -> Refusal | None:
             nonlocal until
-            refusal = self._attempt({**job, "aside": aside}, min(self._limit, until - time.monotonic()))
+            refusal = self._attempt({**job, "aside": excluded}, min(self._limit, until - time.monotonic()))
             until = min(until, time.monotonic() + self._limit)
             return refusal
 
         try:
-            aside = search(self._read_back, shape, attempt, self._aside)
+            excluded = search(self._read_back, shape, attempt, self._excluded)
             seconds = time.monotonic() - begin
-            self.seen.seconds.append(seconds)
-            note = {"shape": str(shape), "seconds": seconds, "graph": self._graph.digest, "aside": aside}
-            return self._cache.add(key, built, note), ""
+            self.compilations.seconds.append(seconds)
+            metadata = {"shape": str(shape), "seconds": seconds, "graph": self._graph.digest, "aside": excluded}
+            return self._cache.add(key, built, metadata), ""
         except CannotCutError as error:
-            self._hopeless = str(error)
+            self._cannot_compile = str(error)
             return None, str(error)
         except _FinalError as error:
             return None, str(error)
@@ -220,11 +223,11 @@ class Compiler:
     def _attempt(self, job: dict[str, Any], seconds: float) -> Refusal | None:
         """One job, twice if the process dies. What no cut will mend raises _FinalError."""
         for _ in range(ATTEMPTS):
-            self.seen.tries += 1
-            answer = self._ask(job, seconds)
+            self.compilations.tries += 1
+            answer = self._send_job(job, seconds)
             if answer is not None:
                 break
-            self.seen.died += 1
+            self.compilations.died += 1
             if self._closing:
                 raise _FinalError("the server is closing")
         else:
@@ -245,7 +248,7 @@ class Compiler:
             self._saved = TowerGraph.load(self._program())
         return self._saved
 
-    def _ask(self, job: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+    def _send_job(self, job: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """The answer to a job; None if the process died."""
         if self._process is None or not self._process.alive:
             self._end_process()
@@ -267,7 +270,7 @@ class Compiler:
         return self._graph.path
 
     @contextlib.contextmanager
-    def _turn(self):  # type: ignore[no-untyped-def]
+    def _compile_lock(self):  # type: ignore[no-untyped-def]
         """One compilation at a time in this cache folder."""
         with (self._cache.folder / "turn.lock").open("w") as lock:
             while not self._closing:
@@ -280,13 +283,13 @@ class Compiler:
 
     def _set(self, shape: Shape, state: str) -> None:
         with self._changed:
-            self.seen.states[shape] = state
+            self.compilations.states[shape] = state
 
     def _end(self, shape: Shape, state: str, why: str) -> None:
         with self._changed:
-            self.seen.states[shape] = state
+            self.compilations.states[shape] = state
             if why:
-                self.seen.reasons[shape] = why
+                self.compilations.reasons[shape] = why
             self._changed.notify_all()
 
     def _end_process(self) -> None:

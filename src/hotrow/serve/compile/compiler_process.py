@@ -2,10 +2,10 @@
 
 One job a line on stdin (JSON: program, rows, lengths, device, threads, schemas, out, and for pieces: aside), one answer
 a line on the file descriptor FD (ok, seconds, error; of a refusal also ops and nodes). It compiles one tower at one
-static shape with AOTInductor, whole or cut around the nodes named in `aside` (graph_partition.py), and writes the package
-to `out`, a name that nobody reads until the manager has renamed it. It stays between jobs, because the first one
-pays for importing the compiler and for its precompiled headers, and ends when stdin does. Pieces that were compiled for
-a shape are kept for its next job, which is one more attempt at it.
+static shape with AOTInductor, whole or cut around the nodes named in `aside` (graph_partition.py), and writes the
+package to `out`, a name that nobody reads until the manager has renamed it. It stays between jobs, because the first
+one pays for importing the compiler and for its precompiled headers, and ends when stdin does. Pieces that were compiled
+for a shape are kept for its next job, which is one more attempt at it.
 
 The server may have ops that this process lacks. They are declared here by their `schemas`, so that the graph can be
 read, and cut around; no more is known of them.
@@ -43,11 +43,11 @@ def main() -> None:
     parser.add_argument("--reply", type=int, required=True)
     reply = os.fdopen(parser.parse_args().reply, "w", buffering=1)
     os.dup2(2, 1)  # what compilers print belongs to the log
-    step_back()
+    lower_priority()
     serve(sys.stdin, reply)
 
 
-def step_back() -> None:
+def lower_priority() -> None:
     """Lowest priority for CPU and disk, and an end when the server ends."""
     os.nice(19)
     with contextlib.suppress(psutil.Error, AttributeError, OSError, ValueError):
@@ -65,7 +65,7 @@ class RefusedError(Exception):
 
 def serve(jobs: TextIO, reply: TextIO) -> None:
     """One line in, one line out."""
-    bench = Bench()
+    bench = JobCompiler()
     for line in jobs:
         begin = time.monotonic()
         try:
@@ -80,7 +80,7 @@ def serve(jobs: TextIO, reply: TextIO) -> None:
         reply.write(json.dumps({**answer, "seconds": time.monotonic() - begin}) + "\n")
 
 
-class Bench:
+class JobCompiler:
     """What stays between jobs: ops that were declared, and pieces of the last shape."""
 
     def __init__(self) -> None:
@@ -100,19 +100,22 @@ class Bench:
         torch.set_num_threads(1)
         foreign = self._declare(job.get("schemas", {}))
         graph, shape = TowerGraph.load(job["program"]), Shape(job["rows"], tuple(job["lengths"]))
-        aside = job.get("aside")
-        if aside is None:
+        excluded = job.get("aside")
+        if excluded is None:
             if foreign:
                 raise RefusedError(f"the compile process has no {', '.join(foreign)}", foreign)
             device = torch.device(job["device"])
-            inputs = [*(weight.to(device) for weight in graph.weights), *graph.draw(shape, device)]  # shapes matter
+            inputs = [
+                *(weight.to(device) for weight in graph.weights),
+                *graph.random_inputs(shape, device),
+            ]  # shapes matter
             _package(job["out"], {WHOLE: _compile(graph.module, inputs, job, ())})
             return
         here = (job["program"], shape, job["device"], job["threads"])
         if here != self._last:
             self._last, self._pieces = here, {}
         files = {}
-        for piece in cut(graph, shape, aside).pieces:
+        for piece in cut(graph, shape, excluded).pieces:
             if piece.nodes not in self._pieces:
                 reads = [torch.zeros(sizes, dtype=dtype, device=job["device"]) for sizes, dtype in piece.reads]
                 self._pieces[piece.nodes] = _compile(piece.as_tuple(), reads, job, piece.nodes)

@@ -42,7 +42,7 @@ from hotrow.serve.graph.graph_rewrite import ASSERTS_METADATA
 from hotrow.serve.graph.tower_graph import Operator, Shape, TowerGraph, schema_of
 from hotrow.undocumented import ChangedError, describe
 
-TRIES = 20  # compilations of one search: two culprits among 60 nodes, found by halves
+MOST_ATTEMPTS = 20  # compilations of one search: two culprits among 60 nodes, found by halves
 ALIGNED = 16  # bytes: generated code may assume as much of its inputs
 Sizes = tuple[int, ...]
 _SIZE_CHECKS = ("aten._assert_scalar.default", "aten.sym_constrain_range")
@@ -91,12 +91,12 @@ class Refusal:
     nodes: tuple[str, ...] = ()
 
 
-def cut(graph: TowerGraph, shape: Shape, aside: Collection[str] = ()) -> Cut:
+def cut(graph: TowerGraph, shape: Shape, excluded: Collection[str] = ()) -> Cut:
     """The graph at `shape`, cut around the nodes named in `aside` and those that are known to stay eager."""
     fixed, known = _fix_sizes(graph, shape)
     calls = [node for node in fixed.nodes if node.op == "call_function"]
     _refuse_writes(calls)
-    eager = {node for node in calls if node.name in aside or not _compilable(node, known)}
+    eager = {node for node in calls if node.name in excluded or not _compilable(node, known)}
     parts, why = _number_parts(calls, eager), uncapturable(eager, known)
     tensors = {node for node in calls if _is_op(node) and isinstance(node.meta.get("val"), (Tensor, tuple, list))}
     for node in fixed.nodes:
@@ -135,7 +135,7 @@ def search(
     shape: Shape,
     attempt: Callable[[tuple[str, ...] | None], Refusal | None],
     known: tuple[str, ...] | None = None,
-    tries: int = TRIES,
+    tries: int = MOST_ATTEMPTS,
 ) -> tuple[str, ...] | None:
     """Names to put aside so that the rest compiles, None for the whole graph; the last attempt was made with them.
 
@@ -147,7 +147,7 @@ def search(
         return known
     first, left = refusal.why, [tries - 1]
     nodes = {node.name: _op(node) for node in graph().module.graph.nodes if _is_op(node)}
-    aside = set(known or ())
+    excluded = set(known or ())
 
     def again(names: Collection[str]) -> Refusal | None:
         if not left[0]:
@@ -156,22 +156,22 @@ def search(
         return attempt(tuple(name for name in nodes if name in names))
 
     try:
-        made = cut(graph(), shape, aside)
+        made = cut(graph(), shape, excluded)
     except CannotCutError as error:
         raise CannotCutError(f"{first}; {error}") from None
     whole = known is None and bool(made.ops)  # of which parts are known to stay eager: around them it was not tried
     while refusal is not None:
-        found = {name for name, op in nodes.items() if op in refusal.ops} - aside
+        found = {name for name, op in nodes.items() if op in refusal.ops} - excluded
         if not found and not whole:
             tried = refusal.nodes or [name for piece in made.pieces for name in piece.nodes]
             found = _culprits([name for name in nodes if name in tried], nodes, again)
         whole = False
-        aside |= found
-        made = cut(graph(), shape, aside)
+        excluded |= found
+        made = cut(graph(), shape, excluded)
         if not made.pieces:
             raise CannotCutError(f"no part of the tower can be compiled: {first}")
-        refusal = again(aside)
-    return tuple(name for name in nodes if name in aside)
+        refusal = again(excluded)
+    return tuple(name for name in nodes if name in excluded)
 
 
 def _culprits(

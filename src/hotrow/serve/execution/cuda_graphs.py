@@ -1,12 +1,11 @@
-"""A bucket as a CUDA graph: all kernels of a tower launched by one call. One per lane and bucket.
+"""A bucket as a CUDA graph: one call launches all kernels of a tower. Each lane has its own graph for each bucket.
 
-A graph replays the same kernels on the same addresses, so it has inputs of its own, into which a batch is copied, an
-output of its own, out of which the real rows are copied, and reads the weights where they were when it was captured:
-new weights are copied into the same storage (towers.py does so while no lane runs). A lane's graphs share the
-lane's memory pool, since a lane runs one at a time; no two lanes share one. Capture and replay belong to the lane's
-own thread and stream; other lanes go on meanwhile (capture_error_mode="thread_local"). A function that waits for the
-device or goes through the host cannot be captured: that is a CaptureError, after which the thread and its stream are as
-before.
+A graph replays the same kernels on the same addresses. So it has input tensors of its own, into which a batch is
+copied, an output of its own, from which the real rows are copied, and it reads the weights where they were when it was
+captured: towers.py copies new weights into the same storage while no lane runs. The graphs of one lane share a memory
+pool, because a lane runs one at a time; lanes never share one. A lane captures and replays on its own thread and stream
+while other lanes run (capture_error_mode="thread_local"). A function that synchronizes with the host cannot be
+captured: that raises CaptureError and leaves the thread and its stream as they were.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from hotrow.errors import HotRowError
 
-WARM_UP = 3  # runs before capture: libraries choose algorithms and allocate workspaces in the first ones
+WARM_UP = 3  # runs before capture, in which libraries choose algorithms and allocate workspaces
 
 
 class CaptureError(HotRowError, RuntimeError):
@@ -26,7 +25,7 @@ class CaptureError(HotRowError, RuntimeError):
 
 
 class LanePool:
-    """What all graphs of a lane share: its stream and its memory pool."""
+    """The stream and the memory pool that all graphs of a lane share."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -62,6 +61,7 @@ class BucketGraph:
             raise CaptureError(f"it cannot be captured as a CUDA graph: {first}") from error
 
     def replay(self, rows: int) -> Tensor:
-        """The first `rows` logits of what the inputs hold now, in memory of their own, on the current stream."""
+        """Run the graph on what its inputs hold now; returns a copy of the first `rows` logits, on the current
+        stream."""
         self._graph.replay()
         return self._logits[:rows].clone()

@@ -33,18 +33,18 @@ from hotrow import _core
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.errors import OptionError, choices
 from hotrow.kernels.launch import cdiv
-from hotrow.kernels.rows.read import Staging
+from hotrow.kernels.rows.serving_lookup import StagedRows
 from hotrow.nn import EmbeddingCollection
 from hotrow.serve.graph.tower import OriginalTower
-from hotrow.tiers.hbm.serving_reader import HotReader
+from hotrow.tiers.hbm.serving_reader import ServingReader
 from hotrow.tiers.host.store import LATE
 
 Tower = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
 EXACT = ("fp32", "tf32")  # towers run as they are; the others cast what a layer reads
 PRECISIONS = (*EXACT, "bf16", "fp16")
 LADDER = (32, 128, 512, 1024, 4096, 8192)
-PIECE = 8192  # rows
-TURNS = 3  # rooms that pieces of a large batch take in turn
+MAX_PIECE_ROWS = 8192  # rows
+RUNNERS_IN_FLIGHT = 3  # rooms that pieces of a large batch take in turn
 WARM_UP = 3  # runs of a tower before it is captured: libraries choose algorithms and allocate in the first ones
 
 
@@ -53,7 +53,7 @@ class DeviceLane:
 
     def __init__(
         self,
-        reader: HotReader,
+        reader: ServingReader,
         tower: Tower,
         dense: int,
         ladder: Sequence[int] = LADDER,
@@ -67,63 +67,63 @@ class DeviceLane:
         self.stream = torch.cuda.Stream(self.device)
         self.number = reader.add_lane()
         self.pool = torch.cuda.graph_pool_handle()
-        self.piece = min(PIECE, max(ladder))
-        self.ladder = tuple(sorted({min(size, self.piece) for size in ladder}))
-        self.rooms: dict[tuple[int, int], Room] = {}
-        self._staging: dict[int, list[Staging]] = {}  # of rooms that take turns; the others have the first one's
+        self.piece_rows = min(MAX_PIECE_ROWS, max(ladder))
+        self.ladder = tuple(sorted({min(size, self.piece_rows) for size in ladder}))
+        self.runners: dict[tuple[int, int], BucketRunner] = {}
+        self._staging: dict[int, list[StagedRows]] = {}  # of rooms that take turns; the others have the first one's
 
     def warm(self) -> None:
         """Make every room before traffic comes."""
         for size in self.ladder:
-            self._room(size)
-        for turn in range(1, TURNS):
-            self._room(self.piece, turn)
+            self._runner(size)
+        for turn in range(1, RUNNERS_IN_FLIGHT):
+            self._runner(self.piece_rows, turn)
 
     def run(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, Tensor | None, int]:
         """Logits on the host, how many ids of each example a policy answered (int32; None for none), and of all.
 
-        Requires: `reader.takes(batch)`.
+        Requires: `reader.supports(batch)`.
         """
-        if batch.size <= self.piece:
-            return self._room(next(size for size in self.ladder if size >= batch.size)).run(batch, policy)
-        count = cdiv(batch.size, self.piece)
+        if batch.size <= self.piece_rows:
+            return self._runner(next(size for size in self.ladder if size >= batch.size)).run(batch, policy)
+        count = cdiv(batch.size, self.piece_rows)
         size = cdiv(batch.size, count)
-        rooms = [self._room(self.piece, n % TURNS) for n in range(count)]
+        runners = [self._runner(self.piece_rows, n % RUNNERS_IN_FLIGHT) for n in range(count)]
         parts = []
-        rooms[0].ask(_cut(batch, 0, size))
+        runners[0].enqueue_lookup(_cut(batch, 0, size))
         for n in range(count):
-            if n >= TURNS - 1:
-                parts.append(rooms[n - TURNS + 1].logits())
+            if n >= RUNNERS_IN_FLIGHT - 1:
+                parts.append(runners[n - RUNNERS_IN_FLIGHT + 1].copy_logits())
             if n + 1 < count:
-                rooms[n + 1].ask(_cut(batch, (n + 1) * size, (n + 2) * size))
-            rooms[n].answer(policy)
-        parts += [room.logits() for room in rooms[max(0, count - TURNS + 1) :]]
+                runners[n + 1].enqueue_lookup(_cut(batch, (n + 1) * size, (n + 2) * size))
+            runners[n].fill_misses_and_enqueue_tower(policy)
+        parts += [room.copy_logits() for room in runners[max(0, count - RUNNERS_IN_FLIGHT + 1) :]]
         logits, late, ids = zip(*parts, strict=True)
-        return torch.cat(logits), _joined_late(late, logits), sum(ids)
+        return torch.cat(logits), _join_late(late, logits), sum(ids)
 
-    def _room(self, size: int, turn: int = 0) -> Room:
-        if (size, turn) not in self.rooms:
+    def _runner(self, size: int, turn: int = 0) -> BucketRunner:
+        if (size, turn) not in self.runners:
             if turn not in self._staging:
-                self._staging[turn] = self.reader.staging(self.piece)
+                self._staging[turn] = self.reader.staging(self.piece_rows)
             with torch.cuda.stream(self.stream), torch.inference_mode():
-                self.rooms[size, turn] = Room(self, size, self._staging[turn])
-        return self.rooms[size, turn]
+                self.runners[size, turn] = BucketRunner(self, size, self._staging[turn])
+        return self.runners[size, turn]
 
 
-class Room:
+class BucketRunner:
     """A bucket's static buffers and graphs. One batch at a time: ask, answer, logits."""
 
-    def __init__(self, lane: DeviceLane, size: int, staging: Sequence[Staging]) -> None:
+    def __init__(self, lane: DeviceLane, size: int, staging: Sequence[StagedRows]) -> None:
         self.lane, self.size, self.count, self.policy = lane, size, 0, "wait"
         self.reader = lane.reader.lane(size, lane.number, staging)
         self.vectors = {
-            place.feature: self.reader.out[:, place.begin : place.end] for place in lane.reader.layout.places
+            place.feature: self.reader.out[:, place.begin : place.end] for place in lane.reader.layout.outputs
         }
         self.dense_in = torch.zeros(size, lane.dense, dtype=torch.float32, pin_memory=True)
         self.dense = torch.zeros_like(self.dense_in, device=lane.device)
         for _ in range(WARM_UP):
             logits = self._tower()
-        self.down = torch.empty(logits.shape, dtype=torch.float32, pin_memory=True)
+        self.host_logits = torch.empty(logits.shape, dtype=torch.float32, pin_memory=True)
         lane.stream.synchronize()
         self._done = torch.cuda.Event()
         self._core: Any = self._capture() if lane.graphs else None
@@ -131,54 +131,54 @@ class Room:
     def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Tensor | None, int]:
         """As DeviceLane.run."""
         if self._core is None:
-            self.ask(batch)
-            self.answer(policy)
-            return self.logits()
-        keys, dense = self._laid(batch)
-        logits = torch.empty(self.count, *self.down.shape[1:])
+            self.enqueue_lookup(batch)
+            self.fill_misses_and_enqueue_tower(policy)
+            return self.copy_logits()
+        keys, dense = self._inputs(batch)
+        logits = torch.empty(self.count, *self.host_logits.shape[1:])
         addresses = [values.data_ptr() for values in keys]
         self._core.run(addresses, self.count, _address(dense), LATE[policy], logits.data_ptr())
-        return self._told(logits, policy)
+        return self._result(logits, policy)
 
-    def ask(self, batch: KeyedBatch) -> None:
+    def enqueue_lookup(self, batch: KeyedBatch) -> None:
         """Have the device look for the batch's rows."""
-        keys, dense = self._laid(batch)
+        keys, dense = self._inputs(batch)
         if self._core is not None:
-            self._core.ask([values.data_ptr() for values in keys], self.count, _address(dense))
+            self._core.enqueue_lookup([values.data_ptr() for values in keys], self.count, _address(dense))
             return
         with torch.cuda.stream(self.lane.stream), torch.inference_mode():
             if dense is not None:
                 self.dense_in[: self.count] = dense
-            self.reader.ask(batch)
+            self.reader.enqueue_lookup(batch)
 
-    def answer(self, policy: str) -> None:
+    def fill_misses_and_enqueue_tower(self, policy: str) -> None:
         """Fill in what is missing, and have the device run the tower."""
         self.policy = policy
         if self._core is not None:
-            self._core.answer(LATE[policy])
+            self._core.fill_misses_and_enqueue_tower(LATE[policy])
             return
         with torch.cuda.stream(self.lane.stream), torch.inference_mode():
-            self.reader.fill(policy)
-            self._tower_and_down()
+            self.reader.fill_misses(policy)
+            self._tower_and_copy_logits()
             self._done.record()
 
-    def logits(self) -> tuple[Tensor, Tensor | None, int]:
+    def copy_logits(self) -> tuple[Tensor, Tensor | None, int]:
         """Wait for the tower."""
-        logits = torch.empty(self.count, *self.down.shape[1:])
+        logits = torch.empty(self.count, *self.host_logits.shape[1:])
         if self._core is not None:
-            self._core.logits(logits.data_ptr())
+            self._core.copy_logits(logits.data_ptr())
         else:
             self._done.synchronize()
-            logits.copy_(self.down[: self.count])
-        return self._told(logits, self.policy)
+            logits.copy_(self.host_logits[: self.count])
+        return self._result(logits, self.policy)
 
-    def _laid(self, batch: KeyedBatch) -> tuple[list[Tensor], Tensor | None]:
+    def _inputs(self, batch: KeyedBatch) -> tuple[list[Tensor], Tensor | None]:
         """What the core copies: they must outlive its call."""
         self.count = batch.size
         keys = [batch.ids[name].values.contiguous() for name in self.reader.names]
         return keys, batch.dense.contiguous() if batch.dense is not None and self.lane.dense else None
 
-    def _told(self, logits: Tensor, policy: str) -> tuple[Tensor, Tensor | None, int]:
+    def _result(self, logits: Tensor, policy: str) -> tuple[Tensor, Tensor | None, int]:
         if self._core is not None:
             self.reader.offer()
         late = self.reader.late[: self.count]
@@ -192,13 +192,13 @@ class Room:
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # owns the memory that was captured
         lane, reader = self.lane, self.reader
         with torch.cuda.graph(self._graph, pool=lane.pool, stream=lane.stream, capture_error_mode="thread_local"):
-            reader.put()
-            self._tower_and_down()
-        return _core.Room(
+            reader.insert_staged()
+            self._tower_and_copy_logits()
+        return _core.GraphRunner(
             lane.reader.gate.core, lane.number, lane.stream.cuda_stream, reader.graph.raw_cuda_graph(),
-            self._graph.raw_cuda_graph(), room=self.size, features=len(reader.names), dense=lane.dense,
-            width=reader.out.stride(0), tasks=self.down[0].numel(), keys=reader.keys.data_ptr(),
-            examples=reader.examples.data_ptr(), dense_in=self.dense_in.data_ptr(), logits=self.down.data_ptr(),
+            self._graph.raw_cuda_graph(), capacity=self.size, features=len(reader.names), dense=lane.dense,
+            width=reader.out.stride(0), tasks=self.host_logits[0].numel(), keys=reader.keys.data_ptr(),
+            examples=reader.examples.data_ptr(), dense_in=self.dense_in.data_ptr(), logits=self.host_logits.data_ptr(),
             late=reader.late.ctypes.data, missing=reader.missing(),
         )  # fmt: skip
 
@@ -207,8 +207,8 @@ class Room:
         with _precision(self.lane.precision):
             return self.lane.tower(self.vectors, self.dense if self.lane.dense else None).float()
 
-    def _tower_and_down(self) -> None:
-        self.down.copy_(self._tower(), non_blocking=True)
+    def _tower_and_copy_logits(self) -> None:
+        self.host_logits.copy_(self._tower(), non_blocking=True)
 
 
 class DeviceLanes:
@@ -223,8 +223,8 @@ class DeviceLanes:
         precision: str,
         lanes: int = 1,
     ) -> None:
-        assert embeddings.hot is not None
-        self.reader = HotReader(embeddings.layout, embeddings.hot)
+        assert embeddings.hbm_cache is not None
+        self.reader = ServingReader(embeddings.layout, embeddings.hbm_cache)
         if precision in EXACT:
             tower.join_activations()
         self.tower, self.dense, self.ladder, self.precision = tower, dense, ladder or LADDER, precision
@@ -234,9 +234,9 @@ class DeviceLanes:
             lane.warm()
             self.free.put(lane)
 
-    def takes(self, batch: KeyedBatch) -> bool:
+    def supports(self, batch: KeyedBatch) -> bool:
         """Whether lanes run such batches."""
-        return batch.size > 0 and not (batch.dense is not None and batch.dense.is_cuda) and self.reader.takes(batch)
+        return batch.size > 0 and not (batch.dense is not None and batch.dense.is_cuda) and self.reader.supports(batch)
 
     def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Tensor | None, int]:
         """As DeviceLane.run, on a free lane."""
@@ -268,7 +268,7 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _joined_late(late: Sequence[Tensor | None], logits: Sequence[Tensor]) -> Tensor | None:
+def _join_late(late: Sequence[Tensor | None], logits: Sequence[Tensor]) -> Tensor | None:
     """Of pieces, what each one's rows were answered by policy."""
     if all(part is None for part in late):
         return None

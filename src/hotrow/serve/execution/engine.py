@@ -1,20 +1,21 @@
-"""Engine: one version of a model in this process. Keys or raw columns in, probabilities out, as the trainer would say.
+"""Engine: one version of a model in this process. Keys or raw columns in, the same probabilities as in training out.
 
-    find → pad → run → split
+    look up → pad → run the tower → split
 
-`find` reads the rows of a batch down the tiers (no row is created and no count touched), `pad` gives sequences one
-length, `run` is the tower: the original graph, or whatever `towers` is (buckets, buckets.py), `split` gives each
-question its part. The server joins requests before and splits answers after (tensorbatch.py); in process there is one.
+The lookup reads a batch's rows through the tiers; it creates no row and changes no count. Sequences are padded to one
+length. The tower runs as the original graph, or as `towers` runs it (compiled buckets, towers.py). In a server,
+requests are joined before and answers are split after (serve/batching/).
 
-The version's rows become a collection that is never trained: all in DRAM, or with `memory=` in a budget over an SSD
-folder, whose segments are links to the repository's where the disk is the same, or cached in HBM. Nothing is ever
-written into the repository.
+The version's rows become a collection that is never trained: in DRAM, with `memory=` in a budget over an SSD folder
+(whose segments are links to the repository's where the disk is the same), cached in HBM, or in a remote store. Nothing
+is ever written into the repository.
 
-Any thread may call anything here, several at once: lanes do. Rows in DRAM and SSD are read side by side. On a GPU
-`lanes` of captured graphs (device_lane.py) take batches of one id a feature; other batches look their rows up one at a
-time there, and towers run side by side.
-`apply` puts a publication in service between two batches (cut_over.py says how), from one thread; `replace_weights` is
-seen by batches whole or not at all. `close` waits for nobody: batches that are under way end well.
+Any thread may call any method; lanes call `answer` at the same time. Rows in DRAM and on SSD are read in parallel. On a
+GPU, `lanes` of captured graphs (device_lane.py) take batches with one id per feature; other batches look up their rows
+one at a time there, and their towers run in parallel.
+One thread at a time may call `apply`, which puts a publication in service between two batches
+(serve/updates/cut_over.py). A batch sees `replace_weights` whole or not at all. `close` does not wait; batches that run
+already end normally.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from hotrow.features import FeatureSpec
 from hotrow.nn import EmbeddingCollection
 from hotrow.optim import SGD
 from hotrow.publish.publication import Publication
-from hotrow.serve.execution.towers import Crossing, Towers
+from hotrow.serve.execution.reader_writer_gate import ReaderWriterGate
+from hotrow.serve.execution.towers import Towers
 from hotrow.serve.graph import graph_archive
 from hotrow.serve.graph.tower import OriginalTower, Tower, TowerInputs
 from hotrow.serve.protocol.request import Signature
@@ -51,9 +53,10 @@ from hotrow.serve.repository.manifest import (
     check_name,
     check_version,
     open_version,
-    pass_over,
+    warn_damaged,
 )
-from hotrow.serve.updates.cut_over import Fresh, prepare
+from hotrow.serve.updates.cut_over import PreparedUpdate, prepare
+from hotrow.serve.updates.freshness import Freshness
 from hotrow.serve.updates.remote_fill import fill_local, is_local
 from hotrow.table import Lookup
 from hotrow.tiers.host.store import HostStore, count_cold, prefetch_all
@@ -62,31 +65,31 @@ if TYPE_CHECKING:
     from hotrow.serve.execution.device_lane import DeviceLanes
 
 Columns = Mapping[str, Any]
-TRIES = 20  # to read a batch whose rows leave a small cache while it waits for others
+READ_ATTEMPTS = 20  # to read a batch whose rows a small cache evicts while other rows are awaited
 
 
 @dataclass(frozen=True)
-class Late:
-    """Ids whose rows are on SSD alone and were answered by policy: how many, and how many of each row (int32
-    [rows], None where there are none)."""
+class LateIds:
+    """Ids that the policy answered because their rows were on SSD only: how many, and how many of each row (int32
+    [rows]; None if there are none)."""
 
     ids: int
     by_row: Tensor | None
 
 
-class Answered(NamedTuple):
-    """Logits of a batch, what was answered by policy, whether a compiled bucket or a captured graph gave them, and
-    which publication the rows and the weights are of."""
+class Answer(NamedTuple):
+    """Logits of a batch, the ids that the policy answered, whether compiled buckets or captured graphs computed all
+    logits, and the publication that the rows and weights are of."""
 
     logits: Tensor
-    late: Late
+    late: LateIds
     compiled: bool
-    fresh: Fresh
+    fresh: Freshness
 
 
 @dataclass(frozen=True)
 class _Live:
-    """What an open engine holds. A batch takes it once, so that `close` does not take it away from under it."""
+    """What an open engine holds. A batch reads it once, so it may end after `close`."""
 
     embeddings: EmbeddingCollection
     original: OriginalTower
@@ -96,11 +99,11 @@ class _Live:
 class Engine:
     """A version of an exported model, opened for lookups and predictions.
 
-    `path` is a model's folder, "repository/ctr"; without `version` its newest that is whole is taken. `memory` says
-    where rows lie, as in training, or with `remote=` which store has them; `device` where the tower runs (without it,
-    where the rows come out). `towers`, where given, makes what runs the tower out of the original graph. On a GPU with
-    hbm=, `precision` is what towers compute
-    in (fp32, tf32, bf16, fp16), `ladder` the batch sizes that are captured, and `lanes` how many batches run at once.
+    `path` is a model's folder, "repository/ctr". Without `version`, the newest that is whole is opened. `memory` says
+    which tiers hold the rows, as in training, or with `remote=` which store. `device` is where the tower runs; by
+    default, where the rows are read to. `towers` is a function of the original graph that makes what runs the tower.
+    On a GPU with hbm=, `precision` is the towers' (fp32, tf32, bf16, fp16), `ladder` lists the batch sizes that are
+    captured, and `lanes` is how many batches run at once.
 
     >>> import tempfile, torch, hotrow as hr
     >>> embeddings = hr.EmbeddingCollection([hr.Table("user", dim=4), hr.Table("item", dim=4)])
@@ -126,27 +129,29 @@ class Engine:
         lanes: int = 1,
     ) -> None:
         self.source, embeddings = _open(Path(path), version, memory, device)
-        beside = device is not None and embeddings.hot is None  # the tower on a GPU, rows in DRAM
-        self.device = torch.device(device or "cpu") if beside else embeddings.device
+        tower_elsewhere = device is not None and embeddings.hbm_cache is None  # the tower on a GPU, rows in DRAM
+        self.device = torch.device(device or "cpu") if tower_elsewhere else embeddings.device
         self.signature: Signature = self.source.signature
         self.features: FeatureSpec | None = self.source.features()
         original = _tower(self.source, embeddings, self.device)
         self._live: _Live | None = _Live(embeddings, original, original if towers is None else towers(original))
-        self.fresh = Fresh.of(int(self.source.manifest["publication"]), self.source.manifest["trained"]["watermark"])
+        self.fresh = Freshness.of(
+            int(self.source.manifest["publication"]), self.source.manifest["trained"]["watermark"]
+        )
         self._begin_remote(embeddings)
-        self._crossing = Crossing()
-        # Whether a batch's tower may run after the rows are switched, with the weights that it took before.
-        self._apart = self.device.type == "cpu" and isinstance(self._live.towers, (OriginalTower, Towers))
+        self._gate = ReaderWriterGate()
+        # Whether a batch leaves the gate after its lookup and runs its tower with the weights that it took inside.
+        self._tower_outside_gate = self.device.type == "cpu" and isinstance(self._live.towers, (OriginalTower, Towers))
         self._lanes: DeviceLanes | None = None
-        if embeddings.hot is not None and embeddings.device.type == "cuda":
+        if embeddings.hbm_cache is not None and embeddings.device.type == "cuda":
             from hotrow.serve.execution.device_lane import DeviceLanes
 
             self._lanes = DeviceLanes(embeddings, original, self.signature.dense, ladder, precision, lanes)
-        # What is not for those lanes looks through the HBM cache one batch at a time.
-        self._finding: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if embeddings.hot is not None:
-            alone = threading.Lock()
-            self._finding = (lambda: alone) if self._lanes is None else self._lanes.reader.changing
+        # Batches that the device lanes do not take read through the HBM cache one at a time.
+        self._lookup_lock: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if embeddings.hbm_cache is not None:
+            lock = threading.Lock()
+            self._lookup_lock = (lambda: lock) if self._lanes is None else self._lanes.reader.changing
 
     def _begin_remote(self, embeddings: EmbeddingCollection) -> None:
         self._watermarks: deque[tuple[int, int | None]] = deque([(self.fresh.publication, self.fresh.watermark)], 1024)
@@ -175,7 +180,7 @@ class Engine:
 
     @property
     def original(self) -> OriginalTower:
-        """The saved graph with the weights of now."""
+        """The saved graph with the current weights."""
         return self._open().original
 
     @property
@@ -192,53 +197,53 @@ class Engine:
         return self.run(self.keyed(batch))[0].cpu()
 
     def lookup(self, batch: KeyedBatch | Columns) -> dict[str, Tensor]:
-        """The vectors that the tower would be fed: [rows, dim], or for a sequence [rows, length, dim] and its mask."""
+        """The tower's input vectors: [rows, dim], or for a sequence [rows, length, dim] and its mask."""
         live, keyed = self._open(), self.keyed(batch)
-        with torch.inference_mode(), self._finding(), ExitStack() as crossing:
-            return self._pool(live, self._read(live, keyed, "wait", crossing))[0]
+        with torch.inference_mode(), self._lookup_lock(), ExitStack() as held:
+            return self._pool(live, self._read(live, keyed, "wait", held))[0]
 
-    def run(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, Late]:
-        """Logits of a joined batch, on the engine's device, and what was answered by policy.
+    def run(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, LateIds]:
+        """Logits of a joined batch, on the engine's device, and the ids that the policy answered.
 
-        With "wait", rows on SSD or in a remote store are waited for. With "initial" or "default" nothing waits: whoever
-        has a deadline calls `warm` first, and takes what is there when the time is up.
+        With "wait", rows on SSD or in a remote store are waited for. "initial" and "default" never wait: to use the
+        time until a deadline, call `warm` first and `run` when the time is up.
         """
         answered = self.answer(batch, policy)
         return answered.logits, answered.late
 
-    def answer(self, batch: KeyedBatch, policy: str = "wait") -> Answered:
-        """As `run`, and what gave the logits: see Answered."""
+    def answer(self, batch: KeyedBatch, policy: str = "wait") -> Answer:
+        """As `run`, with the other fields of Answer."""
         live = self._open()
-        with torch.inference_mode(), ExitStack() as crossing:
+        with torch.inference_mode(), ExitStack() as held:
             self._check_dense(batch)
             lanes = self._lanes
-            if lanes is not None and lanes.takes(batch):
-                with self._crossing.together():
+            if lanes is not None and lanes.supports(batch):
+                with self._gate.shared():
                     logits, by_row, ids = lanes.run(batch, policy)
-                    return Answered(logits, Late(ids, by_row), True, self.fresh)
+                    return Answer(logits, LateIds(ids, by_row), True, self.fresh)
             dense = self._dense(batch)
-            with self._finding():
-                lookup = self._read(live, batch, policy, crossing)
+            with self._lookup_lock():
+                lookup = self._read(live, batch, policy, held)
                 fresh = self.fresh if live.embeddings.remote is None else self._fresh_of(lookup)
-                weights = live.towers.weights if self._apart else None  # type: ignore[attr-defined]
+                weights = live.towers.weights if self._tower_outside_gate else None  # type: ignore[attr-defined]
                 vectors, late = self._pool(live, lookup)
-            if self._apart:
-                crossing.close()
+            if self._tower_outside_gate:
+                held.close()
             if isinstance(live.towers, OriginalTower):
-                return Answered(live.towers.run(vectors, dense, weights), late, False, fresh)
+                return Answer(live.towers.run(vectors, dense, weights), late, False, fresh)
             if isinstance(live.towers, Towers):
                 logits, compiled = live.towers.answer(vectors, dense, weights)
-                return Answered(logits, late, compiled, fresh)
-            return Answered(live.towers.run(vectors, dense), late, False, fresh)
+                return Answer(logits, late, compiled, fresh)
+            return Answer(live.towers.run(vectors, dense), late, False, fresh)
 
     def cold(self, batch: KeyedBatch) -> int:
-        """How many of a batch's ids have rows on SSD alone, or perhaps in a remote store. Quick: nobody is asked."""
+        """How many of a batch's ids have rows on SSD only, or perhaps in a remote store. Reads memory only."""
         remote = self.embeddings.remote
         return count_cold(self._keys(batch)) if remote is None else remote.cold(self._keys(batch))
 
     def warm(self, batch: KeyedBatch, patient: bool = False) -> int:
-        """Bring the batch's rows up from SSD or a remote store; returns how many came. Blocks the calling thread and
-        nobody else. A patient one waits long for a store that does not answer."""
+        """Read the batch's rows from SSD or a remote store into memory; returns how many. It blocks the calling thread
+        only. With `patient`, it waits long for a store that does not answer."""
         remote = self.embeddings.remote
         return prefetch_all(self._keys(batch)) if remote is None else remote.warm(self._keys(batch), patient)
 
@@ -254,66 +259,79 @@ class Engine:
         return self.features.apply(batch, labels=False)
 
     def replace_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Serve with other weights of the same tower from the next batch on. What does not fit changes nothing.
+        """Serve with other weights of the same tower from the next batch on. An error changes nothing.
 
-        `state` is a tower's state dict. Needs no export and no compilation.
+        `state` is a tower's state dict. This needs no export and no compilation.
         """
-        change = self._fit(self._open(), state)
-        with self._crossing.alone():
-            change()
+        set_weights = self._prepare_weights(self._open(), state)
+        with self._gate.exclusive():
+            set_weights()
 
     def apply(self, publication: Publication) -> None:
         """Put a publication in service: batches that begin afterwards see all of it, those before nothing.
 
-        It follows the one in service; one that is here already, or a heartbeat, changes the watermark at most. What
-        does not fit is an error and changes nothing. One thread at a time.
+        It must follow the publication in service. One that was applied already, or a heartbeat, changes the watermark
+        at most. An error changes nothing. One thread at a time.
+        """
+        self.prepare_update(publication)()
+
+    def prepare_update(self, publication: Publication) -> Callable[[], None]:
+        """Check and convert a publication while batches run; returns the function that puts it in service.
+
+        Call that function before the next update is prepared. See `apply`.
         """
         live = self._open()
         if publication.number <= self.fresh.publication:
-            if publication.number == self.fresh.publication and publication.watermark is not None:
-                self.fresh = self.fresh._replace(watermark=publication.watermark)
-            return
+            return lambda: self._set_watermark(publication)
         if publication.previous != self.fresh.publication:
             raise PublishError(
                 f"publication {publication.number} follows {publication.previous}, but {self.fresh.publication} is in "
                 "service; apply those between first"
             )
-        switch = prepare(publication, live.embeddings)
+        update = prepare(publication, live.embeddings)
         if live.embeddings.remote is not None:
-            live.embeddings.remote.take(publication.number, publication.previous, switch.changes())
-        change = None if publication.dense is None else self._fit(live, publication.dense)
-        with ExitStack() as alone:
-            refresh = None
-            if self._lanes is not None:
-                refresh = alone.enter_context(self._lanes.reader.refreshing(switch.touched))
-            alone.enter_context(self._crossing.alone())
-            switch.rows()
-            if refresh is not None:
-                refresh()
-            if change is not None:
-                change()
-            self.fresh = switch.fresh
-            self._watermarks.append((publication.number, publication.watermark))
+            live.embeddings.remote.take(publication.number, publication.previous, update.changes())
+        set_weights = None if publication.dense is None else self._prepare_weights(live, publication.dense)
+        return lambda: self._cut_over(update, set_weights)
 
-    def _fit(self, live: _Live, state: Mapping[str, Tensor]) -> Callable[[], None]:
-        """What takes other weights into service; call it when no batch is at the crossing."""
-        fitting, towers = live.original.fit(state), live.towers
-        arranged = towers.arrange(fitting) if isinstance(towers, Towers) else None
-
-        def change() -> None:
+    def _cut_over(self, update: PreparedUpdate, set_weights: Callable[[], None] | None) -> None:
+        """Replace rows, weights and the publication's number between two batches."""
+        with ExitStack() as exclusive:
+            refresh_hbm = None
             if self._lanes is not None:
-                self._lanes.set_weights(fitting)  # into the same storage, which the graphs know
+                refresh_hbm = exclusive.enter_context(self._lanes.reader.refreshing(update.changed_keys))
+            exclusive.enter_context(self._gate.exclusive())
+            update.apply_rows()
+            if refresh_hbm is not None:
+                refresh_hbm()
+            if set_weights is not None:
+                set_weights()
+            self.fresh = update.fresh
+            self._watermarks.append((update.fresh.publication, update.fresh.watermark))
+
+    def _set_watermark(self, publication: Publication) -> None:
+        if publication.number == self.fresh.publication and publication.watermark is not None:
+            self.fresh = self.fresh._replace(watermark=publication.watermark)
+
+    def _prepare_weights(self, live: _Live, state: Mapping[str, Tensor]) -> Callable[[], None]:
+        """Check a tower's state dict; returns the function that replaces the weights. Call it inside the gate."""
+        weights, towers = live.original.prepare_weights(state), live.towers
+        ordered = towers.order_weights(weights) if isinstance(towers, Towers) else None
+
+        def set_weights() -> None:
+            if self._lanes is not None:
+                self._lanes.set_weights(weights)  # copies into the storage whose addresses the graphs know
             else:
-                live.original.set_weights(fitting)
-            if isinstance(towers, Towers) and arranged is not None:
-                towers.set_weights(arranged)
+                live.original.set_weights(weights)
+            if isinstance(towers, Towers) and ordered is not None:
+                towers.set_weights(ordered)
             elif towers is not live.original and hasattr(towers, "replace_weights"):
-                towers.replace_weights(fitting)
+                towers.replace_weights(weights)
 
-        return change
+        return set_weights
 
     def close(self) -> None:
-        """Let go of rows and weights; calls after it are refused."""
+        """Free rows and weights. Later calls raise ClosedError; batches that run already end normally."""
         live, self._live = self._live, None
         if self._lanes is not None:
             self._lanes.close()
@@ -334,41 +352,42 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({str(self.source.path)!r})"
 
-    def _read(self, live: _Live, batch: KeyedBatch, policy: str, crossing: ExitStack) -> Lookup:
-        """Rows of a batch, with the crossing held from here on. A remote store is waited for before that: nobody else
-        waits for it. Requires: `_finding` is held."""
+    def _read(self, live: _Live, batch: KeyedBatch, policy: str, held: ExitStack) -> Lookup:
+        """Rows of a batch; `held` then holds the gate's shared side. A remote store is awaited before the gate is
+        entered, so an update never waits for it. Requires: `_lookup_lock` is held."""
         embeddings = live.embeddings
         if embeddings.remote is None:
-            crossing.enter_context(self._crossing.together())
+            held.enter_context(self._gate.shared())
             return embeddings.route(batch, ahead=False).read(policy)
         lookup = embeddings.route(batch, ahead=False)
-        for tries_left in reversed(range(TRIES)):
+        for tries_left in reversed(range(READ_ATTEMPTS)):
             if policy == "wait":
                 lookup.prefetch()
-            crossing.enter_context(self._crossing.together())
+            held.enter_context(self._gate.shared())
             try:
                 return lookup.read(policy)
-            except LeftError:  # a small cache, and others in it
-                crossing.close()
+            except LeftError:  # a small cache evicted some of the rows
+                held.close()
                 if not tries_left:
                     raise
         raise AssertionError
 
-    def _fresh_of(self, lookup: Lookup) -> Fresh:
-        """What an answer over a remote store is made from: rows may be older or newer than what was applied here."""
+    def _fresh_of(self, lookup: Lookup) -> Freshness:
+        """The freshness of an answer over a remote store, whose rows may be older or newer than what was applied
+        here."""
         lowest, highest = lookup.publications
         fresh = self.fresh
         highest = max(fresh.publication, highest)
         if lowest >= fresh.publication:
             return fresh._replace(highest=highest)
         known = [watermark for number, watermark in self._watermarks if number <= lowest]
-        return Fresh(lowest, known[-1] if known else None, highest)
+        return Freshness(lowest, known[-1] if known else None, highest)
 
-    def _pool(self, live: _Live, lookup: Lookup) -> tuple[dict[str, Tensor], Late]:
-        """Rows that were read, pooled, sequences padded to one length; and which of them a policy answered."""
+    def _pool(self, live: _Live, lookup: Lookup) -> tuple[dict[str, Tensor], LateIds]:
+        """Pool the rows that were read and pad sequences to one length; also the ids that the policy answered."""
         embeddings = live.embeddings
         vectors: dict[str, Tensor] = embeddings(lookup)
-        late = Late(lookup.late_ids, lookup.late_by_example)
+        late = LateIds(lookup.late_ids, lookup.late_by_example)
         if self.device == embeddings.device:
             return vectors, late
         return {name: vector.to(self.device, non_blocking=True) for name, vector in vectors.items()}, late
@@ -402,7 +421,7 @@ class Engine:
 def _open(
     path: Path, version: int | str | None, memory: Memory | None, device: str | torch.device | None
 ) -> tuple[Version, EmbeddingCollection]:
-    """The version asked for, or the newest whose rows can be read, with its rows loaded."""
+    """The given version, or the newest whose rows can be read, and its rows."""
     if version is None and (path / MANIFEST).is_file():
         path, version = path.parent, path.name
     check_name(path.resolve().name)
@@ -413,7 +432,7 @@ def _open(
         try:
             return chosen, _load_rows(chosen, memory, device)
         except CheckpointError as error:  # a damaged block of rows: the version before may be whole
-            pass_over(chosen.path, error)
+            warn_damaged(chosen.path, error)
     raise AssertionError("candidates raises when there is none")
 
 

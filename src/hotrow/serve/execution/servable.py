@@ -1,11 +1,11 @@
-"""A version of an exported model as an engine process serves it: hr.Engine behind the Servable protocol.
+"""A version of an exported model as lanes serve it: hr.Engine behind the Servable protocol
+(serve/batching/versions.py).
 
-This is the one place where lanes and hr.Engine meet. `cold` and `prefetch` are there when rows may be on SSD
-alone, or in a remote store.
+Lanes meet hr.Engine only here. `cold` and `prefetch` matter when rows may be on SSD only or in a remote store.
 
-With a bus the version follows it (follower.py): its engine takes publications, and is replaced by one of a newer export
-when the bus has gone on without it. A batch takes the engine once, so it is one engine's whole; the old one is closed
-behind the last of them.
+A version with a bus follows it (serve/updates/follower.py). Its engine takes publications, and is replaced by the
+engine of a newer export when retention has removed publications that it still needed. A batch reads `engine` once, so
+one engine answers all of it. The old engine is closed while its last batches end.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hotrow.serve.execution.towers import TowerOptions, Towers
 from hotrow.serve.graph.tower import OriginalTower
 from hotrow.serve.graph.tower_graph import TowerGraph
 from hotrow.serve.protocol.request import Array, Signature
-from hotrow.serve.updates.cut_over import Fresh
 from hotrow.serve.updates.follower import Follower
+from hotrow.serve.updates.freshness import Freshness
 from hotrow.tiers.host.store import count_cold
 
 if TYPE_CHECKING:
     from hotrow.serve.execution.engine import Engine
 
-CATCH_UP = 60.0  # seconds that a version has to catch up with its bus before it takes traffic
+CATCH_UP = 60.0  # seconds that a version waits to catch up with its bus before it takes traffic
 LADDER = (32, 128, 512, 1024, 4096, 16384)  # batch sizes that a GPU's lanes capture, up to the largest batch
 
 
@@ -54,39 +54,39 @@ class ServedVersion:
 
     @property
     def publication(self) -> int:
-        """The newest that was applied; 0 without any."""
+        """The newest publication that was applied; 0 without any."""
         return self.engine.publication
 
     @property
-    def fresh(self) -> Fresh:
-        """What is in service."""
+    def fresh(self) -> Freshness:
+        """The publication in service and its watermark."""
         return self.engine.fresh
 
-    def apply(self, publication: Publication) -> None:
-        """Put a publication in service between two batches."""
-        self.engine.apply(publication)
+    def prepare_update(self, publication: Publication) -> Callable[[], None]:
+        """Check a publication beside what serves; returns the function that puts it in service between two batches."""
+        return self.engine.prepare_update(publication)
 
     def reopen(self, path: Path) -> None:
-        """Serve another export of the model instead. It is loaded beside; what does not load changes nothing."""
+        """Load another export of the model beside this one and serve it instead. An error changes nothing."""
         if self._open_engine is None:
-            raise OptionError(f"{self.engine} was opened without a way to open {path}; load that version")
+            raise OptionError(f"{self.engine} cannot open {path} by itself; load that version")
         engine = self._open_engine(path)
         if engine.signature != self.signature:
             engine.close()
             raise OptionError(f"{path} takes other inputs than {self.engine.source.path}; load it as a version")
-        before, self.engine = self.engine, engine
-        before.close()
+        old, self.engine = self.engine, engine
+        old.close()
 
-    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Any, bool, Fresh]:
-        """Logits, late ids by row, whether a bucket answered, and the publication of it."""
+    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Any, bool, Freshness]:
+        """Logits, late ids by row, whether compiled buckets computed them all, and the publication they are of."""
         try:
             logits, late, compiled, fresh = self.engine.answer(batch, policy)
-        except ClosedError:  # it was replaced a moment ago
+        except ClosedError:  # `reopen` replaced it a moment ago
             logits, late, compiled, fresh = self.engine.answer(batch, policy)
         return logits, late.by_row if late.ids else 0, compiled, fresh
 
     def figures(self) -> dict[str, Any]:
-        """What its tower and its cache have done: counters, and gauges of now."""
+        """Counters and gauges of its tower and its cache."""
         towers = self.engine.towers
         if not isinstance(towers, Towers):
             return {}
@@ -102,23 +102,23 @@ class ServedVersion:
         }
 
     def close(self) -> None:
-        """Let go of rows, weights, threads and the compile process."""
+        """Free rows and weights; end the threads and the compile process."""
         if self.follower is not None:
             self.follower.close()
         self.engine.close()
 
     def cold(self, batch: KeyedBatch) -> Array | None:
-        """Which rows have keys that are on SSD alone."""
+        """Which rows of a batch have keys that are on SSD only."""
         return cold_rows(self.engine.embeddings, batch)
 
     def prefetch(self, batch: KeyedBatch, patient: bool = False) -> None:
-        """Bring them up."""
+        """Read them into memory."""
         self.engine.warm(batch, patient)
 
 
 def cold_rows(embeddings: Any, batch: KeyedBatch) -> Array | None:
-    """Which rows of a batch have keys with a row on SSD alone or in a remote store; None: none of them, which is told
-    by one quick call."""
+    """Which rows of a batch have keys with a row on SSD only or in a remote store. None if no row has, which one cheap
+    call finds out."""
     parts = [(rows.store, batch.ids[name].values) for rows in embeddings.tables for name in rows.table.poolings]
     if not (count_cold(parts) if embeddings.remote is None else embeddings.remote.cold(parts)):
         return None
@@ -131,15 +131,15 @@ def cold_rows(embeddings: Any, batch: KeyedBatch) -> Array | None:
 
 
 def _rows_of(ids: Any, mask: Array) -> Array:
-    """The rows whose ids are marked."""
-    places = np.flatnonzero(mask)
+    """The rows whose ids are set in the mask."""
+    positions = np.flatnonzero(mask)
     if ids.offsets is None:
-        return places
-    return np.searchsorted(ids.offsets.numpy(), places, side="right") - 1
+        return positions
+    return np.searchsorted(ids.offsets.numpy(), positions, side="right") - 1
 
 
 def open_version(folder: Path, options: Mapping[str, Any]) -> ServedVersion:
-    """The version in `folder`, with rows where `dram`, `ssd` and `hbm` say, up to date with the bus of its model."""
+    """Open the version in `folder` with the tiers in `options`, and follow its model's bus if it has one."""
     served = ServedVersion(_open_engine(folder, folder.name, options), lambda path: _open_again(folder, path, options))
     bus = (options.get("bus") or {}).get(folder.parent.name)
     if bus is not None:
@@ -149,12 +149,13 @@ def open_version(folder: Path, options: Mapping[str, Any]) -> ServedVersion:
 
 
 def _open_again(folder: Path, path: Path, options: Mapping[str, Any]) -> Engine:
-    """Another export's engine in the place of `folder`'s, which is still open: on SSD it has a folder of its own."""
+    """An engine of another export, to replace `folder`'s. That one is still open, so this one has its own SSD
+    folder."""
     return _open_engine(path, f"{folder.name}-from-{path.name}", options)
 
 
 def _quarantine(bus: str) -> Path:
-    """Where bad messages of a bus go."""
+    """The folder for a bus's corrupt messages."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     return cache / "hotrow" / "quarantine" / hashlib.sha256(bus.encode()).hexdigest()[:16]
 
@@ -162,31 +163,31 @@ def _quarantine(bus: str) -> Path:
 def _open_engine(folder: Path, name: str, options: Mapping[str, Any]) -> Engine:
     from hotrow.serve.execution.engine import Engine
 
-    def towers(original: OriginalTower) -> Towers:
-        chosen = TowerOptions(
+    def make_towers(original: OriginalTower) -> Towers:
+        tower_options = TowerOptions(
             compile=bool(options.get("compile", True)),
             most_rows=int(options.get("max_rows", 1024)),
             lanes=int(options.get("lanes", 1)),
             threads=int(options.get("threads", 1)),
             cache=options.get("artifacts"),
         )
-        made = Towers(TowerGraph(original.program), original.weights, original.device, chosen)
-        made.start()
-        return made
+        towers = Towers(TowerGraph(original.program), original.weights, original.device, tower_options)
+        towers.start()
+        return towers
 
-    where = {tier: options[tier] for tier in ("hbm", "dram", "ssd") if options.get(tier) is not None}
+    tiers = {tier: options[tier] for tier in ("hbm", "dram", "ssd") if options.get(tier) is not None}
     remote = (options.get("remote") or {}).get(folder.parent.name)
     if remote is not None:
-        where["remote"] = remote
-    if "ssd" in where:  # each version of each model has its own folder there
-        where["ssd"] = str(Path(where["ssd"]) / folder.parent.name / name)
+        tiers["remote"] = remote
+    if "ssd" in tiers:  # each version of each model has its own folder there
+        tiers["ssd"] = str(Path(tiers["ssd"]) / folder.parent.name / name)
     precision, most = options.get("precision", "fp32"), int(options.get("max_rows", 1024))
     ladder = [size for size in LADDER if size < most] + [most]
     return Engine(
         folder.parent,
         folder.name,
-        memory=Memory(**where),
-        towers=towers,
+        memory=Memory(**tiers),
+        towers=make_towers,
         precision=precision,
         ladder=ladder,
         lanes=int(options.get("lanes", 1)),

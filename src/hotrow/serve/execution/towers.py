@@ -1,27 +1,24 @@
-"""Towers: one model's tower, run by all lanes: on compiled buckets where there are some, on the original graph
-otherwise.
+"""Towers: runs one model's tower for all lanes, on compiled buckets if there are any, otherwise on the original graph.
 
-`run` never waits for a compilation. It cuts the batch by `buckets.plan`, runs each part on its bucket's artifact,
-and takes the padding off; a shape whose bucket is not compiled yet runs on the original graph, and the compiler is
-asked for it.
+`run` never waits for a compilation. It splits the batch by `buckets.plan`, runs each part on its bucket's artifact and
+drops the padding. A shape whose bucket is not compiled yet runs on the original graph, and its bucket is requested from
+the compiler.
 
 An artifact takes traffic after `_adopt`, in the compiler's thread, has found that
     it equals the original graph on random inputs and the real weights, at the bucket's full shape and at a smaller one
-    that is padded, to TOLERANCE of the largest logit (so a tower that is not row-wise keeps its original graph), and
-    its best of TRIALS runs takes less than `faster` (0.95) of the original graph's best, measured in turns.
-An artifact that is not faster is left alone: compilation that brings nothing is noticed and not used. A tower that the
-compiler does not take whole comes as pieces with eager ops between them (graph_partition.py); the same holds for all of
-them together. On CUDA a bucket is captured unless its ops cannot be, by their declaration or when it is tried.
+    that is padded, within TOLERANCE of the largest logit (so a tower that is not row-wise keeps its original graph),
+    and its best of TRIALS runs takes less than `faster` (0.95) of the original graph's best, measured in turns.
+An artifact that is not faster is not used. A tower that the compiler does not take as a whole comes as compiled pieces
+with eager ops between them (compile/graph_partition.py) and passes the same checks. On CUDA a bucket is captured as a
+graph, unless its ops declare that they cannot be, or the capture fails.
 
-Padding. A lane (a thread) has one set of input tensors for each bucket and copies a batch into them in one call;
-rows behind the batch keep what was there, since a tower is row-wise; lengths behind it are zeros, so a mask says
-false there.
+Weights are one tuple. A run reads it once, so all of its parts use the old weights or all use the new. On CUDA the
+graphs know addresses, so new weights are copied into the same storage while no run is under way.
 
-Weights are one tuple. A run reads it once, so it sees old or new weights whole, on all parts. On CUDA the graphs know
-addresses, so new weights are copied into the same storage while no run is under way.
+Every `relearn` seconds, `tick` may replace the ladder of buckets by one that suits the traffic better. Buckets of the
+old ladder serve until those of the new one are compiled.
 
-Buckets follow the traffic: every `relearn` seconds (`tick`) a better ladder may be proposed; buckets of the old one
-serve until those of the new one have come.
+Any thread may call any method.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,16 +42,15 @@ from hotrow.serve.compile.buckets import Costs, Ladder, Part, Traffic, plan
 from hotrow.serve.compile.compiled_tower import ArtifactError, Runner
 from hotrow.serve.compile.compiler import Compiler
 from hotrow.serve.compile.graph_partition import Cut, assemble, uncapturable
-from hotrow.serve.execution.cuda_graphs import BucketGraph, CaptureError, LanePool
-from hotrow.serve.graph.tower_graph import Input, Shape, TowerGraph, Weights
-from hotrow.undocumented import find
+from hotrow.serve.execution.artifact_check import best_seconds, best_seconds_in_turns, difference
+from hotrow.serve.execution.cuda_graphs import BucketGraph, CaptureError
+from hotrow.serve.execution.padded_inputs import LaneInputs
+from hotrow.serve.execution.reader_writer_gate import ReaderWriterGate
+from hotrow.serve.graph.tower_graph import Shape, TowerGraph, Weights
 
 log = logging.getLogger("hotrow.serve")
 
-TOLERANCE = 1e-6  # of the largest logit, float32 on a CPU
-CUDA_TOLERANCE = 1e-4  # other kernels add in another order, over other tiles
-TRIALS = 9
-PLANS = 4096  # shapes whose plan is kept
+MOST_PLANS = 4096  # shapes of batches whose plan is kept
 
 
 @dataclass(frozen=True)
@@ -71,21 +66,21 @@ class TowerOptions:
     cache: str | Path | None = None  # folder of artifacts; None: artifacts.default_folder()
     cache_bytes: int = 1 << 30
     limit: float = 900.0  # seconds of one compilation
-    relearn: float = 60.0  # seconds between two looks at the traffic
+    relearn: float = 60.0  # seconds between two proposals of a ladder
     tolerance: float | None = None  # None: TOLERANCE, or CUDA_TOLERANCE
-    faster: float = 0.95  # an artifact's seconds must be under this part of the original graph's
+    faster: float = 0.95  # an artifact must take less than this fraction of the original graph's time
 
 
 @dataclass
 class Counts:
-    """What ran where."""
+    """How many rows and batches ran on buckets and on the original graph."""
 
     hits: dict[Shape, int] = field(default_factory=dict)  # runs of each bucket
-    rows: int = 0  # that were asked for
-    padded_rows: int = 0  # that were run beside them
+    rows: int = 0  # of batches
+    padded_rows: int = 0  # added by padding
     fallback_rows: int = 0  # run by the original graph
     batches: int = 0
-    fallback_batches: int = 0  # with any such rows
+    fallback_batches: int = 0  # with any fallback rows
     errors: int = 0  # runs of an artifact that failed
 
 
@@ -109,9 +104,9 @@ class Towers:
         self.graph, self.device = original, torch.device(device)
         self.options = options or TowerOptions()
         self.counts = Counts()
-        self._weights = original.arrange(weights or {}, self.device)
-        self._gate = Crossing() if self.device.type == "cuda" else None
-        self._lane = _Lane()
+        self._weights = original.order_weights(weights or {}, self.device)
+        self._weights_gate = ReaderWriterGate() if self.device.type == "cuda" else None
+        self._lane_inputs = LaneInputs()
         self._live: dict[Shape, Runner] = {}
         self._uncaptured: dict[Shape, str] = {}  # why a bucket has no CUDA graph; written by `_adopt` alone
         self._costs = Costs()
@@ -119,15 +114,15 @@ class Towers:
         self._change = threading.Lock()  # of the four names above, and of counts
         self._traffic = Traffic()
         self._cache = ArtifactCache(self.options.cache or default_folder(), self.options.cache_bytes)
-        self._memory = f"ladder-{original.digest[:16]}-{self.device.type}.json"
-        self.ladder, self._remembered = self._first_ladder()
+        self._ladder_file = f"ladder-{original.digest[:16]}-{self.device.type}.json"
+        self.ladder, self._saved_shapes = self._first_ladder()
         self._compiler: Compiler | None = None
         if self.options.compile:
             self._compiler = Compiler(
                 original, self._cache, self._adopt, self.device, self.options.threads, self.options.limit
             )
         self._ticks = threading.Event()
-        self._ticker = threading.Thread(target=self._tick_on, name="buckets", daemon=True)
+        self._ticker = threading.Thread(target=self._tick_loop, name="buckets", daemon=True)
         self._ticker.start()
 
     def run(self, vectors: Mapping[str, Tensor], dense: Tensor | None = None) -> Tensor:
@@ -136,22 +131,22 @@ class Towers:
 
     @property
     def weights(self) -> Weights:
-        """Those of now: on a CPU a value, which is replaced whole."""
+        """The current weights. On a CPU the tuple is replaced whole, never changed."""
         return self._weights
 
     def answer(
         self, vectors: Mapping[str, Tensor], dense: Tensor | None = None, weights: Weights | None = None
     ) -> tuple[Tensor, bool]:
-        """Logits of a batch with the weights of now, or on a CPU with some that `weights` gave before; and whether
-        buckets alone gave them."""
+        """Logits of a batch, and whether buckets computed all of them. On a CPU, `weights` may be an earlier value of
+        `self.weights`; by default the current one is used."""
         inputs = self.graph.flatten(vectors, dense)
         shape = self.graph.shape_of(inputs)
         if not shape.rows:
             return self.graph(weights or self._weights, inputs), False
         parts = self._plans.get(shape) or self._make_plan(shape)
         self._traffic.count(shape)
-        with torch.inference_mode(), self._running() as newest:
-            weights = weights or newest
+        with torch.inference_mode(), self._running() as current:
+            weights = weights or current
             if len(parts) == 1:
                 logits = self._run_part(parts[0], shape, inputs, weights)
             else:
@@ -165,55 +160,55 @@ class Towers:
         return logits, all(part.bucket is not None for part in parts)
 
     def replace_weights(self, state: Mapping[str, Tensor]) -> None:
-        """New weights by name, from the next run on, in the original graph and all artifacts; none is compiled again.
+        """Use new weights from the next run on, in the original graph and all artifacts. Nothing is compiled again.
 
-        What `state` lacks keeps the value it has now.
+        Weights that `state` lacks keep their values.
         """
-        self.set_weights(self.arrange(state))
+        self.set_weights(self.order_weights(state))
 
-    def arrange(self, state: Mapping[str, Tensor]) -> Weights:
-        """Weights by name as `set_weights` takes them."""
-        now = dict(zip(self.graph.names, self._weights, strict=True))
-        return self.graph.arrange({**now, **state}, self.device)
+    def order_weights(self, state: Mapping[str, Tensor]) -> Weights:
+        """A state dict as the tuple that `set_weights` takes."""
+        current = dict(zip(self.graph.names, self._weights, strict=True))
+        return self.graph.order_weights({**current, **state}, self.device)
 
-    def set_weights(self, fresh: Weights) -> None:
-        """Run with what `arrange` gave, from the next run on."""
-        if self._gate is None:
-            self._weights = fresh  # runs under way keep the tuple they took
+    def set_weights(self, weights: Weights) -> None:
+        """Use what `order_weights` returned from the next run on."""
+        if self._weights_gate is None:
+            self._weights = weights  # a run that began keeps the tuple it took
             return
-        with self._gate.alone():
+        with self._weights_gate.exclusive():
             torch.cuda.synchronize(self.device)
-            for old, new in zip(self._weights, fresh, strict=True):
+            for old, new in zip(self._weights, weights, strict=True):
                 old.copy_(new)
             torch.cuda.synchronize(self.device)
 
     def start(self, wait: bool = False, seconds: float | None = None) -> bool:
-        """Compile the ladder that was given or remembered, before traffic (`wait`) or behind it.
+        """Compile the ladder from the options, or the buckets of the last run. With `wait`, block until they are done.
 
-        False if the time was over before.
+        Returns False if `seconds` passed first.
         """
-        shapes = list(self.ladder.shapes) if self.options.ladder is not None else self._remembered
+        shapes = list(self.ladder.shapes) if self.options.ladder is not None else self._saved_shapes
         for shape in shapes:
-            self._ask(shape)
+            self._request(shape)
         return not wait or self._compiler is None or self._compiler.wait(shapes, seconds)
 
     def tick(self) -> None:
-        """Look at the traffic: take a better ladder, and let go of buckets that nobody wants any more."""
+        """Take a better ladder if the traffic suggests one, and retire buckets that are on no ladder any more."""
         ladder = self._traffic.propose(self.ladder, self._cost_of_rows())
         if ladder != self.ladder:
             log.info("a better ladder: rows %s, lengths %s", ladder.rows, ladder.lengths)
             self.ladder = ladder
             with self._change:
-                self._plans = {}  # so that the next batches ask for its buckets
+                self._plans = {}  # so that the next batches request its buckets
         wanted = set(self.ladder.shapes)
-        pending = self._compiler is not None and self._compiler.seen.count("queued", "compiling")
+        pending = self._compiler is not None and self._compiler.compilations.count("queued", "compiling")
         if not pending and any(shape in wanted for shape in self._live):
-            self._let_go([shape for shape in self._live if shape not in wanted])
-        self._remember()
+            self._retire([shape for shape in self._live if shape not in wanted])
+        self._save_ladder()
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of now, by name."""
-        counts, seen = self.counts, self._compiler.seen if self._compiler else None
+        """Current numbers by name."""
+        counts, compiled = self.counts, self._compiler.compilations if self._compiler else None
         run = counts.rows + counts.padded_rows
         return {
             "bucket_hits": sum(counts.hits.values()),
@@ -222,41 +217,41 @@ class Towers:
             "fallback_rows": counts.fallback_rows,
             "artifact_errors": counts.errors,
             "buckets": len(self._live),
-            "compiled_pieces": sum(seen.pieces.get(shape, 0) for shape in list(self._live)) if seen else 0,
+            "compiled_pieces": sum(compiled.pieces.get(shape, 0) for shape in list(self._live)) if compiled else 0,
             "eager_ops": len(self.eager_ops()),
-            "compile_queue": seen.count("queued", "compiling") if seen else 0,
-            "compile_seconds": sum(seen.seconds) if seen else 0.0,
-            "compilations": len(seen.seconds) if seen else 0,
-            "compile_tries": seen.tries if seen else 0,
-            "compile_failures": seen.count("failed") if seen else 0,
-            "compile_deaths": seen.died if seen else 0,
-            "artifacts_reused": seen.reused if seen else 0,
-            "artifacts_slower": seen.count("slower") if seen else 0,
-            "artifacts_quarantined": seen.count("mismatch") if seen else 0,
+            "compile_queue": compiled.count("queued", "compiling") if compiled else 0,
+            "compile_seconds": sum(compiled.seconds) if compiled else 0.0,
+            "compilations": len(compiled.seconds) if compiled else 0,
+            "compile_tries": compiled.tries if compiled else 0,
+            "compile_failures": compiled.count("failed") if compiled else 0,
+            "compile_deaths": compiled.died if compiled else 0,
+            "artifacts_reused": compiled.reused if compiled else 0,
+            "artifacts_slower": compiled.count("slower") if compiled else 0,
+            "artifacts_quarantined": compiled.count("mismatch") if compiled else 0,
             "artifacts_damaged": self._cache.damaged,
             "artifact_bytes": self._cache.bytes,
         }
 
     def eager_ops(self) -> Counter[str]:
-        """Ops that live buckets do not compile, and in how many of them."""
-        eager = self._compiler.seen.eager if self._compiler else {}
+        """Ops that live buckets run eagerly, and in how many buckets."""
+        eager = self._compiler.compilations.eager if self._compiler else {}
         return Counter(op for shape in list(self._live) for op in eager.get(shape, ()))
 
     def describe(self) -> dict[str, Any]:
-        """Each bucket's state and why, how many pieces are compiled and which ops stay eager, for people."""
+        """For people: each bucket's state and its reason, its compiled pieces, and the ops that stay eager."""
         if self._compiler is None:
             return {"compiler": "compile=False", "buckets": {}}
-        seen = self._compiler.seen
+        compiled = self._compiler.compilations
         buckets = {
             str(shape): {
                 "state": state,
-                "why": seen.reasons.get(shape, ""),
+                "why": compiled.reasons.get(shape, ""),
                 "hits": self.counts.hits.get(shape, 0),
-                "pieces": seen.pieces.get(shape, 0),
-                "eager": list(seen.eager.get(shape, ())),
+                "pieces": compiled.pieces.get(shape, 0),
+                "eager": list(compiled.eager.get(shape, ())),
                 "uncaptured": self._uncaptured.get(shape, ""),
             }
-            for shape, state in list(seen.states.items())
+            for shape, state in list(compiled.states.items())
         }
         return {"compiler": self._compiler.missing or "present", "buckets": buckets}
 
@@ -266,9 +261,9 @@ class Towers:
         self._ticker.join()
         if self._compiler is not None:
             self._compiler.close()
-        self._remember()
+        self._save_ladder()
 
-    # --- a run ------------------------------------------------------------------------------------------------------
+    # --- one run ------------------------------------------------------------------------------------------------------
 
     def _run_part(self, part: Part, shape: Shape, inputs: Sequence[Tensor], weights: Weights) -> Tensor:
         runner = None if part.bucket is None else self._live.get(part.bucket)
@@ -279,42 +274,42 @@ class Towers:
         except (ArtifactError, CaptureError) as error:
             log.warning("bucket %s is taken out of service: %s", part.bucket, error)
             self.counts.errors += 1
-            self._let_go([part.bucket])
+            self._retire([part.bucket])
             return self.graph(weights, inputs)
 
     def _run_bucket(
         self, bucket: Shape, runner: Runner, shape: Shape, inputs: Sequence[Tensor], weights: Weights
     ) -> Tensor:
-        padded = self._lane.padded(bucket, runner, self.graph.inputs, self.device)
+        padded = self._lane_inputs.of(bucket, runner, self.graph.inputs, self.device)
         padded.fill(shape, inputs)
         if self.device.type != "cuda" or bucket in self._uncaptured:
             return runner((*weights, *padded.tensors))[: shape.rows]
         if padded.graph is None:
             padded.graph = BucketGraph(
-                lambda held: runner((*weights, *held)), padded.tensors, self._lane.pool(self.device)
+                lambda held: runner((*weights, *held)), padded.tensors, self._lane_inputs.pool(self.device)
             )
         return padded.graph.replay(shape.rows)
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[Weights]:
-        if self._gate is None:
+        if self._weights_gate is None:
             yield self._weights
         else:
-            with self._gate.together():
+            with self._weights_gate.shared():
                 yield self._weights
 
     def _make_plan(self, shape: Shape) -> tuple[Part, ...]:
-        """How a shape runs now, after asking for the bucket it should have."""
+        """Choose how a shape runs now, and request the bucket that it should have."""
         wanted = self.ladder.cover(shape)
         if wanted is not None and wanted not in self._live:
-            self._ask(wanted)
+            self._request(wanted)
         with self._change:
             parts = plan(shape, self._live, self._costs)
-            if len(self._plans) < PLANS:
+            if len(self._plans) < MOST_PLANS:
                 self._plans[shape] = parts
         return parts
 
-    def _ask(self, shape: Shape) -> None:
+    def _request(self, shape: Shape) -> None:
         if self._compiler is not None:
             self._compiler.request(shape)
 
@@ -335,66 +330,66 @@ class Towers:
 
     # --- a new artifact ---------------------------------------------------------------------------------------------
 
-    def _adopt(self, shape: Shape, path: Path | None, made: Cut | None) -> tuple[str, str]:
-        """Compare and time an artifact; then it takes traffic, or not. Called by the compiler's thread.
+    def _adopt(self, shape: Shape, path: Path | None, cut: Cut | None) -> tuple[str, str]:
+        """Compare and time an artifact, and put it in service if it passes. The compiler's thread calls this.
 
-        Without one (`path` None, on CUDA alone) the original graph itself is captured at that shape; `made` says how
-        the graph was cut.
+        Without an artifact (`path` None, only on CUDA) the original graph itself is captured at that shape; `cut` says
+        how the graph was partitioned.
         """
-        torch.set_num_threads(self.options.threads)  # this thread's, as a lane's
-        runner = self._load(path, made)
+        torch.set_num_threads(self.options.threads)  # of this thread; the same as a lane's
+        runner = self._load(path, cut)
         with torch.inference_mode(), self._running() as weights:
             if self.device.type == "cuda":
-                self._try_capture(shape, runner, weights, made)
+                self._try_capture(shape, runner, weights, cut)
             smaller = Shape(max(1, shape.rows - 1), tuple(max(1, length - 1) for length in shape.lengths))
-            for seed, seen in enumerate((shape, smaller)):
-                wrong = self._compare(shape, seen, runner, weights, seed)
+            for seed, compared in enumerate((shape, smaller)):
+                wrong = self._compare(shape, compared, runner, weights, seed)
                 if wrong:
                     return "mismatch", wrong
-            inputs = self.graph.draw(shape, self.device)
-            ours, theirs = _in_turns(
+            inputs = self.graph.random_inputs(shape, self.device)
+            seconds, original_seconds = best_seconds_in_turns(
                 lambda: self._run_bucket(shape, runner, shape, inputs, weights),
                 lambda: self.graph(weights, inputs),
                 self.device,
             )
-            half = Shape(max(1, shape.rows // 2), shape.lengths)  # two points make the original graph's line
-            less = self.graph.draw(half, self.device)
-            at_half = _best(lambda: self.graph(weights, less), self.device)
-        fast = ours < self.options.faster * theirs
+            half = Shape(max(1, shape.rows // 2), shape.lengths)  # a second point for the original graph's cost line
+            less = self.graph.random_inputs(half, self.device)
+            half_seconds = best_seconds(lambda: self.graph(weights, less), self.device)
+        fast = seconds < self.options.faster * original_seconds
         with self._change:
-            buckets = {**self._costs.buckets, **({shape: ours} if fast else {})}
-            self._costs = Costs(buckets, {half: at_half, **self._costs.original, shape: theirs})
+            buckets = {**self._costs.buckets, **({shape: seconds} if fast else {})}
+            self._costs = Costs(buckets, {half: half_seconds, **self._costs.original, shape: original_seconds})
             if fast:
                 self._live = {**self._live, shape: runner}
             self._plans = {}
-        told = f"{ours * 1e6:.0f} us against {theirs * 1e6:.0f} us on the original graph"
-        if made is not None:
-            told += f", with {len(made.pieces)} compiled pieces and eager {', '.join(made.ops)}"
-        return ("live", told) if fast else ("slower", told)
+        why = f"{seconds * 1e6:.0f} us against {original_seconds * 1e6:.0f} us on the original graph"
+        if cut is not None:
+            why += f", with {len(cut.pieces)} compiled pieces and eager {', '.join(cut.ops)}"
+        return ("live", why) if fast else ("slower", why)
 
-    def _load(self, path: Path | None, made: Cut | None) -> Runner:
+    def _load(self, path: Path | None, cut: Cut | None) -> Runner:
         if path is None:
             return self._uncompiled
-        if made is None:
+        if cut is None:
             return compiled_tower.load(path, self.device, self.options.lanes)
-        names = [piece.name for piece in made.pieces]
+        names = [piece.name for piece in cut.pieces]
         return assemble(
-            made, {name: compiled_tower.load_piece(path, name, self.device, self.options.lanes) for name in names}
+            cut, {name: compiled_tower.load_piece(path, name, self.device, self.options.lanes) for name in names}
         )
 
-    def _try_capture(self, shape: Shape, runner: Runner, weights: Weights, made: Cut | None) -> None:
-        """Find out whether a bucket becomes a CUDA graph."""
+    def _try_capture(self, shape: Shape, runner: Runner, weights: Weights, cut: Cut | None) -> None:
+        """Find out whether a bucket can be captured as a CUDA graph."""
         self._uncaptured.pop(shape, None)
         nodes = self.graph.module.graph.nodes
-        why = uncapturable(nodes) if made is None else made.uncapturable
+        why = uncapturable(nodes) if cut is None else cut.uncapturable
         if not why:
             try:
-                self._run_bucket(shape, runner, shape, self.graph.draw(shape, self.device), weights)
+                self._run_bucket(shape, runner, shape, self.graph.random_inputs(shape, self.device), weights)
             except CaptureError as error:
                 why = str(error)
-                self._lane.forget(shape)
+                self._lane_inputs.drop(shape)
         if why:
-            log.info("bucket %s is run without a CUDA graph: %s", shape, why)
+            log.info("bucket %s runs without a CUDA graph: %s", shape, why)
             self._uncaptured[shape] = why
 
     def _uncompiled(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -402,18 +397,12 @@ class Towers:
         return self.graph(tensors[:count], tensors[count:])
 
     def _compare(self, bucket: Shape, shape: Shape, runner: Runner, weights: Weights, seed: int) -> str:
-        """What differs, or nothing."""
-        inputs = self.graph.draw(shape, self.device, seed)
-        ours = self._run_bucket(bucket, runner, shape, inputs, weights)
-        theirs = self.graph(weights, inputs)
-        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-            return f"it gives {ours.dtype} {list(ours.shape)}, the original graph {theirs.dtype} {list(theirs.shape)}"
-        tolerance = self.options.tolerance or (CUDA_TOLERANCE if self.device.type == "cuda" else TOLERANCE)
-        largest = max(float(theirs.abs().max()), 1e-30)
-        apart = float((ours - theirs).abs().max()) / largest
-        return "" if apart <= tolerance else f"{apart:.1e} of the largest logit apart at {shape}, over {tolerance:g}"
+        """How the artifact's logits differ from the original graph's, or an empty string."""
+        inputs = self.graph.random_inputs(shape, self.device, seed)
+        logits = self._run_bucket(bucket, runner, shape, inputs, weights)
+        return difference(logits, self.graph(weights, inputs), self.options.tolerance, shape)
 
-    def _let_go(self, shapes: Sequence[Shape]) -> None:
+    def _retire(self, shapes: Sequence[Shape]) -> None:
         with self._change:
             self._live = {shape: runner for shape, runner in self._live.items() if shape not in shapes}
             kept = {shape: cost for shape, cost in self._costs.buckets.items() if shape not in shapes}
@@ -431,141 +420,30 @@ class Towers:
                     f"{lengths}; give one tuple of lengths for each"
                 )
             return self.options.ladder, []
-        known = self._cache.recall(self._memory)
+        known = self._cache.recall(self._ladder_file)
         with contextlib.suppress(KeyError, TypeError, ValueError):
             ladder = Ladder(tuple(known["rows"]), tuple(map(tuple, known["lengths"])))
             if len(ladder.lengths) == lengths:
                 return ladder, [Shape(rows, tuple(rest)) for rows, *rest in known["live"]]
         return Ladder.doubling(self.options.most_rows, [self.options.most_length] * lengths), []
 
-    def _remember(self) -> None:
+    def _save_ladder(self) -> None:
         live = [[shape.rows, *shape.lengths] for shape in self._live]
-        self._cache.remember(self._memory, {"rows": self.ladder.rows, "lengths": self.ladder.lengths, "live": live})
+        self._cache.remember(
+            self._ladder_file, {"rows": self.ladder.rows, "lengths": self.ladder.lengths, "live": live}
+        )
 
     def _cost_of_rows(self) -> Callable[[int], float] | None:
-        """Seconds of a bucket by its rows, where the tower has no lengths and at least two were measured."""
+        """Seconds of a bucket by its rows; None if the tower has lengths or fewer than two buckets were measured."""
         known = sorted((shape.rows, seconds) for shape, seconds in self._costs.buckets.items())
         if self.graph.lengths or len(known) < 2:
             return None
         measured = Costs(original={Shape(rows): seconds for rows, seconds in known})
         return lambda rows: measured.of_original(Shape(rows))
 
-    def _tick_on(self) -> None:
+    def _tick_loop(self) -> None:
         while not self._ticks.wait(self.options.relearn):
             try:
                 self.tick()
-            except Exception as error:  # a full disk: the buckets stay as they are
-                log.warning("the ladder was not looked at: %s", error)
-
-
-class _Padded:
-    """A lane's input tensors of one bucket."""
-
-    def __init__(self, runner: Runner, inputs: Sequence[Input], bucket: Shape, device: torch.device) -> None:
-        self.runner, self._inputs, self.bucket = runner, inputs, bucket
-        self.tensors = [torch.zeros(i.sizes(bucket), dtype=i.dtype, device=device) for i in inputs]
-        self._views: dict[Shape, list[Tensor]] = {}
-        self.graph: BucketGraph | None = None
-
-    def fill(self, shape: Shape, inputs: Sequence[Tensor]) -> None:
-        """Copy a batch in."""
-        views = self._views.get(shape)
-        if views is None:
-            if len(self._views) >= PLANS:
-                self._views.clear()
-            views = self._views[shape] = [
-                tensor[tuple(slice(size) for size in given.sizes(shape))]
-                for given, tensor in zip(self._inputs, self.tensors, strict=True)
-            ]
-        if shape.lengths != self.bucket.lengths:
-            for given, tensor in zip(self._inputs, self.tensors, strict=True):
-                if given.jagged:
-                    tensor.zero_()
-        _copy_all(views, list(inputs))
-
-
-def _copy_each(into: list[Tensor], tensors: list[Tensor]) -> None:
-    for one, tensor in zip(into, tensors, strict=True):
-        one.copy_(tensor)
-
-
-# All in one call, which torch does not document.
-_copy_all = find("torch:_foreach_copy_", "A tower's inputs are copied one by one") or _copy_each
-
-
-class _Lane(threading.local):
-    """What a thread has for itself."""
-
-    def __init__(self) -> None:
-        self._padded: dict[Shape, _Padded] = {}
-        self._pool: LanePool | None = None
-
-    def padded(self, bucket: Shape, runner: Runner, inputs: Sequence[Input], device: torch.device) -> _Padded:
-        found = self._padded.get(bucket)
-        if found is None or found.runner is not runner:
-            found = self._padded[bucket] = _Padded(runner, inputs, bucket, device)
-        return found
-
-    def forget(self, bucket: Shape) -> None:
-        """Drop a bucket whose capture failed, and the pool it was to be captured in."""
-        self._padded.pop(bucket, None)
-        self._pool = None
-
-    def pool(self, device: torch.device) -> LanePool:
-        if self._pool is None:
-            self._pool = LanePool(device)
-        return self._pool
-
-
-class Crossing:
-    """Many runs together, or one change of the weights alone; who waits to change goes before new runs."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._running = self._waiting = 0
-        self._changing = False
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        with self._condition:
-            self._condition.wait_for(lambda: not self._waiting and not self._changing)
-            self._running += 1
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._running -= 1
-                self._condition.notify_all()
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._condition:
-            self._waiting += 1
-            self._condition.wait_for(lambda: not self._running and not self._changing)
-            self._waiting -= 1
-            self._changing = True
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._changing = False
-                self._condition.notify_all()
-
-
-def _best(function: Callable[[], Tensor], device: torch.device) -> float:
-    """Its best seconds."""
-    return _in_turns(function, function, device)[0]
-
-
-def _in_turns(ours: Callable[[], Tensor], theirs: Callable[[], Tensor], device: torch.device) -> tuple[float, float]:
-    """The best seconds of each, of TRIALS in turns, after two runs each that do not count."""
-    best = [float("inf"), float("inf")]
-    for trial in range(-2, TRIALS):
-        for which, function in enumerate((ours, theirs)):
-            begin = time.perf_counter()
-            function()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if trial >= 0:
-                best[which] = min(best[which], time.perf_counter() - begin)
-    return best[0], best[1]
+            except Exception as error:  # for example a full disk: the buckets stay as they are
+                log.warning("the ladder was not updated: %s", error)

@@ -35,14 +35,14 @@ def pair_dots(lead: Tensor | None, vectors: Sequence[Tensor]) -> Tensor:
     rows, dim = vectors[0].shape
     count, lead_width = len(vectors), 0 if lead is None else lead.shape[1]
     out = torch.empty(rows, lead_width + count * (count - 1) // 2)
-    held, leads = _plain(vectors), _plain([] if lead is None else [lead])  # until the core has read them
+    held, leads = _as_float32(vectors), _as_float32([] if lead is None else [lead])  # until the core has read them
     places = [(vector.data_ptr(), vector.stride(0)) for vector in held]
     at, stride = (leads[0].data_ptr(), leads[0].stride(0)) if leads else (0, 0)
     _core.pair_dots(places, dim, at, stride, lead_width, rows, out.data_ptr())
     return out
 
 
-def _plain(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _as_float32(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
     """As the core reads them: float32, the elements of a row side by side."""
     if all(vector.dtype is torch.float32 and vector.stride(1) == 1 for vector in vectors):
         return vectors

@@ -236,18 +236,18 @@ class OriginalTower:
 
     def replace_weights(self, state: Mapping[str, Tensor]) -> None:
         """Run with other weights from the next call on. All of them, or none: one that does not fit changes nothing."""
-        self.set_weights(self.fit(state))
+        self.set_weights(self.prepare_weights(state))
 
-    def set_weights(self, fitting: dict[str, Tensor]) -> None:
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
         """Run with what `fit` gave."""
-        self._weights = fitting
+        self._weights = weights
 
-    def fit(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def prepare_weights(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights of a tower's state dict as this graph takes them, or an error that names the first wrong one."""
         for name in state:
             if name not in self._weights and name not in self.tied:
                 raise OptionError(f"the tower has no weight {name!r}; {choices(name, self._weights)}")
-        fitting = {}
+        weights = {}
         for name, mine in self._weights.items():
             if name not in state:
                 raise OptionError(f"the weight {name!r} is missing; give all {len(self._weights)} weights of the tower")
@@ -259,8 +259,8 @@ class OriginalTower:
                 )
             if given.is_floating_point() and not bool(torch.isfinite(given).all()):
                 raise OptionError(f"the weight {name!r} has NaN or infinite elements; no weight was changed")
-            fitting[name] = given.to(self.device, mine.dtype, copy=True).contiguous()
-        return fitting
+            weights[name] = given.to(self.device, mine.dtype, copy=True).contiguous()
+        return weights
 
     def _check_arguments(self) -> None:
         """The graph takes what `run` gives it."""

@@ -46,11 +46,11 @@ class Shape:
     rows: int
     lengths: tuple[int, ...] = ()
 
-    def holds(self, other: Shape) -> bool:
+    def covers(self, other: Shape) -> bool:
         """Whether `other` can be padded to this."""
-        return self.rows >= other.rows and self.longer(other.lengths)
+        return self.rows >= other.rows and self.covers_lengths(other.lengths)
 
-    def longer(self, lengths: Sequence[int]) -> bool:
+    def covers_lengths(self, lengths: Sequence[int]) -> bool:
         """Whether sequences of these lengths can be padded to this."""
         return all(mine >= theirs for mine, theirs in zip(self.lengths, lengths, strict=True))
 
@@ -94,7 +94,7 @@ class TowerGraph:
         self.program = program
         self.path = None if path is None else Path(path)
         self.module = _without_none(program)
-        self._quick = _quick(program, self.module)
+        self._rewritten = _rewritten(program, self.module)
         held = {**program.constants, **program.state_dict}
         lifted = [str(spec.target) for spec in signature.input_specs if spec.target is not None]
         given = _given_weights(program)
@@ -102,7 +102,7 @@ class TowerGraph:
         self.weights: Weights = (*(held[name].detach() for name in lifted), *given.values())
         self._unsaved = frozenset(given)
         self.inputs, self.lengths = _inputs(program)
-        self._places = _places(program)
+        self._input_names = _input_names(program)
         self.digest = _digest(program)
 
     @classmethod
@@ -127,11 +127,11 @@ class TowerGraph:
 
     def __call__(self, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
         """Run the original graph."""
-        logits: Tensor = self._quick(*weights, *inputs)[0]
+        logits: Tensor = self._rewritten(*weights, *inputs)[0]
         return logits
 
     @property
-    def foreign(self) -> dict[str, str]:
+    def custom_ops(self) -> dict[str, str]:
         """Ops that are not torch's own, and their schemas: another process may not know them."""
         ops = [node.target for node in self.module.graph.nodes if isinstance(node.target, Operator)]
         return {str(op): str(schema_of(op)) for op in ops if op.namespace not in ("aten", "prims")}
@@ -139,7 +139,7 @@ class TowerGraph:
     def flatten(self, vectors: Mapping[str, Tensor], dense: Tensor | None) -> list[Tensor]:
         """The tensors in the graph's order. Vectors that the tower does not read are left out."""
         flat: list[Tensor] = []
-        for place, given in zip(self._places, self.inputs, strict=True):
+        for place, given in zip(self._input_names, self.inputs, strict=True):
             tensor = dense if place is None else vectors.get(place)
             if tensor is None:
                 have = ", ".join(vectors) or "none"
@@ -157,12 +157,12 @@ class TowerGraph:
                         lengths[-1 - axis] = size
         return Shape(inputs[0].shape[0], tuple(lengths))
 
-    def draw(self, shape: Shape, device: torch.device, seed: int = 0) -> list[Tensor]:
+    def random_inputs(self, shape: Shape, device: torch.device, seed: int = 0) -> list[Tensor]:
         """Random inputs of a shape: normal numbers, and masks that are true for a prefix of at least one position."""
         generator = torch.Generator().manual_seed(seed)
         return [_drawn(given, given.sizes(shape), generator).to(device) for given in self.inputs]
 
-    def arrange(self, state: Mapping[str, Tensor], device: torch.device) -> Weights:
+    def order_weights(self, state: Mapping[str, Tensor], device: torch.device) -> Weights:
         """Weights by name as one tuple in the graph's order; what `state` lacks keeps its saved value.
 
         A name that the graph does not have, or another shape, is an error.
@@ -190,14 +190,14 @@ def schema_of(op: Any) -> Any:
     return schema
 
 
-def _quick(program: torch.export.ExportedProgram, module: torch.fx.GraphModule) -> Callable[..., Any]:
+def _rewritten(program: torch.export.ExportedProgram, module: torch.fx.GraphModule) -> Callable[..., Any]:
     """What runs the graph: on a CPU with fewer calls (serve/graph/graph_rewrite.py)."""
     made = [node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder"]
     if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in made):
         return module.forward
-    quick = torch.fx.GraphModule(module, copy.deepcopy(module.graph))
-    graph_rewrite.join_pairs(quick, program)
-    return quick.forward
+    rewritten = torch.fx.GraphModule(module, copy.deepcopy(module.graph))
+    graph_rewrite.join_pairs(rewritten, program)
+    return rewritten.forward
 
 
 def _without_none(program: torch.export.ExportedProgram) -> torch.fx.GraphModule:
@@ -267,7 +267,7 @@ def _inputs(program: torch.export.ExportedProgram) -> tuple[tuple[Input, ...], i
     return tuple(found), len(symbols) - 1
 
 
-def _places(program: torch.export.ExportedProgram) -> list[str | None]:
+def _input_names(program: torch.export.ExportedProgram) -> list[str | None]:
     """For each input the name of its vector, or None for the dense features: found by unflattening the places."""
     given = _arguments(program)
     by_leaf: dict[int, str | None] = {leaf: name for name, leaf in given["vectors"].items()}

@@ -36,17 +36,17 @@ import torch
 
 from hotrow import _core
 from hotrow.errors import OptionError
-from hotrow.serve.batching.lanes import Frame, Lanes, LineKey, refuse
-from hotrow.serve.batching.miss_queue import Misses
-from hotrow.serve.batching.tensorbatch import Ask, Line, QueueLimits, TensorBatch
+from hotrow.serve.batching.lanes import BatchKey, Lanes, RequestFrame, refuse
+from hotrow.serve.batching.miss_queue import MissQueue
+from hotrow.serve.batching.tensorbatch import BatchQueue, QueuedRequest, QueueLimits, TensorBatch
 from hotrow.serve.batching.versions import Loader, Model, Models, Version
-from hotrow.serve.processes.child import read_options, spare_collection
+from hotrow.serve.processes.child import freeze_garbage_collector, read_options
 from hotrow.serve.processes.engine_options import EngineOptions
-from hotrow.serve.processes.engine_socket import Connection
+from hotrow.serve.processes.engine_socket import FrontendConnection
 from hotrow.serve.processes.restore import Restore
 from hotrow.serve.protocol import frames
 from hotrow.serve.protocol.request import POLICIES, RefusedError
-from hotrow.serve.updates.freshness import Alarm
+from hotrow.serve.updates.freshness import StalenessAlarm
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Target(NamedTuple):
     """Where a request goes: known once for each model, signature and policy."""
 
     model: Model
-    line: Line
+    line: BatchQueue
     cold: bool  # whether its rows may be
     patient: bool
     deadline: float  # of requests that give none
@@ -77,7 +77,7 @@ class EngineProcess:
         self.options, self.tell = options, tell
         limits = QueueLimits(options.max_rows, options.max_wait, options.queue_rows, options.queue_bytes)
         self.queue = TensorBatch(limits, options.lanes, lambda ask, why: _send_refusal(ask, why))
-        self.misses = Misses(self.queue, options.miss_workers)
+        self.misses = MissQueue(self.queue, options.miss_workers)
         self.models = Models(
             options.repository,
             loader or find_loader(options.loader),
@@ -86,8 +86,8 @@ class EngineProcess:
         )
         self.restore = Restore(self.models, tell)
         self.lanes = Lanes(options.lanes, options.threads, self.queue)
-        self.alarms: dict[str, Alarm] = {}
-        self.connections: set[Connection] = set()
+        self.alarms: dict[str, StalenessAlarm] = {}
+        self.connections: set[FrontendConnection] = set()
         self.loaded = False  # whether the first load of all models is over
         self.started = time.time()
         self._lines: dict[tuple[int, int, int], Target] = {}
@@ -105,7 +105,7 @@ class EngineProcess:
         self.loaded = True
         self._models_changed()
         threading.Thread(target=self._tick, name="hotrow-clock", daemon=True).start()
-        spare_collection()
+        freeze_garbage_collector()
         self.tell("ready", models={m.name: m.current.name for m in self.models.by_name.values() if m.current})
 
     def stop(self) -> bool:
@@ -142,12 +142,12 @@ class EngineProcess:
                 accepted, _ = self._listener.accept()
             except OSError:
                 return
-            connection = Connection(accepted, self.receive, self._gone)
+            connection = FrontendConnection(accepted, self.receive, self._gone)
             self.connections.add(connection)
             connection.send(frames.write_json(frames.REPLY, 0, self.describe()))
             connection.start()
 
-    def _gone(self, connection: Connection) -> None:
+    def _gone(self, connection: FrontendConnection) -> None:
         self.connections.discard(connection)
 
     def _tick(self) -> None:
@@ -169,19 +169,19 @@ class EngineProcess:
             follower = None if model.current is None else getattr(model.current.servable, "follower", None)
             if follower is None:
                 continue
-            alarm = self.alarms.setdefault(model.name, Alarm(self.options.stale_after))
+            alarm = self.alarms.setdefault(model.name, StalenessAlarm(self.options.stale_after))
             age = follower.age(time.time())
-            if (news := alarm.look(age)) is not None:
+            if (news := alarm.update(age)) is not None:
                 why = f" ({follower.state}{': ' + follower.why if follower.why else ''})" if news else ""
                 log.warning("model %s answers from data that is %.1f s old%s", model.name, age, why)
                 self.tell("stale" if news else "fresh", model=model.name, age=age, why=follower.why)
 
     # --- requests ---
 
-    def receive(self, connection: Connection, chunk: bytearray, found: list[tuple[Any, ...]]) -> None:
+    def receive(self, connection: FrontendConnection, chunk: bytearray, found: list[tuple[Any, ...]]) -> None:
         """Frames that a front end sent, whole."""
         now = self.queue.clock()
-        targets: dict[int, tuple[Target, list[Ask]]] = {}
+        targets: dict[int, tuple[Target, list[QueuedRequest]]] = {}
         for frame in found:
             if frame[0] != frames.REQUEST:
                 self._command(connection, frame[1], frames.read_json(chunk, frame[2], frame[3]))
@@ -193,7 +193,9 @@ class EngineProcess:
                 continue
             _, number, offset, length, _, _, rows, left, _, _, _, _ = frame
             deadline = now + (left * 1e-6 if left >= 0 else target.deadline)
-            ask = Ask(Frame(connection, number, chunk, offset, length), rows, length, deadline, target.patient)
+            ask = QueuedRequest(
+                RequestFrame(connection, number, chunk, offset, length), rows, length, deadline, target.patient
+            )
             known = targets.get(id(target))
             if known is None:
                 targets[id(target)] = (target, [ask])
@@ -206,7 +208,7 @@ class EngineProcess:
             if target.cold and asks:
                 asks = self._look(target.line, asks)
             if asks:
-                self.queue.put(target.line, asks)
+                self.queue.enqueue(target.line, asks)
 
     def _target(self, frame: tuple[Any, ...]) -> Target:
         """Where a request goes. Raises RefusedError."""
@@ -218,20 +220,20 @@ class EngineProcess:
         pinned: Version | None
         if rows > self.options.max_rows:  # several batches must see one version
             model, pinned = self.models.resolve(number)
-            if pinned is None and (serving := model.serving(fingerprint)) is not None:
+            if pinned is None and (serving := model.version_for(fingerprint)) is not None:
                 number = serving.number
         known = self._lines.get((number, fingerprint, policy))
         if known is None:
             model, pinned = self.models.resolve(number)
             if policy > len(POLICIES):
                 raise RefusedError(400, f"policy number {policy}; there are {len(POLICIES)}")
-            version = model.serving(fingerprint, pinned)
+            version = model.version_for(fingerprint, pinned)
             if version is None:
                 raise RefusedError(503, f"model {model.name!r} takes other inputs now; ask again", 0.1)
             chosen = self.options.policy or getattr(version.servable, "policy", None) or "initial"
             chosen = POLICIES[policy - 1] if policy else chosen
-            line = self.queue.line(model.group, LineKey(model, pinned, fingerprint, chosen))
-            known = Target(model, line, version.cold, chosen == "wait", self._deadline(version))
+            line = self.queue.queue_of(model.group, BatchKey(model, pinned, fingerprint, chosen))
+            known = Target(model, line, version.can_be_cold, chosen == "wait", self._deadline(version))
             self._lines[number, fingerprint, policy] = known
         return known
 
@@ -241,13 +243,13 @@ class EngineProcess:
                 return float(seconds)
         return DEADLINE
 
-    def _look(self, line: Line, asks: list[Ask]) -> list[Ask]:
-        key: LineKey = line.key
-        version = key.model.serving(key.fingerprint, key.pinned)
-        if version is None or not version.cold:
+    def _look(self, line: BatchQueue, asks: list[QueuedRequest]) -> list[QueuedRequest]:
+        key: BatchKey = line.key
+        version = key.model.version_for(key.fingerprint, key.pinned)
+        if version is None or not version.can_be_cold:
             return asks
         try:
-            return self.misses.look(line, asks, version)
+            return self.misses.defer_cold(line, asks, version)
         except frames.FrameError as error:
             for ask in asks:
                 refuse(self.queue, ask, RefusedError(400, str(error)))
@@ -255,7 +257,7 @@ class EngineProcess:
 
     # --- commands ---
 
-    def _command(self, connection: Connection, id: int, command: dict[str, Any]) -> None:
+    def _command(self, connection: FrontendConnection, id: int, command: dict[str, Any]) -> None:
         def work() -> None:
             try:
                 reply = {"result": self.obey(command)}
@@ -364,12 +366,12 @@ class EngineProcess:
 
     def _models_changed(self) -> None:
         self._lines = {}
-        self.queue.forget(self._stale)
+        self.queue.drop_empty_queues(self._stale)
         self._broadcast(self.describe())
         if self.loaded:
             self.tell("models", versions=self.restore.in_service())
 
-    def _stale(self, key: LineKey) -> bool:
+    def _stale(self, key: BatchKey) -> bool:
         """Whether a line's model or version is no longer loaded."""
         model = self.models.by_name.get(key.model.name)
         return model is not key.model or (key.pinned is not None and key.pinned not in model.versions.values())
@@ -380,7 +382,7 @@ class EngineProcess:
             connection.send(data)
 
 
-def _send_refusal(ask: Ask, why: RefusedError) -> None:
+def _send_refusal(ask: QueuedRequest, why: RefusedError) -> None:
     ask.content.sender.send(frames.write_refusal(ask.content.id, why))
 
 

@@ -128,7 +128,13 @@ def export(
 
 
 def _write(
-    draft: Path, model: str, number: int, embeddings: EmbeddingCollection, traced: Traced, dense: int, chosen: ExportOptions
+    draft: Path,
+    model: str,
+    number: int,
+    embeddings: EmbeddingCollection,
+    traced: Traced,
+    dense: int,
+    chosen: ExportOptions,
 ) -> None:
     """A version's files, all on the disk when this returns."""
     durable_files.make(draft / "rows")

@@ -1,26 +1,27 @@
-"""Switch: a publication made ready beside what serves, then put in service between two batches.
+"""The cut-over: a publication prepared beside what serves, then put in service between two batches.
 
-    prepare   outside, while requests run: tables found, values checked and made float32, weights fitted to the graph
-    switch    alone (towers.Crossing): rows set and removed in the store below, the rows of those keys that are in HBM
-              brought up to date, weights swapped, the publication's number set
+    prepare    while requests run: look tables up, check values, convert them to float32, check the weights' shapes
+    cut over   with the engine's reader-writer gate held exclusively: set and remove rows in the host store, refresh
+               those of them that are in HBM, replace the weights, set the publication's number
 
-A batch holds the crossing together with others for as long as it reads rows; there it also takes the weights and the
-publication's number, which are values that are replaced whole. Its tower runs afterwards with what it took, so a switch
-waits for lookups (fractions of a millisecond), never for towers. On a GPU graphs know the weights' addresses, so there
-a batch holds the crossing to its end. Either way a batch's rows, weights and number are one publication's.
+`follower.py` calls both; `Engine.prepare_update` puts them together. A batch holds the shared side of the gate while it
+reads rows. There it also takes the weights and the publication's number, which are values that are replaced whole. Its
+tower runs after it left the gate, with those weights, so a cut-over waits for lookups (fractions of a millisecond) and
+never for towers. On a GPU, captured graphs know the weights' addresses, so there a batch holds the gate to its end.
+In both cases the rows, the weights and the number of a batch are those of one publication.
 
-What a switch costs is its rows: the core writes 2,000 of them in 26 tables of dim 16 in 0.3 ms at best on one core;
-checks and conversions, which take five times as long, are in `prepare`. Publications come in step with the traffic of a
-trainer, so they are small; a rollback far back holds the lanes in proportion to its rows.
+The cost of a cut-over is its rows: the core writes 2,000 rows of dim 16 in 26 tables in 0.3 ms at best on one core.
+Checks and conversions take five times as long and are in `prepare`. A trainer publishes often, so publications are
+small. A rollback to a far older publication stops the lanes for a time proportional to its rows.
 
-A switch that fails (no memory for new rows) is undone: the old rows are read in `prepare` wherever a budget without an
-SSD below could be exceeded, and put back. Over an SSD rows can always leave; a disk that fails there leaves rows of two
-publications, and `torn` tells the owner to load everything anew.
+A cut-over that fails (no memory for new rows) is undone. For that, `prepare` reads the old rows wherever a memory
+budget without an SSD tier could be exceeded. With an SSD tier rows can always be evicted; if the disk fails there, rows
+of two publications remain, and MixedPublicationsError tells the follower to load everything again.
 
-Tried and dropped: an overlay of changed rows beside the store, switched by one pointer. Every lookup would pay for it,
-and merging it into the store is the same work again, under the same lock.
+An overlay of changed rows beside the store, switched by one pointer, was tried and dropped: every lookup pays for it,
+and merging it into the store is the same work under the same lock.
 
-One thread applies; any number run batches.
+One thread prepares and cuts over; any number of threads run batches.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,59 +37,33 @@ from torch import Tensor
 from hotrow.errors import PublishError
 from hotrow.nn import EmbeddingCollection
 from hotrow.publish.publication import Publication, TableChange
+from hotrow.serve.updates.freshness import Freshness
 from hotrow.table import TableRows
 from hotrow.tiers.host.core_errors import core_errors
 from hotrow.tiers.host.store import MOST
 
 
-class Fresh(NamedTuple):
-    """What a batch was answered from: a publication and its event-time watermark (milliseconds). `highest` is the
-    newest that any of its rows may be from: another one only with a remote store."""
-
-    publication: int = 0
-    watermark: int | None = None
-    highest: int = 0
-
-    @staticmethod
-    def of(publication: int, watermark: int | None) -> Fresh:
-        """With rows of that publication alone."""
-        return Fresh(publication, watermark, publication)
-
-    def merged(self, other: Fresh) -> Fresh:
-        """Of an answer with parts from both.
-
-        >>> Fresh.of(7, 100).merged(Fresh.of(8, 200))
-        Fresh(publication=7, watermark=100, highest=8)
-        """
-        older = self if self.publication <= other.publication else other
-        return older._replace(highest=max(self.highest, other.highest))
-
-    def age(self, now: float) -> float | None:
-        """Seconds from its watermark to `now` (time.time()); None where events have no time."""
-        return None if self.watermark is None else max(0.0, now - self.watermark / 1000)
-
-
-class TornError(PublishError):
-    """A switch failed and could not be undone: rows of two publications are in service."""
+class MixedPublicationsError(PublishError):
+    """A cut-over failed and could not be undone: rows of two publications are in service."""
 
 
 @dataclass(frozen=True)
-class TableSwitch:
-    """One table's part: what to set and remove, and what was there where that may be needed again."""
+class PreparedTable:
+    """The changes of one table: rows to set, keys to remove, and what an undo needs."""
 
     rows: TableRows
     keys: Tensor
     values: Tensor  # float32
     deleted: Tensor
-    before: tuple[Tensor, Tensor] | None  # values and which keys had any, of `keys` and then `deleted`
+    before: tuple[Tensor, Tensor] | None  # of `keys` and then `deleted`: old values, and which keys had a row
 
     @property
-    def touched(self) -> Tensor:
-        """Every key that changes."""
+    def changed_keys(self) -> Tensor:
+        """Keys that are set or removed."""
         return torch.cat([self.keys, self.deleted])
 
-    def run(self, number: int) -> None:
-        """Change the store. The core takes what `prepare` has checked. Over a remote store: what is cached of it."""
+    def apply(self, number: int) -> None:
+        """Change the store; with a remote store, change what is cached of it. `prepare` has checked the values."""
         if self.rows.remote is not None:
             self.rows.remote.apply(number, self.keys.numpy(), self.values.numpy(), self.deleted.numpy())
             return
@@ -100,50 +74,54 @@ class TableSwitch:
                 self.rows.store.core.assign(self.keys, self.values, None, None)
 
     def undo(self) -> None:
-        """What was there before. It takes no memory that was not taken then."""
+        """Put the old rows back. This needs no more memory than the old rows took."""
         if self.before is None:
-            raise TornError(f"table {self.rows.table.name!r} is half changed")
+            raise MixedPublicationsError(
+                f"table {self.rows.table.name!r} is changed in part and its old rows were not kept"
+            )
         values, found = self.before
-        touched = self.touched
+        changed = self.changed_keys
         with core_errors():
-            self.rows.store.core.erase(touched[~found].contiguous())
-            self.rows.store.core.assign(touched[found].contiguous(), values[found].contiguous(), None, None)
+            self.rows.store.core.erase(changed[~found].contiguous())
+            self.rows.store.core.assign(changed[found].contiguous(), values[found].contiguous(), None, None)
 
 
 @dataclass(frozen=True)
-class Switch:
-    """A publication, ready for this engine."""
+class PreparedUpdate:
+    """A publication that was checked and converted for this engine's tables."""
 
-    fresh: Fresh
-    tables: list[TableSwitch]
+    fresh: Freshness
+    tables: list[PreparedTable]
 
     @property
-    def touched(self) -> Mapping[int, Tensor]:
+    def changed_keys(self) -> Mapping[int, Tensor]:
         """Changed keys by store."""
-        return {id(table.rows.store): table.touched for table in self.tables}
+        return {id(table.rows.store): table.changed_keys for table in self.tables}
 
     def changes(self) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-        """By table: keys and values that are set, and keys that are removed."""
+        """By table: keys that are set, their values, and keys that are removed."""
         return {table.rows.table.name: (table.keys, table.values, table.deleted) for table in self.tables}
 
-    def rows(self) -> None:
-        """Change the rows of all tables, or of none. Requires: nobody reads."""
-        begun: list[TableSwitch] = []
+    def apply_rows(self) -> None:
+        """Change the rows of all tables, or of none. Requires: no batch reads rows."""
+        begun: list[PreparedTable] = []
         try:
             for table in self.tables:
                 begun.append(table)
-                table.run(self.fresh.publication)
+                table.apply(self.fresh.publication)
         except Exception as error:
             try:
                 for table in begun:
                     table.undo()
-            except Exception as worse:
-                raise TornError(f"publication {self.fresh.publication} is applied in part: {error}; {worse}") from error
+            except Exception as undo_error:
+                raise MixedPublicationsError(
+                    f"publication {self.fresh.publication} is applied in part: {error}; {undo_error}"
+                ) from error
             raise
 
 
-def prepare(publication: Publication, embeddings: EmbeddingCollection) -> Switch:
-    """Check a publication's rows against the model and make them ready; what does not fit changes nothing."""
+def prepare(publication: Publication, embeddings: EmbeddingCollection) -> PreparedUpdate:
+    """Check a publication's rows against the model's tables and convert them. An error changes nothing."""
     tables = {rows.table.name: rows for rows in embeddings.tables}
     limited = embeddings.budget.limit > 0
     found = []
@@ -155,10 +133,10 @@ def prepare(publication: Publication, embeddings: EmbeddingCollection) -> Switch
             )
         if change.rows:
             found.append(_table(publication.number, tables[name], change, limited))
-    return Switch(Fresh.of(publication.number, publication.watermark), found)
+    return PreparedUpdate(Freshness.of(publication.number, publication.watermark), found)
 
 
-def _table(number: int, rows: TableRows, change: TableChange, limited: bool) -> TableSwitch:
+def _table(number: int, rows: TableRows, change: TableChange, limited: bool) -> PreparedTable:
     dim, name = rows.table.dim, rows.table.name
     if change.keys.numel() and change.values.shape[1] != dim:
         raise PublishError(
@@ -169,23 +147,23 @@ def _table(number: int, rows: TableRows, change: TableChange, limited: bool) -> 
         if not (given[1:] > given[:-1]).all():
             raise PublishError(f"publication {number} has keys of table {name!r} twice or out of order")
     values = change.values.to(torch.float32).contiguous()
-    plain = values.numpy()
-    if not np.isfinite(plain).all():
+    array = values.numpy()
+    if not np.isfinite(array).all():
         raise PublishError(f"publication {number} has NaN or infinite values for table {name!r}; roll it back")
-    if not _fits(rows.table.values, plain):
+    if not _in_range(rows.table.values, array):
         raise PublishError(
-            f"publication {number} has values for table {name!r} that {rows.table.values} does not reach; export the "
-            'model with values="fp32"'
+            f"publication {number} has values for table {name!r} that are out of range for {rows.table.values}; export "
+            'the model with values="fp32"'
         )
     keys, deleted = change.keys.contiguous(), change.deleted.contiguous()
     before = None
     if limited and not rows.store.evicts:
         before = rows.store.read(torch.cat([keys, deleted]))
-    return TableSwitch(rows, keys, values, deleted, before)
+    return PreparedTable(rows, keys, values, deleted, before)
 
 
-def _fits(kind: str | None, values: np.ndarray) -> bool:  # type: ignore[type-arg]
-    """Whether the type in which rows are kept has these numbers."""
+def _in_range(kind: str | None, values: np.ndarray) -> bool:  # type: ignore[type-arg]
+    """Whether the type that rows are stored in can represent these numbers."""
     if not values.size or kind not in ("fp16", "int8"):
         return True
     if kind == "fp16":

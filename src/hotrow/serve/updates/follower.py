@@ -1,20 +1,27 @@
-"""Follower: takes a bus's publications into a served version, in order, each once, for as long as the version serves.
+"""The path of an update: poll the bus → prepare beside what serves → cut over between two batches → acknowledge.
 
-    catching up   from the publication that the version was exported at (its manifest says) to the newest on the bus
-    following     each as it comes; heartbeats bring the watermark forward
-    behind        what comes next is gone from the bus: the newest snapshot that the bus tells of, or a newer export in
-                  the repository, is opened beside the old rows and takes their place; then from there
-    away          the bus does not answer: what is in service stays, and it is tried again
-    stuck         a publication does not fit the model: the trainer trains another one. Nothing is skipped, so nothing
-                  more is applied until a version that fits is loaded
+A Follower takes a bus's publications into a served version, in order and each once, on a thread of its own:
 
-Rows that were applied live as long as the process. So a server that comes back, killed in the middle of a publication
-or not, begins at its export and catches up; nothing else needs to be remembered.
+    _poll           whole publications that come next on the bus                    publish/subscriber.py
+    prepare_update  check and convert the rows and weights, while requests run      Engine.prepare_update, cut_over.py
+    cut_over()      replace rows, weights and number between two batches            Engine, cut_over.py
+    _acknowledge    remember the position on the bus, count the rows
 
-Between two publications that wait the follower rests as long as the switch took, so that a server which catches up has
-half of its time for requests at least.
+Its state is one of:
 
-One thread, its own. Figures may be read from any.
+    catching up   applying publications between the one that the version was exported at and the newest on the bus
+    following     applying each publication as it comes; heartbeats advance the watermark
+    behind        retention has removed the next publication. The newest snapshot that the bus names, or a newer export
+                  in the repository, is opened beside the old rows and replaces them; following continues from there
+    away          the bus does not answer. What is in service stays, and the follower retries with backoff
+    stuck         a publication does not match the model, because the trainer trains another one. Publications are never
+                  skipped, so nothing more is applied until a matching version is loaded
+
+Applied rows live as long as the process. A server that restarts, even after a kill in the middle of a publication,
+starts at its export and catches up. Nothing else needs to be remembered.
+
+While it catches up, the follower pauses after each publication as long as applying it took, so at least half of the
+time is left for requests. Any thread may read the figures.
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,26 +41,27 @@ from hotrow.publish.history import newest_commit
 from hotrow.publish.publication import DELTA, ROLLBACK, SNAPSHOT, Publication, SnapshotPlace
 from hotrow.publish.subscriber import Behind, Subscriber
 from hotrow.serve.repository.manifest import list_versions, open_version
-from hotrow.serve.updates.cut_over import Fresh, TornError
+from hotrow.serve.updates.cut_over import MixedPublicationsError
+from hotrow.serve.updates.freshness import Freshness
 
 log = logging.getLogger("hotrow.serve")
 
-POLL = 0.2  # seconds
-REST = 0.05  # the longest between two that wait
-RETRY = (0.1, 5.0)  # seconds between two tries: at first, at most
+POLL = 0.2  # seconds that one poll of the bus waits
+REST = 0.05  # the longest pause in seconds between two publications that are on the bus already
+RETRY = (0.1, 5.0)  # backoff after an error: first and longest pause in seconds
 STARTING, CATCHING_UP, FOLLOWING = "starting", "catching up", "following"
 BEHIND, AWAY, STUCK = "behind", "away", "stuck"
 
 
-class Served(Protocol):
-    """What a follower feeds: a version that takes publications."""
+class UpdateTarget(Protocol):
+    """A version, or a remote store, that publications are applied to."""
 
     @property
-    def fresh(self) -> Fresh:
-        """What is in service."""
+    def fresh(self) -> Freshness:
+        """The publication in service."""
 
-    def apply(self, publication: Publication) -> None:
-        """Put a publication in service."""
+    def prepare_update(self, publication: Publication) -> Callable[[], None]:
+        """Check a publication beside what serves; returns the function that puts it in service."""
 
     def reopen(self, path: Path) -> None:
         """Serve another export's rows and weights instead."""
@@ -61,7 +69,7 @@ class Served(Protocol):
 
 @dataclass
 class FollowerCounts:
-    """What has happened so far."""
+    """Totals since the start."""
 
     publications: int = 0
     rows: int = 0
@@ -74,41 +82,41 @@ class FollowerCounts:
 class Follower:
     """Follows `bus` for a version. `exports` is the model's folder in the repository, if there is one."""
 
-    def __init__(self, served: Served, bus: str, exports: Path | None, quarantine: Path | None = None) -> None:
-        open_bus(bus).close()  # a wrong address is an error now
+    def __init__(self, served: UpdateTarget, bus: str, exports: Path | None, quarantine: Path | None = None) -> None:
+        open_bus(bus).close()  # report a wrong address here
         self.served, self.bus, self.exports, self.quarantine = served, bus, exports, quarantine
         self.where = public(bus)
         self.counts = FollowerCounts()
         self.state, self.why = STARTING, ""
-        self.heard = time.time()  # of anything whole on the bus
+        self._last_received = time.time()  # when anything whole came from the bus
         self._target = 0
         self._position: tuple[int, int] | None = None
         self._stop = threading.Event()
-        self._settled = threading.Event()  # caught up, or cannot now
+        self._settled = threading.Event()  # has caught up, or cannot for now
         self._thread = threading.Thread(target=self._run, name="hotrow-follower", daemon=True)
 
     def start(self, wait: float = 0.0) -> bool:
-        """Begin; waits up to so many seconds until it has caught up. False: it has not, or cannot now."""
+        """Start the thread and wait up to `wait` seconds for it to catch up; returns whether it has."""
         self._thread.start()
         self._settled.wait(wait)
         return self.state == FOLLOWING
 
     def close(self) -> None:
-        """End."""
+        """Stop the thread."""
         self._stop.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(10.0)
 
     def age(self, now: float) -> float:
-        """Seconds that what is in service is behind: by its watermark, or without event times since anything came."""
+        """Seconds since the watermark in service; without event times, since anything came from the bus."""
         age = self.served.fresh.age(now)
-        return now - self.heard if age is None else age
+        return now - self._last_received if age is None else age
 
     def figures(self) -> dict[str, Any]:
-        """Counts and the state of now."""
+        """Totals and the current state."""
         return {**asdict(self.counts), "state": self.state, "why": self.why}
 
-    # --- the thread ---
+    # --- the thread: the path of an update, then what happens when it fails ---
 
     def _run(self) -> None:
         wait = RETRY[0]
@@ -117,19 +125,19 @@ class Follower:
             try:
                 self._follow()
             except Behind as error:
-                self._be(BEHIND, str(error))
+                self._set_state(BEHIND, str(error))
                 self._reload(error.snapshot, error.oldest)
-            except TornError as error:
-                self._be(BEHIND, str(error))
-                self._reload(None, None, whole=True)
+            except MixedPublicationsError as error:
+                self._set_state(BEHIND, str(error))
+                self._reload(None, None, everything=True)
             except (BusError, OSError) as error:
                 self.counts.bus_errors += 1
-                self._be(AWAY, str(error))
+                self._set_state(AWAY, str(error))
             except (PublishError, HotRowError) as error:
-                self._be(STUCK, str(error))
+                self._set_state(STUCK, str(error))
             except Exception as error:
                 log.exception("following %s failed", self.where)
-                self._be(STUCK, f"{type(error).__name__}: {error}")
+                self._set_state(STUCK, f"{type(error).__name__}: {error}")
             wait = RETRY[0] if self.served.fresh.publication != before else min(2 * wait, RETRY[1])
             self._stop.wait(wait)
 
@@ -142,17 +150,18 @@ class Follower:
             self._target = 0 if newest is None else newest.number
             while not self._stop.is_set():
                 if after >= self._target:
-                    self._be(FOLLOWING)
+                    self._set_state(FOLLOWING)
                 elif self.state != FOLLOWING:
-                    self._be(CATCHING_UP)
+                    self._set_state(CATCHING_UP)
                 for publication in self._poll(reader):
-                    self._take(publication)
+                    self._apply(publication)
                 after = self.served.fresh.publication
         finally:
             reader.close()
 
     def _poll(self, reader: Subscriber) -> list[Publication]:
-        """What is whole now. A bus that went away is asked again by the same reader: it knows what it has."""
+        """Publications that are whole now. If the bus does not answer, the same reader polls again: it keeps its
+        parts."""
         wait = RETRY[0]
         corrupt = reader.counters.corrupt
         while True:
@@ -161,37 +170,41 @@ class Follower:
                 break
             except BusError as error:
                 self.counts.bus_errors += 1
-                self._be(AWAY, str(error))
+                self._set_state(AWAY, str(error))
                 if self._stop.wait(wait):
                     return []
                 wait = min(2 * wait, RETRY[1])
         if self.state == AWAY:
-            self._be(CATCHING_UP)
+            self._set_state(CATCHING_UP)
         self.counts.corrupt += reader.counters.corrupt - corrupt
         return found
 
-    def _take(self, publication: Publication) -> None:
+    def _apply(self, publication: Publication) -> None:
         if self._stop.is_set():
             return
-        self.heard = time.time()
+        self._last_received = time.time()
         if publication.kind == SNAPSHOT:
             return
         begin = time.monotonic()
-        self.served.apply(publication)
+        cut_over = self.served.prepare_update(publication)  # beside what serves
+        cut_over()  # between two batches
         if publication.kind in (DELTA, ROLLBACK):
-            took = time.monotonic() - begin
-            self._position = publication.resume
-            self.counts.publications += 1
-            self.counts.rows += publication.rows
-            self.counts.switch_seconds += took
-            self._stop.wait(min(REST, took))
+            self._acknowledge(publication, time.monotonic() - begin)
 
-    # --- beginning anew ---
+    def _acknowledge(self, publication: Publication, seconds: float) -> None:
+        """The publication is in service: a reader that reconnects continues after it."""
+        self._position = publication.resume
+        self.counts.publications += 1
+        self.counts.rows += publication.rows
+        self.counts.switch_seconds += seconds
+        self._stop.wait(min(REST, seconds))
 
-    def _reload(self, told: SnapshotPlace | None, oldest: int | None, whole: bool = False) -> None:
-        """Open the newest snapshot or export that helps."""
-        have = -1 if whole else self.served.fresh.publication
-        for place in sorted(self._places(told), key=lambda place: -place.number):
+    # --- starting again from a snapshot ---
+
+    def _reload(self, announced: SnapshotPlace | None, oldest: int | None, everything: bool = False) -> None:
+        """Replace what serves by the newest snapshot or export from which the bus can be followed."""
+        have = -1 if everything else self.served.fresh.publication
+        for place in sorted(self._places(announced), key=lambda place: -place.number):
             if place.number <= have or (oldest is not None and place.number < oldest - 1):
                 continue
             try:
@@ -199,14 +212,14 @@ class Follower:
             except (HotRowError, OSError) as error:
                 log.warning("the snapshot of publication %d at %s cannot be used: %s", place.number, place.path, error)
                 continue
-            log.warning("%s: began again from publication %d at %s", self.why, place.number, place.path)
+            log.warning("%s: started again from publication %d at %s", self.why, place.number, place.path)
             self.counts.reloads += 1
             self._position = None
             return
 
-    def _places(self, told: SnapshotPlace | None) -> Iterator[SnapshotPlace]:
-        if told is not None:
-            yield told
+    def _places(self, announced: SnapshotPlace | None) -> Iterator[SnapshotPlace]:
+        if announced is not None:
+            yield announced
         exports = self.exports
         if exports is None:
             return
@@ -217,7 +230,7 @@ class Follower:
                 continue
             yield SnapshotPlace(int(manifest["publication"]), str(exports / str(number)))
 
-    def _be(self, state: str, why: str = "") -> None:
+    def _set_state(self, state: str, why: str = "") -> None:
         if state != self.state or why != self.why:
             level = logging.WARNING if state in (BEHIND, AWAY, STUCK) else logging.INFO
             at = self.served.fresh.publication

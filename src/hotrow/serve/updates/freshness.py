@@ -1,73 +1,103 @@
-"""Freshness: how old the data was that requests were answered from, lately; and an alarm when it grows too old.
+"""Freshness: how old the data is that requests are answered from, and an alarm when it grows too old.
 
-Freshness is now minus the event-time watermark of the publication that answered. `Ages` has its percentiles over the
-last half to whole minute, in two histograms that take turns. `Alarm` says when an age passes a limit, and when it is
-back, once each.
+Freshness is the time now minus the event-time watermark of the publication that answered. `AnswerAges` has its
+percentiles over the last 30 to 60 seconds, from two histograms used in turn. `StalenessAlarm` reports once when an age
+passes a limit, and once when it is below the limit again.
 
-An age is noted for each answered request, by lanes, without a lock: a count may be lost.
+Lanes note an age for each answered request without a lock, so a count may be lost.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from hotrow.serve.load_estimate import Histogram, percentile
-from hotrow.serve.updates.cut_over import Fresh
 
 SPAN = 30.0  # seconds of one histogram
 QUANTILES = (0.5, 0.9, 0.99)
 
 
-class Ages:
-    """Ages of answers."""
+class Freshness(NamedTuple):
+    """The data that a batch was answered from: a publication and its event-time watermark in milliseconds.
+
+    `highest` is the newest publication that any of its rows may be from. It differs from `publication` only with a
+    remote store.
+    """
+
+    publication: int = 0
+    watermark: int | None = None
+    highest: int = 0
+
+    @staticmethod
+    def of(publication: int, watermark: int | None) -> Freshness:
+        """All rows are from this publication."""
+        return Freshness(publication, watermark, publication)
+
+    def merged(self, other: Freshness) -> Freshness:
+        """The freshness of an answer with parts of both.
+
+        >>> Freshness.of(7, 100).merged(Freshness.of(8, 200))
+        Freshness(publication=7, watermark=100, highest=8)
+        """
+        older = self if self.publication <= other.publication else other
+        return older._replace(highest=max(self.highest, other.highest))
+
+    def age(self, now: float) -> float | None:
+        """Seconds from the watermark to `now` (time.time()); None if events have no time."""
+        return None if self.watermark is None else max(0.0, now - self.watermark / 1000)
+
+
+class AnswerAges:
+    """Ages of the data in recent answers."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._now, self._before = Histogram(), Histogram()
         self._since = clock()
 
-    def note(self, fresh: Fresh, requests: int) -> None:
-        """So many requests were answered from it."""
+    def note(self, fresh: Freshness, requests: int) -> None:
+        """Count `requests` that were answered from this data."""
         now = self._clock()
         if (age := fresh.age(now)) is None:
             return
         if now - self._since > SPAN:
-            self._turn(now)
+            self._rotate(now)
         self._now.note(age, requests)
 
     def percentiles(self) -> dict[str, float]:
-        """Seconds by quantile; empty where nothing was answered lately.
+        """Seconds by quantile; empty if nothing was answered lately.
 
-        >>> ages = Ages(lambda: 10.0)
-        >>> ages.note(Fresh.of(1, 9_500), 3)
+        >>> ages = AnswerAges(lambda: 10.0)
+        >>> ages.note(Freshness.of(1, 9_500), 3)
         >>> sorted(ages.percentiles())
         ['0.5', '0.9', '0.99']
         """
         now = self._clock()
         if now - self._since > SPAN:
-            self._turn(now)
+            self._rotate(now)
         counts = [a + b for a, b in zip(self._now.counts, self._before.counts, strict=True)]
         return {str(q): percentile(counts, q) for q in QUANTILES} if any(counts) else {}
 
-    def _turn(self, now: float) -> None:
+    def _rotate(self, now: float) -> None:
         old = now - self._since > 2 * SPAN
         self._before, self._now, self._since = Histogram() if old else self._now, Histogram(), now
 
 
-class Alarm:
-    """Tells once when an age passes `limit` seconds, and once when it is below again.
+class StalenessAlarm:
+    """Reports when an age passes `limit` seconds, and when it is back below.
 
-    >>> alarm = Alarm(5.0)
-    >>> [alarm.look(age) for age in (1.0, 6.0, 7.0, 2.0)]
+    >>> alarm = StalenessAlarm(5.0)
+    >>> [alarm.update(age) for age in (1.0, 6.0, 7.0, 2.0)]
     [None, True, None, False]
     """
 
     def __init__(self, limit: float | None) -> None:
         self.limit, self.on = limit, False
 
-    def look(self, age: float | None) -> bool | None:
-        """True: it begins. False: it is over. None: no news."""
+    def update(self, age: float | None) -> bool | None:
+        """True if the alarm starts now, False if it ends now, None if nothing changed."""
         stale = self.limit is not None and age is not None and age > self.limit
         if stale == self.on:
             return None

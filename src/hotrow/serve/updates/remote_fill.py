@@ -1,10 +1,11 @@
-"""Filling a remote store from an export: all rows of a version, as the publication that it was made at.
+"""Fill a remote store from an export: all rows of a version, with the number of the publication they are from.
 
-The memory it takes is a chunk's, whatever the size of the tables. Rows that the store has and the export has not are
-removed when all others are in, and `complete` rises last: a reader never takes a store that is half filled for one
-that has no such rows, and a fill that broke off is simply repeated.
+It needs the memory of one chunk, whatever the size of the tables. Rows that the store has and the export has not are
+removed after all others are written, and the mark `complete` is set last. So a reader never mistakes a store that is
+filled in part for one without those rows, and an interrupted fill is simply repeated.
 
-Two may fill one store at the same time. Rows carry the publication's number, and a write never replaces a higher one.
+Two processes may fill one store at the same time: rows carry their publication's number, and a write never replaces a
+higher one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hotrow.credentials import public
 from hotrow.serve.repository.manifest import Version
 from hotrow.tiers.host.store import scan_snapshot
 from hotrow.tiers.remote.store import Keys, RemoteStore, TableFormat, bits_for, fill
-from hotrow.tiers.remote.tables import is_local, share_remote, unshare_remote
+from hotrow.tiers.remote.tables import close_shared_store, is_local, open_shared_store
 
 __all__ = ["fill_from_export", "fill_local", "is_local"]
 log = logging.getLogger("hotrow.serve")
@@ -29,15 +30,16 @@ def fill_from_export(
     values: str | None = None,
     wrote: Callable[[str, int, int], object] = lambda table, rows, of: None,
 ) -> int:
-    """Write every row of a version; `wrote` hears table, rows so far and rows in all. Returns how many.
+    """Write every row of a version and return how many. `wrote(table, rows so far, rows of the table)` reports
+    progress.
 
-    `values` is how the store keeps them (fp32, fp16 or int8); by default as the export does.
+    `values` is the type that the store keeps rows in (fp32, fp16 or int8); the export's own by default.
     """
     number, total = int(version.manifest["publication"]), 0
-    there = store.tables()
+    stored = store.tables()
     for on_disk in version.tables:
         table, count = on_disk.table, on_disk.rows
-        known = there.get(table.name)
+        known = stored.get(table.name)
         kind = values or (known.value if known is not None else table.values or "fp32")
         store.create(table.name, TableFormat(table.dim, kind, bits_for(count) if known is None else known.bits))
 
@@ -53,12 +55,12 @@ def fill_from_export(
 
 
 def fill_local(version: Version, url: str) -> None:
-    """Bring a store that belongs to this process to the publication of an export, unless it is there or beyond."""
-    store = share_remote(url)
+    """Fill a store that this process owns from an export, unless it has that publication or a newer one."""
+    store = open_shared_store(url)
     try:
         marks = store.marks()
         if not marks.filled or marks.complete < int(version.manifest["publication"]):
             rows = fill_from_export(store, version)
             log.info("filled %s with %d rows of %s", public(url), rows, version.path)
     finally:
-        unshare_remote(url)
+        close_shared_store(url)

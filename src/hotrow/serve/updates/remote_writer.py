@@ -32,8 +32,8 @@ from hotrow.publish.history import newest_commit, snapshot_of
 from hotrow.publish.publication import DELTA, ROLLBACK, Publication
 from hotrow.serve.repository.manifest import candidates, open_version
 from hotrow.serve.updates.cut_over import MixedPublicationsError
-from hotrow.serve.updates.freshness import Freshness
 from hotrow.serve.updates.follower import FOLLOWING, STUCK, Follower
+from hotrow.serve.updates.freshness import Freshness
 from hotrow.serve.updates.remote_fill import fill_from_export
 from hotrow.signals import StopSignals
 from hotrow.tiers.remote.store import LostError, RemoteStore, check_kind, open_remote, write_publication
@@ -160,7 +160,7 @@ def _watch(follower: Follower, writer: RemoteWriter, once: bool, stop: threading
     """Print progress until `stop` is set, or with `once` until the store has caught up; returns the exit code."""
     printed, printed_at = -1, 0.0
     while not stop.wait(0.05):
-        if follower.state == FOLLOWING and (writer.fresh.publication != printed) and time.monotonic() > printed_at + 10.0:
+        if follower.state == FOLLOWING and writer.fresh.publication != printed and time.monotonic() > printed_at + 10.0:
             printed, printed_at = writer.fresh.publication, time.monotonic()
             console.print(f"the store has publication {printed}", highlight=False)
         if once and follower.state in (FOLLOWING, STUCK):

@@ -1,0 +1,83 @@
+"""Padded inputs: each lane's input tensors for each bucket, into which a batch is copied in one call.
+
+Rows behind the batch keep what an earlier batch left there, because a tower computes each row by itself. Lengths behind
+the batch are zeroed, so that a mask is false there. On CUDA a set of tensors also holds the graph captured over it.
+
+Each thread has its own sets, so nothing here needs a lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hotrow.serve.compile.compiled_tower import Runner
+from hotrow.serve.execution.cuda_graphs import BucketGraph, LanePool
+from hotrow.serve.graph.tower_graph import Input, Shape
+from hotrow.undocumented import find
+
+MOST_VIEWS = 4096  # shapes of batches whose views of a set of tensors are kept
+
+
+class PaddedInputs:
+    """A lane's input tensors of one bucket."""
+
+    def __init__(self, runner: Runner, inputs: Sequence[Input], bucket: Shape, device: torch.device) -> None:
+        self.runner, self._inputs, self.bucket = runner, inputs, bucket
+        self.tensors = [torch.zeros(i.sizes(bucket), dtype=i.dtype, device=device) for i in inputs]
+        self._views: dict[Shape, list[Tensor]] = {}
+        self.graph: BucketGraph | None = None
+
+    def fill(self, shape: Shape, inputs: Sequence[Tensor]) -> None:
+        """Copy a batch in."""
+        views = self._views.get(shape)
+        if views is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            views = self._views[shape] = [
+                tensor[tuple(slice(size) for size in given.sizes(shape))]
+                for given, tensor in zip(self._inputs, self.tensors, strict=True)
+            ]
+        if shape.lengths != self.bucket.lengths:
+            for given, tensor in zip(self._inputs, self.tensors, strict=True):
+                if given.jagged:
+                    tensor.zero_()
+        _copy_all(views, list(inputs))
+
+
+class LaneInputs(threading.local):
+    """The calling thread's padded inputs by bucket, and its memory pool for CUDA graphs."""
+
+    def __init__(self) -> None:
+        self._by_bucket: dict[Shape, PaddedInputs] = {}
+        self._pool: LanePool | None = None
+
+    def of(self, bucket: Shape, runner: Runner, inputs: Sequence[Input], device: torch.device) -> PaddedInputs:
+        """The inputs of a bucket; new ones if another artifact runs it now."""
+        found = self._by_bucket.get(bucket)
+        if found is None or found.runner is not runner:
+            found = self._by_bucket[bucket] = PaddedInputs(runner, inputs, bucket, device)
+        return found
+
+    def drop(self, bucket: Shape) -> None:
+        """Drop a bucket whose capture failed, and the pool that it was to be captured in."""
+        self._by_bucket.pop(bucket, None)
+        self._pool = None
+
+    def pool(self, device: torch.device) -> LanePool:
+        """The pool of this thread's graphs."""
+        if self._pool is None:
+            self._pool = LanePool(device)
+        return self._pool
+
+
+def _copy_each(into: list[Tensor], tensors: list[Tensor]) -> None:
+    for one, tensor in zip(into, tensors, strict=True):
+        one.copy_(tensor)
+
+
+# All in one call, which torch does not document.
+_copy_all = find("torch:_foreach_copy_", "A tower's inputs are copied one by one") or _copy_each

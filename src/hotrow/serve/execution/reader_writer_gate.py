@@ -1,0 +1,54 @@
+"""A reader-writer gate: many batches read rows and weights at the same time, one update changes them alone.
+
+A waiting writer goes before new readers, so steady traffic cannot delay an update for ever. Any thread may call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+
+class ReaderWriterGate:
+    """`shared()` for batches, `exclusive()` for an update.
+
+    >>> gate = ReaderWriterGate()
+    >>> with gate.shared(), gate.shared():
+    ...     pass
+    >>> with gate.exclusive():
+    ...     pass
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._readers = self._waiting_writers = 0
+        self._writing = False
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Enter with other readers; waits for a writer that writes or waits."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._waiting_writers and not self._writing)
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._readers -= 1
+                self._condition.notify_all()
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Enter without any reader or other writer."""
+        with self._condition:
+            self._waiting_writers += 1
+            self._condition.wait_for(lambda: not self._readers and not self._writing)
+            self._waiting_writers -= 1
+            self._writing = True
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._writing = False
+                self._condition.notify_all()
