@@ -106,7 +106,7 @@ trainer.fit(source, progress=False)
 
 def test_an_error_of_any_stage_on_one_rank_ends_all_by_its_name(tmp_path: Path) -> None:
     launched = {}
-    for stage in ("read", "route", "fetch", "stage", "land", "compute", "update", "save"):
+    for stage in ("read", "route", "prefetch", "stage", "fetch", "compute", "update", "save"):
         home = tmp_path / stage
         home.mkdir()
         launched[stage] = run(home, STAGES, stage, str(home / "run"))

@@ -20,7 +20,7 @@ from test_rank_training import WithSequences, make
 import hotrow as hr
 from hotrow.train import progress_view, stage_times
 from hotrow.train.interrupt import Interrupted
-from hotrow.train.pipeline import Ahead, Pipeline
+from hotrow.train.lookahead import Lookahead, LookaheadOptions
 
 EXAMPLES, BATCH = 960, 32
 CHANNELS = ("route", "rows", "dense", "saves")  # the others are used before and after the run as well
@@ -186,12 +186,12 @@ def test_the_bar_counts_the_examples_of_all_ranks_and_says_whose_the_metrics_are
 def test_rows_that_are_lost_before_their_turn_are_said_once_under_ranks(tmp_path: Path) -> None:
     memory = hr.Memory(dram="10MiB", ssd=tmp_path)
     embeddings: Any = SimpleNamespace(ranks=SimpleNamespace(rank=1), memory=memory)
-    pipeline = Pipeline(embeddings, Ahead(3))
-    pipeline.flow = flow = SimpleNamespace(ahead=3)  # type: ignore[assignment]
+    lookahead = Lookahead(embeddings, LookaheadOptions(3))
+    threads: Any = SimpleNamespace(ahead=3)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        pipeline._shrink()
-        pipeline._shrink()
-    assert len(said) == 1 and flow.ahead == 3  # ranks run ahead equally far
+        lookahead._shrink(threads)
+        lookahead._shrink(threads)
+    assert len(said) == 1 and threads.ahead == 3  # ranks run ahead equally far
     text = str(said[0].message)
     assert "dram=10.0 MiB cannot hold" in text and "on rank 1" in text and "lookahead=2 on all ranks" in text

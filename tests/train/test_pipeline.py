@@ -19,10 +19,10 @@ from runs import SHAPE, DropoutTower, all_rows, bits
 import hotrow as hr
 from hotrow.data import Cursor
 from hotrow.data.synthetic_log.clicks import SyntheticClicks
-from hotrow.train import progress_view, threaded_stages
+from hotrow.train import progress_view, step_threads
 from hotrow.train import trainer as train_loop
 from hotrow.train.checkpoint.manifest import list_checkpoints
-from hotrow.train.pipeline import Ahead, Pipeline
+from hotrow.train.lookahead import Lookahead, LookaheadOptions
 from hotrow.train.stage_times import Stages
 
 BATCH, STEPS, DIM = 1024, 24, 64
@@ -343,10 +343,10 @@ def test_the_bar_is_told_how_busy_the_stages_were_since_it_last_moved(monkeypatc
 def test_a_thread_that_does_not_end_is_named_with_what_it_waits_for(
     ranks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threaded_stages, "PATIENCE", 0.05)
+    monkeypatch.setattr(step_threads, "JOIN_TIMEOUT", 0.05)
     lines, go_on, begun = Stages(), threading.Event(), threading.Event()
     embeddings: Any = SimpleNamespace(ranks=object() if ranks else None)
-    stuck = Pipeline(embeddings, Ahead(1))._route_stuck
+    blocked = Lookahead(embeddings, LookaheadOptions(1))._route_blocked
 
     def blocks(item: int) -> int:
         begun.set()
@@ -354,11 +354,11 @@ def test_a_thread_that_does_not_end_is_named_with_what_it_waits_for(
         return 0
 
     source, dropped = iter([(1, 0), (2, 0)]), list[int]()
-    running = threaded_stages.Flow(
-        source, lines["read"], [threaded_stages.Stage(lines["route"], blocks, stuck)], 1, dropped.append
+    running = step_threads.StepThreads(
+        source, lines["read"], [step_threads.Step(lines["route"], blocks, blocked)], 1, dropped.append
     )
     with pytest.warns(UserWarning, match="'hotrow route' has not ended") as said, running:
-        running._allow(1)
+        running._permit(1)
         begun.wait()
     go_on.set()
     for thread in running._threads:

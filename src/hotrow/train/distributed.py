@@ -33,7 +33,7 @@ from hotrow.parallel.ranks import Ranks
 from hotrow.table import Lookup
 from hotrow.train.interrupt import Interrupted
 from hotrow.train.metrics import Metrics
-from hotrow.train.stage_times import StageReport, of_ranks, with_exchange
+from hotrow.train.stage_times import StageReport, add_exchange, merge_ranks
 
 if TYPE_CHECKING:
     from hotrow.train.trainer import Trainer
@@ -131,9 +131,9 @@ class Team:
 
     def stages(self, mine: list[StageReport]) -> list[StageReport]:
         """The stages of all ranks, with their exchanges."""
-        mine = with_exchange(mine, sum(self.ranks.bytes_sent.values()) - self._sent)
+        mine = add_exchange(mine, sum(self.ranks.bytes_sent.values()) - self._sent)
         everyones = self.ranks.patient.gather_json([asdict(stage) for stage in mine])
-        return of_ranks([[StageReport(**stage) for stage in one] for one in everyones])
+        return merge_ranks([[StageReport(**stage) for stage in one] for one in everyones])
 
     def merged(self, metrics: Metrics) -> Metrics:
         """The metrics of all ranks' examples, the same on every rank."""

@@ -1,9 +1,9 @@
-"""What the stages did: busy, waiting for input, waiting for room, bytes; for the table at the end and the live bar.
+"""How long each stage worked and waited, and how many bytes it moved: for the table after a run and the live bar.
 
-A `Clock` is one thread's account of one stage and is written by that thread alone; a reader on another thread may be a
-batch behind, which a progress bar can bear. A stage whose work is done in two places (fetch: ahead on its own thread,
-and what is left of it on the training thread) has two clocks, which `Stages` adds up. With ranks, a stage that waits
-for others in an exchange is not busy meanwhile, and the table at the end is that of all ranks (`of_ranks`).
+A `Clock` belongs to one stage on one thread and only that thread writes it. A reader on another thread may see it one
+batch late, which a progress bar can bear. The stage `fetch` has two clocks, added up by `Stages`: prefetch runs ahead on
+its own thread, fetch itself on the training thread (pipeline.py). With ranks, waiting for others in an exchange does
+not count as work, and the table after a run covers all ranks (`merge_ranks`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hotrow.parallel.exchange import waited
 from hotrow.units import format_size
 
 NAMES = ("read", "route", "fetch", "stage", "compute")
-EXCHANGE = "exchange"  # not a stage: what all of them waited for other ranks, and what was sent
+EXCHANGE = "exchange"  # not a stage: a report's last line, with all waits for other ranks and the bytes sent
 
 
 class Moment(NamedTuple):
-    """A time (time.perf_counter()), and how long this thread had waited for other ranks until then."""
+    """A time of time.perf_counter(), and the seconds that this thread had waited for other ranks until then."""
 
     at: float
     waited: float
@@ -43,13 +43,13 @@ class Clock:
     name: str
     busy: float = 0.0
     waited_input: float = 0.0
-    waited_room: float = 0.0
+    waited_output: float = 0.0  # until a batch less is in flight
     waited_ranks: float = 0.0
     batches: int = 0
     bytes: int = 0
 
-    def worked(self, begin: Moment, end: Moment, bytes: int, batch: int, track: str | None = None) -> None:
-        """The stage worked on a batch from `begin` to `end`, both on its thread, and moved so many bytes."""
+    def record(self, begin: Moment, end: Moment, bytes: int, batch: int, track: str | None = None) -> None:
+        """Add the work on one batch, from `begin` to `end`, and the bytes it moved."""
         ranks = end.waited - begin.waited
         self.busy += end.at - begin.at - ranks
         self.waited_ranks += ranks
@@ -58,19 +58,19 @@ class Clock:
         trace.add(track or self.name, f"batch {batch}", begin.at, end.at, bytes=bytes)
 
     @property
-    def took(self) -> Moment:
-        """How long its batches took in all, and what of it was waiting for other ranks."""
+    def elapsed(self) -> Moment:
+        """The seconds that its batches took in all, and how many of these it waited for other ranks."""
         return Moment(self.busy + self.waited_ranks, self.waited_ranks)
 
     @contextmanager
-    def waiting(self, room: bool = False) -> Iterator[None]:
-        """The stage waits, for a batch or for room."""
+    def waiting(self, output: bool = False) -> Iterator[None]:
+        """The stage waits inside the block: for its input, or with `output` for the stages behind it."""
         begin = time.perf_counter()
         try:
             yield
         finally:
-            if room:
-                self.waited_room += time.perf_counter() - begin
+            if output:
+                self.waited_output += time.perf_counter() - begin
             else:
                 self.waited_input += time.perf_counter() - begin
 
@@ -79,9 +79,9 @@ class Clock:
 class StageReport:
     """What one stage did in a run. `share` is the part of the run's time in which it was busy.
 
-    With ranks, seconds and shares are means over them and bytes are sums; `busiest` is the rank that was busy the
-    longest, with its seconds. Behind the stages is then one more, "exchange", with what all of them together waited for
-    other ranks and the bytes that were sent.
+    `waited_room` are seconds in which the stage waited because `lookahead` batches were in flight already. With ranks,
+    seconds and shares are means and bytes are sums; `busiest` is the rank that was busy the longest, with its seconds.
+    The stages are then followed by "exchange": the seconds that all stages waited for other ranks, and the bytes sent.
     """
 
     name: str
@@ -99,81 +99,81 @@ class Stages:
 
     def __init__(self) -> None:
         self.clocks = {name: Clock(name) for name in NAMES}
-        self.landing = Clock("fetch")  # what fetch does on the training thread
-        self.started = self._sampled = time.perf_counter()
-        self._before = dict.fromkeys((*NAMES, EXCHANGE), 0.0)
+        self.fetch_on_turn = Clock("fetch")  # on the training thread
+        self.started = self._sampled_at = time.perf_counter()
+        self._busy_before = dict.fromkeys((*NAMES, EXCHANGE), 0.0)
 
     def __getitem__(self, name: str) -> Clock:
         return self.clocks[name]
 
     def utilisation(self) -> dict[str, float]:
-        """The busy share of each stage since the last call; as "exchange", that in which training waited for ranks."""
+        """The busy share of each stage since the last call; as "exchange", the share in which training waited for ranks."""
         at = time.perf_counter()
-        seconds, busy = max(1e-9, at - self._sampled), {name: self._busy(name) for name in NAMES}
-        busy[EXCHANGE] = self.clocks["compute"].waited_ranks + self.landing.waited_ranks
-        shares = {name: min(1.0, (total - self._before[name]) / seconds) for name, total in busy.items()}
-        self._sampled, self._before = at, busy
+        seconds, busy = max(1e-9, at - self._sampled_at), {name: self._busy(name) for name in NAMES}
+        busy[EXCHANGE] = self.clocks["compute"].waited_ranks + self.fetch_on_turn.waited_ranks
+        shares = {name: min(1.0, (total - self._busy_before[name]) / seconds) for name, total in busy.items()}
+        self._sampled_at, self._busy_before = at, busy
         return shares
 
     def report(self, seconds: float) -> list[StageReport]:
-        """What each stage did in a run of so many seconds."""
+        """What each stage did in a run of `seconds`."""
         return [
             StageReport(
                 name,
                 self._busy(name),
                 clock.waited_input,
-                clock.waited_room,
-                clock.bytes + (self.landing.bytes if name == "fetch" else 0),
+                clock.waited_output,
+                clock.bytes + (self.fetch_on_turn.bytes if name == "fetch" else 0),
                 self._busy(name) / max(1e-9, seconds),
-                clock.waited_ranks + (self.landing.waited_ranks if name == "fetch" else 0.0),
+                clock.waited_ranks + (self.fetch_on_turn.waited_ranks if name == "fetch" else 0.0),
             )
             for name, clock in self.clocks.items()
         ]
 
     def _busy(self, name: str) -> float:
-        return self.clocks[name].busy + (self.landing.busy if name == "fetch" else 0.0)
+        return self.clocks[name].busy + (self.fetch_on_turn.busy if name == "fetch" else 0.0)
 
 
-def with_exchange(stages: list[StageReport], sent: int) -> list[StageReport]:
-    """One rank's stages, and its exchanges behind them: what the stages waited for others, bytes sent."""
+def add_exchange(stages: list[StageReport], sent: int) -> list[StageReport]:
+    """One rank's stages, followed by its exchange: the seconds that they waited for other ranks, the bytes sent."""
     return [*stages, StageReport(EXCHANGE, 0.0, 0.0, 0.0, sent, 0.0, sum(stage.waited_ranks for stage in stages))]
 
 
-def of_ranks(everyones: list[list[StageReport]]) -> list[StageReport]:
-    """The stages of all ranks as one: means of seconds and shares, sums of bytes, and who was busy the longest.
+def merge_ranks(reports: list[list[StageReport]]) -> list[StageReport]:
+    """One report of all ranks' reports: means of seconds and shares, sums of bytes, and the busiest rank.
 
-    Requires: the same names on every rank.
+    Requires: the same stages on every rank.
     """
-    whole = []
-    for of_stage in zip(*everyones, strict=True):
-        one, most = of_stage[0], max(of_stage, key=lambda stage: stage.busy)
+    merged = []
+    for stage in zip(*reports, strict=True):
+        first, busiest = stage[0], max(stage, key=lambda one: one.busy)
         means = {
-            name: sum(getattr(stage, name) for stage in of_stage) / len(of_stage)
+            name: sum(getattr(one, name) for one in stage) / len(stage)
             for name in ("busy", "waited_input", "waited_room", "waited_ranks", "share")
         }
-        busiest = (of_stage.index(most), most.busy) if most.busy else None
-        whole.append(replace(one, **means, bytes=sum(stage.bytes for stage in of_stage), busiest=busiest))
-    return whole
+        rank = (stage.index(busiest), busiest.busy) if busiest.busy else None
+        merged.append(replace(first, **means, bytes=sum(one.bytes for one in stage), busiest=rank))
+    return merged
 
 
-def hidden(stages: list[StageReport]) -> float:
-    """How much of the first four stages' work ran behind compute's back: 1 is all of it."""
+def overlapped_share(stages: list[StageReport]) -> float:
+    """The part of the first four stages' work that overlapped with compute: 1 is all of it."""
     ahead = sum(stage.busy for stage in stages if stage.name != "compute")
     waited = sum(stage.waited_input for stage in stages if stage.name == "compute")
     return max(0.0, 1.0 - waited / ahead) if ahead else 0.0
 
 
-def overlap(stages: list[StageReport], seconds: float) -> float:
-    """How many stages were busy at the same moment, on average."""
+def mean_busy_stages(stages: list[StageReport], seconds: float) -> float:
+    """How many stages were busy at the same time, on average."""
     return sum(stage.busy for stage in stages) / max(1e-9, seconds)
 
 
 def table(stages: list[StageReport], seconds: float) -> View:
-    """The stages for people; with ranks, what each waited for them, too."""
+    """The stages as a table for people; with ranks, how long each waited for other ranks, too."""
     ranks = any(stage.name == EXCHANGE for stage in stages)
     view = View(
-        title=f"{overlap(stages, seconds):.2f} stages busy at a time{' on a rank' if ranks else ''}; "
-        f"{hidden(stages):.0%} of the work before compute ran beside it",
+        title=f"{mean_busy_stages(stages, seconds):.2f} stages busy at a time{' on a rank' if ranks else ''}; "
+        f"{overlapped_share(stages):.0%} of the work before compute ran beside it",
         title_justify="left",
         title_style="",
     )
@@ -205,7 +205,7 @@ def table(stages: list[StageReport], seconds: float) -> View:
 
 
 def format_shares(shares: dict[str, float]) -> str:
-    """The stages in a few characters.
+    """The busy shares of stages in a few characters.
 
     >>> brief({"read": 0.31, "route": 0.02, "fetch": 0.84, "stage": 0.0, "compute": 1.0})
     'read 31% route 2% fetch 84% compute 100%'

@@ -51,7 +51,7 @@ class Counting:
         labels = [] if batch.labels is None else [batch.labels]
         down = Down(batch.loss, batch.logits, *labels)
         self._coming.append((report, batch, down))
-        if not down.on_its_way:
+        if not down.in_flight:
             self.finish()
 
     def finish(self) -> None:

@@ -1,20 +1,20 @@
-"""Flow: items through stages, each stage on a thread of its own, in order, so many ahead of the one in use and no more.
+"""StepThreads: items through steps, each step on a thread of its own, in order, with a bound on how many are in flight.
 
-    with Flow(numbers(), [Stage("double", double)], ahead=2) as flow:
-        for item in flow:
+    with StepThreads(numbers(), clock, [Step(clock, double)], ahead=2, drop=discard) as threads:
+        for item in threads:
             ...
 
-How far it runs ahead is counted where items are made: the source's thread waits until another one may begin, so that
-while one item is in use at most `ahead` others exist, in any stage or between two. That is the back-pressure, and it is
-exact: which items have been begun follows from which have been taken, never from the speed of a thread (with ranks, all
-of them must begin the same ones). `needed` says how many will be wanted at all; nothing is read beyond.
+The bound is kept where items are made: the source's thread acquires a permit for each item. While one item is in use,
+at most `ahead` others exist, in a step or in a queue between two. This back-pressure is exact: how many items have been
+started follows from how many were taken, never from the speed of a thread. (With ranks, all must start the same ones.)
+`needed` says how many items will be wanted at all; nothing is read beyond that.
 
-An error of a stage takes its item's place in the queue: what came before it is still delivered, then the very exception
-is raised where items are taken. `close` (leaving the block does it) ends all threads, and gives what was under way to
-`drop`. Threads are daemons only because a source that blocks for ever could not be waited for: it is said, not hidden.
+An error in a step takes its item's place in the queue. The items before it are still delivered, then the same exception
+is raised where items are taken. `close`, which leaving the block calls, ends all threads and passes the items in flight
+to `drop`. Threads are daemons because a source may block for ever; `close` then warns and names the thread.
 
-Threads: one takes items and closes. Queues are queue.SimpleQueue, which costs a microsecond where a Condition for all
-of them would wake every stage for every item.
+One thread takes items and closes. Queues are queue.SimpleQueue: an operation costs a microsecond, where one Condition
+for all of them would wake every step for every item.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from typing import Generic, TypeVar
 from hotrow.train.stage_times import Clock, now
 
 Item = TypeVar("Item")
-POLL, PATIENCE = 0.1, 10.0  # seconds: between two looks whether to give up; for a thread that should end
+POLL, JOIN_TIMEOUT = 0.1, 10.0  # seconds: between two calls of should_stop; for a thread to end
 
 
 @dataclass(frozen=True)
-class Stage(Generic[Item]):
-    """What is done with every item; `work` returns the bytes it moved. `stuck` says why it may not come to its end."""
+class Step(Generic[Item]):
+    """One step: `work` takes an item and returns the bytes it moved. `blocked` is the reason to give if it never does."""
 
     clock: Clock
     work: Callable[[Item], int]
-    stuck: str = "its work on a batch does not come to its end"
+    blocked: str = "its work on a batch does not come to its end"
 
 
 @dataclass(frozen=True)
@@ -49,39 +49,39 @@ class _Failed:
 
 
 class _End:
-    """Behind the last item."""
+    """In a queue: no item follows."""
 
 
-class Flow(Generic[Item]):
-    """See above. `given_up` is asked while an item is waited for; when it is true, the flow ends there."""
+class StepThreads(Generic[Item]):
+    """See above. `should_stop` is polled while an item is awaited; once it is true, iteration ends."""
 
     def __init__(
         self,
         source: Iterator[tuple[Item, int]],
         clock: Clock,
-        stages: Sequence[Stage[Item]],
+        steps: Sequence[Step[Item]],
         ahead: int,
         drop: Callable[[Item], None],
         needed: Callable[[], int | None] = lambda: None,
-        given_up: Callable[[], bool] = lambda: False,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.ahead = ahead
-        self._drop, self._needed, self._given_up = drop, needed, given_up
-        self._taken = self._allowed = 0
+        self._drop, self._needed, self._should_stop = drop, needed, should_stop
+        self._taken = self._permitted = 0
         self._permits = threading.Semaphore(0)
         self._queues: list[queue.SimpleQueue[Item | _Failed | _End]] = [
-            queue.SimpleQueue() for _ in range(len(stages) + 1)
+            queue.SimpleQueue() for _ in range(len(steps) + 1)
         ]
         self._stopping = False
         self._threads = [
             threading.Thread(target=self._read, args=(source, clock), name=f"hotrow {clock.name}", daemon=True)
         ]
-        self._stuck = ["its source blocks", *(stage.stuck for stage in stages)]
-        for i, stage in enumerate(stages):
-            name = f"hotrow {stage.clock.name}"
-            self._threads.append(threading.Thread(target=self._work, args=(i, stage), name=name, daemon=True))
+        self._blocked = ["its source blocks", *(step.blocked for step in steps)]
+        for i, step in enumerate(steps):
+            name = f"hotrow {step.clock.name}"
+            self._threads.append(threading.Thread(target=self._work, args=(i, step), name=name, daemon=True))
 
-    def __enter__(self) -> Flow[Item]:
+    def __enter__(self) -> StepThreads[Item]:
         for thread in self._threads:
             thread.start()
         return self
@@ -91,48 +91,48 @@ class Flow(Generic[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         while (needed := self._needed()) is None or needed > 0:
-            self._allow(self._taken + 1)
+            self._permit(self._taken + 1)
             item = self._take()
             if item is None:
                 return
             begun = self._taken
             self._taken += 1
-            self._allow(begun + (1 + self.ahead if needed is None else min(1 + self.ahead, needed)))
+            self._permit(begun + (1 + self.ahead if needed is None else min(1 + self.ahead, needed)))
             yield item
 
     def close(self) -> None:
-        """End the threads and drop what is under way."""
+        """End the threads and drop the items in flight."""
         self._stopping = True
         self._permits.release()
-        for box in self._queues:
-            box.put(_End())
-        deadline = time.monotonic() + PATIENCE
+        for items in self._queues:
+            items.put(_End())
+        deadline = time.monotonic() + JOIN_TIMEOUT
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
-        for thread, why in zip(self._threads, self._stuck, strict=True):
+        for thread, why in zip(self._threads, self._blocked, strict=True):
             if thread.is_alive():
                 warnings.warn(
-                    f"the thread {thread.name!r} has not ended after {PATIENCE:.0f} s: {why}. It ends with the process",
+                    f"the thread {thread.name!r} has not ended after {JOIN_TIMEOUT:.0f} s: {why}. It ends with the process",
                     stacklevel=2,
                 )
-        for box in self._queues:
+        for items in self._queues:
             while True:
                 try:
-                    item = box.get_nowait()
+                    item = items.get_nowait()
                 except queue.Empty:
                     break
                 if not isinstance(item, (_Failed, _End)):
                     self._drop(item)
 
-    def _allow(self, total: int) -> None:
-        while self._allowed < total:
-            self._allowed += 1
+    def _permit(self, total: int) -> None:
+        while self._permitted < total:
+            self._permitted += 1
             self._permits.release()
 
     def _take(self) -> Item | None:
-        """The next item; None at the end, or when it was given up."""
-        while not self._given_up():
+        """The next item; None at the end, or once `should_stop` is true."""
+        while not self._should_stop():
             try:
                 item = self._queues[-1].get(timeout=POLL)
             except queue.Empty:
@@ -147,7 +147,7 @@ class Flow(Generic[Item]):
         try:
             number = 0
             while True:
-                with clock.waiting(room=True):
+                with clock.waiting(output=True):
                     self._permits.acquire()
                 if self._stopping:
                     return
@@ -158,32 +158,32 @@ class Flow(Generic[Item]):
                     out.put(_End())
                     return
                 number += 1
-                clock.worked(begin, now(), size, number)
+                clock.record(begin, now(), size, number)
                 out.put(item)
         except BaseException as error:
             out.put(_Failed(error))
         finally:
-            close = getattr(source, "close", None)  # a generator's own clean-up, in the thread that ran it
+            close = getattr(source, "close", None)  # a generator cleans up in the thread that ran it
             if close is not None:
                 close()
 
-    def _work(self, number: int, stage: Stage[Item]) -> None:
+    def _work(self, number: int, step: Step[Item]) -> None:
         into, out = self._queues[number], self._queues[number + 1]
         while True:
-            with stage.clock.waiting():
+            with step.clock.waiting():
                 item = into.get()
             if self._stopping or isinstance(item, (_Failed, _End)):
                 out.put(item)
                 return
             try:
                 begin = now()
-                size = stage.work(item)
-                stage.clock.worked(begin, now(), size, stage.clock.batches + 1)
+                size = step.work(item)
+                step.clock.record(begin, now(), size, step.clock.batches + 1)
             except BaseException as error:
                 out.put(_Failed(error))
                 self._drop(item)
                 return
-            if self._stopping:  # nobody takes it; and if it came late, nothing more will come
+            if self._stopping:  # nobody will take it
                 self._drop(item)
                 return
             out.put(item)

@@ -49,7 +49,10 @@ class Traffic:
     def _of_hbm(self) -> dict[str, int]:
         if self.embeddings.hbm_cache is None:
             return {}
-        figures, transfers = self.embeddings.hbm_cache.report(), [group.row_transfer for group in self.embeddings.hbm_cache.groups]
+        figures, transfers = (
+            self.embeddings.hbm_cache.report(),
+            [group.row_transfer for group in self.embeddings.hbm_cache.groups],
+        )
         return {
             "hbm: rows up": sum(transfer.rows_uploaded for transfer in transfers),
             "hbm: rows down": sum(transfer.rows_written_back for transfer in transfers),

@@ -1,10 +1,9 @@
-"""Running ahead on a GPU: rows of a tenth in HBM beside all of them there, and W-gpu-cached with a lookahead.
+"""Training with a lookahead on a GPU: a tenth of the rows in HBM beside all of them, and W-gpu-cached.
 
 W-dlrm: 26 tables with 100 million keys in all, drawn with Zipf 1.05, dim 128, row-wise Adagrad, batch 16,384, DLRM's
-tower; every key has a row, batches are made beforehand, on the device. `pipeline/hbm10` is examples/s with room for a
-tenth of the rows in HBM beside examples/s with room for all. `pipeline/<rule>/10%` is a step of W-gpu-cached at a
-tenth, with the default lookahead, beside FBGEMM TBE's (bench hbm).
-"""
+tower. Every key has a row, and batches are made beforehand, on the device. `pipeline/hbm10` is examples/s with slots
+for a tenth of the rows in HBM, beside examples/s with slots for all. `pipeline/<rule>/10%` is a step of W-gpu-cached at
+a tenth, with the default lookahead, beside FBGEMM TBE's (bench hbm)."""
 
 from __future__ import annotations
 
@@ -24,8 +23,9 @@ from hotrow.kernels.rows.layout import RowLayout
 from hotrow.models import DLRM
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Lookup, Table
-from hotrow.tiers.hbm.slots import slot_bytes
+from hotrow.tiers.hbm.group_cache import slot_bytes
 from hotrow.train import pipeline
+from hotrow.train.lookahead import LookaheadOptions
 from hotrow.train.trainer import LOOKAHEAD_HBM, Trainer
 
 TABLES, KEYS, DIM, BATCH, DENSE = 26, 100_000_000, 128, 16_384, 13
@@ -47,13 +47,13 @@ def results() -> Iterator[Result | str]:
 
 
 def _free() -> None:
-    """The last job's memory is the next one's."""
+    """Release the last job's memory before the next job."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def cached(name: str) -> Iterator[Result]:
-    """W-gpu-cached at a tenth: forward, backward with random gradients and update, later batches staged meanwhile."""
+    """W-gpu-cached at a tenth: forward, backward with random gradients, and update, while later batches are staged."""
     rows, ids = int(hbm.ROWS * hbm.scale()), int(hbm.IDS * hbm.scale())
     embeddings = hbm.collection(name, int(hbm.TABLES * rows * SHARE), rows)
     draw = hbm.Ids(rows, ids, embeddings.device)
@@ -75,7 +75,7 @@ def cached(name: str) -> Iterator[Result]:
 def timed(embeddings: EmbeddingCollection, batches: Sequence[KeyedBatch], compute: Callable[[Lookup], None]) -> float:
     """Seconds of a step, after the warm-up."""
     start = 0.0
-    done = pipeline.run(Drawn(batches), embeddings, compute, ahead=pipeline.Ahead(LOOKAHEAD_HBM))
+    done = pipeline.run(Drawn(batches), embeddings, compute, options=LookaheadOptions(LOOKAHEAD_HBM))
     for number, _ in enumerate(done):
         if number == WARMUP - 1:
             torch.cuda.synchronize()
@@ -85,7 +85,7 @@ def timed(embeddings: EmbeddingCollection, batches: Sequence[KeyedBatch], comput
 
 
 def dlrm(share: float) -> float:
-    """Examples a second of W-dlrm with room for a share of the rows in HBM."""
+    """Examples a second of W-dlrm with slots in HBM for a share of the rows."""
     optimizer = optim.RowWiseAdagrad(lr=0.01)
     rows, size = int(KEYS * hbm.scale()) // TABLES, int(BATCH * hbm.scale())
     layout = RowLayout(DIM, (1,), "fp32")

@@ -77,7 +77,9 @@ def load(
     """
     ranks = trainer.model.embeddings.ranks
     if ranks is not None:  # the newest is the one that rank 0 sees: another may see it a moment later
-        path = path / ranks.broadcast_result(f"looking into {path}", lambda: newest_in(path).relative_to(path).as_posix())
+        path = path / ranks.broadcast_result(
+            f"looking into {path}", lambda: newest_in(path).relative_to(path).as_posix()
+        )
 
     def look() -> tuple[Checkpoint, list[tuple[str, TableRows]], Contents | None]:
         checkpoint, contents = open_checkpoint(path), None
@@ -119,7 +121,8 @@ def resume(trainer: Trainer, folder: Path, features: FeatureSpec | None) -> Chec
         return [path.name for path in list_checkpoints(folder)]
 
     paths = [
-        folder / name for name in (names() if ranks is None else ranks.broadcast_result(f"looking into {folder}", names))
+        folder / name
+        for name in (names() if ranks is None else ranks.broadcast_result(f"looking into {folder}", names))
     ]
 
     def look(path: Path) -> tuple[Checkpoint, Contents]:
