@@ -30,7 +30,7 @@ from hotrow import child_process, data
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.data import Cursor, Source
 from hotrow.data.cluster import connect
-from hotrow.data.split import Part, Parts, Unit, whole_batches
+from hotrow.data.split import DecodedUnit, DecodedUnits, Unit, finished_batches
 from hotrow.errors import ClusterError, DataError, OptionError
 from hotrow.features import Dense, FeatureSpec, Key, Sequence
 from hotrow.job import load_job
@@ -136,19 +136,19 @@ class Slow:
     def decoder(self) -> Slow:
         return self
 
-    def decode(self, unit: Unit) -> Part:
+    def decode(self, unit: Unit) -> DecodedUnit:
         started = self.folder / f"{unit['at']}-{os.getpid()}-{time.monotonic_ns()}"
         started.touch()
         time.sleep(self.seconds)
         started.write_text(str(time.monotonic_ns()))
         if unit["at"] == self.fatal:
             os._exit(1)
-        return Part([self._batch(unit["at"])], notes={"cursors": [{"at": unit["at"] + 1}]})
+        return DecodedUnit([self._batch(unit["at"])], notes={"cursors": [{"at": unit["at"] + 1}]})
 
     def assemble(
-        self, cursor: Cursor | None, parts: Parts, ask: Callable[[Unit], Part]
+        self, cursor: Cursor | None, parts: DecodedUnits, decode_now: Callable[[Unit], DecodedUnit]
     ) -> Iterator[tuple[KeyedBatch, Cursor]]:
-        return whole_batches(parts)
+        return finished_batches(parts)
 
     def _batch(self, at: int) -> KeyedBatch:
         return KeyedBatch({"n": Jagged(torch.arange(at, at + self.ids))})

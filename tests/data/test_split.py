@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from hotrow import data
 from hotrow.batch import Jagged, KeyedBatch
-from hotrow.data.split import Part, Serial, Splittable, Unit
-from hotrow.data.wire import pack, unpack
+from hotrow.data.cluster.wire_format import pack, unpack
+from hotrow.data.split import DecodedUnit, SerialDecoder, Splittable, Unit
 from hotrow.errors import DataError
 from hotrow.features import Dense, FeatureSpec, Key
 
@@ -34,7 +34,7 @@ def decoded_elsewhere(source: Splittable, cursor: data.Cursor | None = None, wor
     """The stream through units, packed parts and assembling; units go to the workers in turn."""
     decoders = [source.decoder() for _ in range(workers)]
 
-    def decode(number: int, unit: Unit) -> Part:
+    def decode(number: int, unit: Unit) -> DecodedUnit:
         part = decoders[number % workers].decode(unit)
         travelled = unpack(*pack(part))
         travelled.error = part.error
@@ -208,7 +208,7 @@ def test_serial_units_follow_each_other_by_cursor(
     monkeypatch.setattr(sys.modules["hotrow.data.split"], "SERIAL_BATCHES", 2)
     source = data.parquet(str(log / "*.parquet"), features=spec, batch_size=4)
     expected = [cursor for _, cursor in source.batches()]
-    decoders = [Serial(source), Serial(source)]  # the second takes over at every other unit
+    decoders = [SerialDecoder(source), SerialDecoder(source)]  # the second takes over at every other unit
     found: list[data.Cursor] = []
     cursor, ended, turn = None, False, 0
     while not ended:
@@ -229,7 +229,7 @@ def test_a_packed_part_keeps_every_bit() -> None:
         labels=torch.tensor([[0.25, 1.0], [1.0, 0.0]], dtype=torch.float64),
         time=torch.tensor([0, 2**40]),
     )
-    text, arrays = pack(Part([batch, batch], notes={"cursors": [{"a": 1}, {"a": 2}]}))
+    text, arrays = pack(DecodedUnit([batch, batch], notes={"cursors": [{"a": 1}, {"a": 2}]}))
     back = unpack(text, arrays)
     assert back.notes == {"cursors": [{"a": 1}, {"a": 2}]} and len(back.batches) == 2
     for found in back.batches:

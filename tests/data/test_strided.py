@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 
 from hotrow import data
 from hotrow.batch import KeyedBatch
+from hotrow.data.cluster.wire_format import pack, unpack
 from hotrow.data.files import lines
 from hotrow.data.files.chunks import Chunk
 from hotrow.data.files.parquet import ParquetReader
-from hotrow.data.share import Dealt, Sharable, whole_steps
-from hotrow.data.split import Part, Serial, Unit
-from hotrow.data.wire import pack, unpack
+from hotrow.data.split import DecodedUnit, SerialDecoder, Unit
+from hotrow.data.strided import StridedStream, SupportsStride, finished_steps
 from hotrow.errors import DataError
 from hotrow.features import Dense, FeatureSpec, Key, Sequence
 
@@ -43,13 +43,13 @@ def read_and_drop(source: data.Source, number: int, of: int, cursor: data.Cursor
 
 
 def decoded_elsewhere(
-    source: Sharable, number: int, of: int, cursor: data.Cursor | None = None, workers: int = 2
+    source: SupportsStride, number: int, of: int, cursor: data.Cursor | None = None, workers: int = 2
 ) -> Iterator[Step]:
     """Through units, packed parts and assembling; units go to the workers in turn."""
-    share = source.share(number, of)
+    share = source.strided(number, of)
     decoders = [share.decoder() for _ in range(workers)]
 
-    def decode(turn: int, unit: Unit) -> Part:
+    def decode(turn: int, unit: Unit) -> DecodedUnit:
         part = decoders[turn % workers].decode(unit)
         travelled = unpack(*pack(part))
         travelled.error = part.error
@@ -205,7 +205,7 @@ def test_synthetic(monkeypatch: pytest.MonkeyPatch, check: Callable[..., None], 
 def test_skipped_lines_move_the_batches_of_all_ranks(tmp_path: Path, check: Callable[..., None]) -> None:
     (tmp_path / "x").write_text("".join(f"1;{i:x};{i}\n" if i % 3 else "what\n" for i in range(40)))
     source = data.text(tmp_path / "x", LAYOUT, features=TEXT, batch_size=4, on_error="skip")
-    assert source.share(0, 2).units() is None
+    assert source.strided(0, 2).units() is None
     check(source, 3, elsewhere=False)
     list(source.every(1, 2))
     assert source.skipped == 14
@@ -215,7 +215,7 @@ def test_gzip_files_are_read_whole(tmp_path: Path, check: Callable[..., None]) -
     (tmp_path / "a").write_text("1;a;1\n" * 9)
     (tmp_path / "b").write_bytes(gzip.compress(b"1;b;1\n" * 9))
     source = data.text([tmp_path / "a", tmp_path / "b"], LAYOUT, features=TEXT, batch_size=2)
-    assert source.share(0, 2).units() is None
+    assert source.strided(0, 2).units() is None
     check(source, 2, elsewhere=False)
 
 
@@ -223,10 +223,13 @@ def test_one_worker_that_reads_all_sends_a_share(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(sys.modules["hotrow.data.split"], "SERIAL_BATCHES", 2)
     (tmp_path / "a").write_bytes(gzip.compress("".join(f"1;{i:x};1\n" for i in range(19)).encode()))
     source = data.text(tmp_path / "a", LAYOUT, features=TEXT, batch_size=2)
-    decoders = [Serial(Dealt(source, 2, 3)), Serial(Dealt(source, 2, 3))]  # the second takes over at every other unit
+    decoders = [
+        SerialDecoder(StridedStream(source, 2, 3)),
+        SerialDecoder(StridedStream(source, 2, 3)),
+    ]  # the second takes over at every other unit
     expected = read_and_drop(source, 2, 3)
 
-    def parts() -> Iterator[tuple[Unit, Part]]:
+    def parts() -> Iterator[tuple[Unit, DecodedUnit]]:
         cursor, ended, turn = None, False, 0
         while not ended:
             part = decoders[turn % 2].decode({"cursor": cursor})
@@ -234,7 +237,7 @@ def test_one_worker_that_reads_all_sends_a_share(tmp_path: Path, monkeypatch: py
             ended, turn = part.notes["ended"], turn + 1
             cursor = part.notes["cursors"][-1] if part.notes["cursors"] else cursor
 
-    found = list(whole_steps(parts()))
+    found = list(finished_steps(parts()))
     assert [cursor for _, cursor in found] == [cursor for _, cursor in expected] and len(found) == 4
     assert [batch and batch.ids["user"].values.tolist() for batch, _ in found] == [[4, 5], [10, 11], [16, 17], None]
 
@@ -411,7 +414,7 @@ def test_the_first_batch_waits_for_one_chunk_of_rows(tmp_path: Path, monkeypatch
     source = data.parquet(tmp_path / "a.parquet", features=FeatureSpec([Key("user")]), batch_size=100)
     counts = Counts(monkeypatch)
     assert counts.of(itertools.islice(source.every(1, 4), 1)) == {"features": 100, "decoded": 400}
-    units = source.share(1, 4).units()
+    units = source.strided(1, 4).units()
     assert units is not None and len(next(units)["spans"]) == 4  # a worker gets as much as it would of the whole
 
 

@@ -1,7 +1,7 @@
 """Rebatch: batches of any size in, batches of one size out.
 
-Slicing a batch copies nothing: ids, dense features and labels of the slice are views into the chunk's tensors. Only a
-batch that lies across two chunks is joined, which is one copy. The last batch of a stream may be short.
+A slice of a batch is a view: its tensors share the memory of the input batch. Only an output batch that spans two
+inputs is copied, once. The last batch of a stream may be short.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from hotrow.batch import Jagged, KeyedBatch
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The end of an output batch: example number `row` of input number `piece` was the last one in it."""
+class BatchEnd:
+    """Where an output batch ends: its last example is number `row` of input batch number `piece`."""
 
     piece: int
     row: int
 
 
-def rebatch(pieces: Iterable[KeyedBatch], size: int) -> Iterator[tuple[KeyedBatch, Cut]]:
-    """The examples of all pieces, in order, in batches of `size`, and where each batch ended.
+def rebatch(pieces: Iterable[KeyedBatch], size: int) -> Iterator[tuple[KeyedBatch, BatchEnd]]:
+    """Batches of `size` examples from all input batches, in order, each with the place where it ends.
 
     >>> pieces = [KeyedBatch({"a": Jagged(torch.arange(n))}) for n in (3, 2)]
     >>> [(batch.ids["a"].values.tolist(), cut.piece, cut.row) for batch, cut in rebatch(pieces, 2)]
@@ -32,18 +32,18 @@ def rebatch(pieces: Iterable[KeyedBatch], size: int) -> Iterator[tuple[KeyedBatc
     """
     waiting: list[KeyedBatch] = []
     count = 0
-    cut = Cut(0, -1)
+    cut = BatchEnd(0, -1)
     for number, piece in enumerate(pieces):
         start = 0
         while count + piece.size - start >= size:
             stop = start + size - count
-            cut = Cut(number, stop - 1)
+            cut = BatchEnd(number, stop - 1)
             yield join_batches([*waiting, slice_batch(piece, start, stop)]), cut
             waiting, count, start = [], 0, stop
         if start < piece.size:
             waiting.append(slice_batch(piece, start, piece.size))
             count += piece.size - start
-            cut = Cut(number, piece.size - 1)
+            cut = BatchEnd(number, piece.size - 1)
     if waiting:
         yield join_batches(waiting), cut
 

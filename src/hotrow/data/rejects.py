@@ -1,12 +1,11 @@
-"""Rejects: what happens to a row that cannot be used.
+"""Rejects: the policy for a row that cannot be used.
 
-One policy for all that can be wrong with a row, whether a line has a column too few or the feature spec refuses a
-value: `on_error="raise"` stops with the file, the line and the column; `on_error="skip"` counts the row and goes on.
-Skipping is for rows. A file that is corrupt, or a column that is absent, stops the source either way, and so does a
-pass in which every single row was skipped: that is a wrong layout, not a few bad rows.
+A row is bad when its line has the wrong number of columns or the feature spec refuses a value. `on_error="raise"`
+stops with the file, the line and the column. `on_error="skip"` counts the row and continues. A corrupt file or a
+missing column is an error under both policies. So is a pass that skipped every row: then the layout is wrong.
 
-Part of a file may be read where nobody knows how many lines came before it (file_parts.py): it has rejects of its own,
-numbered from the part's start, which `merge` adds to those of the pass.
+A worker that decodes part of a text file does not know how many lines come before it (files/file_units.py). It keeps
+its own `Rejects`, numbered from the start of its part, and `merge` adds them to those of the pass.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ Reject: TypeAlias = tuple[str, int, str | None, str]
 
 @dataclass
 class Rejects:
-    """The rows that one pass refused. `unit` is what a row is called in a message: line or row.
+    """The rows that one pass refused. `unit` is "line" or "row", for messages.
 
-    `lines` counts what a reader of lines has read: good, bad, blank and header.
+    `lines` counts every line that a text reader has read: good, bad, blank and header.
     """
 
     on_error: str
@@ -40,27 +39,27 @@ class Rejects:
         reject = (path, number, column, fact)
         if self.on_error == "raise":
             more = f" (and {rows - 1} more {self.unit}s)" if rows > 1 else ""
-            said = self._say(reject)
-            raise DataError(f'{said}{more}; mend the file, or pass on_error="skip" to leave such rows out')
+            message = self._format(reject)
+            raise DataError(f'{message}{more}; mend the file, or pass on_error="skip" to leave such rows out')
         self.first = self.first or reject
         self.count += rows
 
     def merge(self, count: int, first: Reject | None, before: int) -> None:
-        """Add the rejects of a part of a file before which `before` rows stood."""
+        """Add the rejects of a part of a file; `before` rows come before that part."""
         if first is not None:
             path, number, column, fact = first
             self.first = self.first or (path, number + before, column, fact)
         self.count += count
 
     def check_some_passed(self) -> None:
-        """Called after a pass that gave no example at all."""
+        """Raise if every row was skipped. Call it after a pass without a single example."""
         if self.first is not None:
             raise DataError(
                 f"all {self.count} {self.unit}s were skipped, so the layout or the features are wrong; the first: "
-                f"{self._say(self.first)}"
+                f"{self._format(self.first)}"
             )
 
-    def _say(self, reject: Reject) -> str:
+    def _format(self, reject: Reject) -> str:
         path, number, column, fact = reject
         return f"{path}, {self.unit} {number}" + (f", column {column!r}" if column else "") + f": {fact}"
 

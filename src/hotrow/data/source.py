@@ -1,12 +1,12 @@
-"""Source: where batches come from, and how to come back to the same place.
+"""Source: a stream of batches that can be resumed at any batch.
 
-A source yields batches, each with a cursor: a small JSON-able dict that says "after this batch". The trainer puts the
-cursor into the checkpoint beside the rows, so that a resumed run gets exactly the batches that the first one had not
-committed: for every cut, the head and the resumed tail together are the uninterrupted stream.
+A source yields batches, each with a cursor: a small JSON dict that means "after this batch". The trainer saves the
+cursor in the checkpoint beside the rows. A resumed run gets exactly the batches that were not committed: the batches
+before any cursor and the batches after it are together the uninterrupted stream.
 
-A cursor carries enough to know the source it belongs to (file names and sizes, batch size, or the seed and shape of a
-synthetic stream), and a source refuses a cursor that is not its own. `batches` may be called again and again, and from
-several threads; each call is its own pass.
+A cursor identifies its source (file names and sizes, batch size, or the seed and shape of a synthetic stream), and a
+source refuses a cursor of another one. `batches` may be called repeatedly and from several threads; each call is a
+separate pass.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Source(Protocol):
 
 
 def check_batch_size(batch_size: object) -> int:
-    """A batch has one example or more."""
+    """The option batch_size: one example or more."""
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise OptionError(f"batch_size={batch_size!r}; give an integer of 1 or more")
     return batch_size

@@ -1,19 +1,20 @@
-"""Split: how a source lets others decode its parts, with the very batches and cursors of reading it in one go.
+"""Split: a source as units of work that other processes can decode.
 
-Three steps, of which only the second is work and only the second leaves the trainer:
+The result is the same as reading in one process: the same batches and the same cursors. Three steps; only the second is
+expensive, and only the second runs on a worker:
 
-    units(cursor)            what there is to decode after the cursor, in order, found without decoding anything
-    decoder().decode(unit)   one unit's examples; any worker, any order, as often as need be: always the same Part
-    assemble(cursor, parts)  the parts, in order again, cut into batches, each with its cursor
+    units(cursor)            the units after the cursor, in order, found without decoding anything
+    decoder().decode(unit)   one unit's examples; any worker, in any order, always the same DecodedUnit
+    assemble(cursor, parts)  the decoded units, in order again, cut into batches, each with its cursor
 
-A unit is a few plain numbers, so a worker that dies takes nothing with it: somebody else decodes the unit again. Units
-need not be batches. Those of a file are stretches of it, because nobody knows in which byte batch 1,000 begins; cutting
-their examples into batches takes no time, and `batches` of the file source itself goes through the same lines.
+A unit is a few numbers, so a worker holds no state: when it dies, another one decodes the unit again. A unit is not a
+batch. A unit of a file is a range of it, because the byte at which batch 1,000 begins is not known in advance.
+`assemble` cuts the examples into batches at almost no cost, and `FileSource.batches` uses the same code.
 
-`share(number, of)` (share.py) gives the same three for every N-th batch alone, for ranks that each want their own.
+`strided(number, of)` (strided.py) gives the same three steps for every N-th batch, for one rank.
 
-A source without these methods (yours, or one of gzip files) is `Serial`: one unit is the next few batches after a
-cursor, and is known only when the one before it has been decoded. One worker at a time reads it, ahead of the trainer.
+A source without these methods (your own, or gzip files) is decoded by `SerialDecoder`: a unit is the next few batches
+after a cursor, and the following unit is known only after it. One worker at a time reads ahead of the trainer.
 """
 
 from __future__ import annotations
@@ -36,67 +37,68 @@ Unit: TypeAlias = dict[str, Any]
 
 
 @dataclass
-class Part:
-    """What became of one unit: batches, arrays that go with each of them, plain notes, and the error that ended it.
+class DecodedUnit:
+    """The result of one unit: batches, arrays for each batch (row positions), JSON notes, and the error that ended it.
 
-    The batches of a part that ends in an error are those before it.
+    A unit that ends in an error still has the batches before the error.
     """
 
     batches: list[KeyedBatch] = field(default_factory=list)
-    marks: list[tuple[IntArray, ...]] = field(default_factory=list)
+    positions: list[tuple[IntArray, ...]] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
     error: Exception | None = None
 
     def check(self) -> None:
-        """Raise the error, if there is one; call it after the batches have been used."""
+        """Raise the error, if there is one. Call it after the batches have been consumed."""
         if self.error is not None:
             raise self.error
 
 
-Parts: TypeAlias = Iterator[tuple[Unit, Part]]
+DecodedUnits: TypeAlias = Iterator[tuple[Unit, DecodedUnit]]
 
 
 class Decoder(Protocol):
-    """Decodes units of one source. May remember where it stands in a file, so one thread at a time."""
+    """Decodes units of one source. It may keep a position in a file, so only one thread at a time may call it."""
 
-    def decode(self, unit: Unit) -> Part:
-        """The unit's part; errors in the data are in it, not raised."""
+    def decode(self, unit: Unit) -> DecodedUnit:
+        """The unit's examples. An error in the data is returned in the result, not raised."""
 
 
 @runtime_checkable
 class Splittable(Protocol):
-    """A source whose parts can be decoded by others."""
+    """A source that can be decoded in units."""
 
     def units(self, cursor: Cursor | None = None) -> Iterator[Unit] | None:
-        """What there is to decode after the cursor, or None if this source cannot be split."""
+        """The units after the cursor, or None if this source cannot be split."""
 
     def decoder(self) -> Decoder:
         """A decoder; it is fastest when it gets units in order."""
 
     def assemble(
-        self, cursor: Cursor | None, parts: Parts, ask: Callable[[Unit], Part]
+        self, cursor: Cursor | None, parts: DecodedUnits, decode_now: Callable[[Unit], DecodedUnit]
     ) -> Iterator[tuple[KeyedBatch, Cursor]]:
-        """The batches after the cursor out of the parts of all units; `ask` decodes one more unit, and waits for it."""
+        """The batches after the cursor, from the decoded units. `decode_now` decodes one more unit and blocks."""
 
 
-def whole_batches(parts: Parts) -> Iterator[tuple[KeyedBatch, Cursor]]:
-    """Batches of parts that hold finished ones, each with its cursor."""
+def finished_batches(parts: DecodedUnits) -> Iterator[tuple[KeyedBatch, Cursor]]:
+    """The batches of units that were decoded into whole batches, each with its cursor."""
     for _, part in parts:
         yield from zip(part.batches, part.notes["cursors"], strict=True)
         part.check()
 
 
 class Stream(Protocol):
-    """What can be read after a cursor."""
+    """Anything that streams batches after a cursor."""
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch | None, Cursor]]:
         """Batches after the cursor."""
 
 
-class Serial:
-    """Decodes the next batches of any source after a cursor; goes on where it stands if that is the same cursor.
+class SerialDecoder:
+    """Decodes the next batches of any source after a cursor. It keeps its stream open and reuses it when the next unit
+    begins at the cursor where the previous one ended.
 
-    Of every N-th batch (share.py) the last may be None, and is then the cursor without a batch.
+    In a strided stream (strided.py) the last batch may be None; then only its cursor is returned.
     """
 
     def __init__(self, source: Stream) -> None:
@@ -104,9 +106,9 @@ class Serial:
         self._stream: Iterator[tuple[KeyedBatch | None, Cursor]] | None = None
         self._after: Cursor | None = None
 
-    def decode(self, unit: Unit) -> Part:
-        """Some batches after unit["cursor"]; notes["ended"] if there are no more."""
-        part = Part(notes={"cursors": [], "ended": False})
+    def decode(self, unit: Unit) -> DecodedUnit:
+        """Some batches after unit["cursor"]; notes["ended"] is true at the end of the source."""
+        part = DecodedUnit(notes={"cursors": [], "ended": False})
         try:
             if self._stream is None or self._after != unit["cursor"]:
                 self._stream = self._source.batches(unit["cursor"])
@@ -115,7 +117,7 @@ class Serial:
             part.error, self._stream = error, None
         return part
 
-    def _fill(self, part: Part, stream: Iterator[tuple[KeyedBatch | None, Cursor]]) -> None:
+    def _fill(self, part: DecodedUnit, stream: Iterator[tuple[KeyedBatch | None, Cursor]]) -> None:
         size = 0
         while size < SERIAL_BYTES and len(part.batches) < SERIAL_BATCHES:
             found = next(stream, None)

@@ -8,7 +8,7 @@ from hotrow.features.buckets import Bucketize, LogBucket
 from hotrow.features.dense import Dense
 from hotrow.features.keys import Cross, Key
 from hotrow.features.kinds import Feature
-from hotrow.features.problems import RowError
+from hotrow.features.row_error import RowError
 from hotrow.features.sequences import Sequence
 from hotrow.features.spec import FeatureSpec
 from hotrow.features.times import TimePart

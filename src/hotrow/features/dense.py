@@ -19,7 +19,7 @@ from hotrow.errors import OptionError
 from hotrow.features.columns import Column
 from hotrow.features.numbers import FloatArray, numbers
 from hotrow.features.options import check_choice, name_column
-from hotrow.features.problems import refuse_rows
+from hotrow.features.row_error import refuse_rows
 
 TRANSFORMS = ("none", "log1p", "standardize")
 

@@ -25,7 +25,7 @@ from hotrow.features import hashing
 from hotrow.features.columns import Column
 from hotrow.features.hashing import BoolArray, IntArray
 from hotrow.features.options import check_choice, check_hash, check_name, name_column
-from hotrow.features.problems import refuse_rows
+from hotrow.features.row_error import refuse_rows
 
 MISSING = ("key", "drop", "error")
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from hotrow.features.columns import Column
 from hotrow.features.hashing import BoolArray
-from hotrow.features.problems import refuse_rows
+from hotrow.features.row_error import refuse_rows
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -37,10 +37,10 @@ def refuse_rows(column: str, bad: npt.NDArray[np.bool_], values: Any, fact: str)
     """
     rows = np.flatnonzero(bad)
     if rows.size:
-        raise RowError(column, rows, fact.replace("{}", repr(_plain(values[int(rows[0])]))))
+        raise RowError(column, rows, fact.replace("{}", repr(_to_python(values[int(rows[0])]))))
 
 
-def _plain(value: Any) -> object:
+def _to_python(value: Any) -> object:
     """A Python value out of an Arrow or numpy scalar, for a message."""
     for method in ("as_py", "item"):
         if hasattr(value, method):

@@ -18,11 +18,11 @@ import torch
 
 from hotrow.batch import Jagged
 from hotrow.errors import OptionError
-from hotrow.features.columns import Column, plain
+from hotrow.features.columns import Column, unwrap_array
 from hotrow.features.hashing import BoolArray, IntArray
 from hotrow.features.keys import column_keys, is_string, offsets_of
 from hotrow.features.options import check_choice, check_hash, name_column
-from hotrow.features.problems import RowError, refuse_rows
+from hotrow.features.row_error import RowError, refuse_rows
 
 KEEP = ("last", "first")
 
@@ -88,7 +88,7 @@ class Sequence:
                 raise column.wrong_type(f"feature {self.name!r} splits text at {self.separator!r}", cure)
             array = pc.split_pattern(array, self.separator)
         lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-        return plain(array.flatten()), lengths
+        return unwrap_array(array.flatten()), lengths
 
     def _keys(self, column: Column, items: pa.Array, lengths: IntArray) -> IntArray:
         try:

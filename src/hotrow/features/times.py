@@ -20,7 +20,7 @@ from hotrow.features.columns import Column
 from hotrow.features.hashing import BoolArray, IntArray
 from hotrow.features.keys import fill
 from hotrow.features.options import check_choice, name_column
-from hotrow.features.problems import refuse_rows
+from hotrow.features.row_error import refuse_rows
 
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS

@@ -2,7 +2,7 @@
 
 So one step of N ranks is N batches in a row, the cursor after it is the cursor after the last of them, and a run can be
 resumed by another number of ranks: the stream and the cursor know nothing of ranks. A source that can pass over the
-others' batches has `every(rank, world, cursor)` (data/share.py); of others they are read and dropped.
+others' batches has `every(rank, world, cursor)` (data/strided.py); of others they are read and dropped.
 
 When the stream ends in the middle of a step, the ranks behind get an empty batch. A rank never knows by itself that all
 are done: it goes on with empty batches, and `Lookup.over` (exchanged with the keys) tells everybody at once. So ranks
@@ -18,7 +18,7 @@ import torch
 
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.data import Cursor, Source
-from hotrow.data.share import steps_of
+from hotrow.data.strided import strided_steps
 from hotrow.parallel.ranks import Ranks
 
 
@@ -30,7 +30,7 @@ class RankSource:
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
         """This rank's batch of each step, empty when there is none left, with the cursor after the step."""
-        steps = steps_of(self.source, self.ranks.rank, self.ranks.world, cursor)
+        steps = strided_steps(self.source, self.ranks.rank, self.ranks.world, cursor)
         last: Cursor | None = cursor
         shape: KeyedBatch | None = None
         for batch, after in steps:

@@ -1,8 +1,7 @@
-"""Connect: this process joins a Ray cluster, or says within a bounded time why not.
+"""Connect: join a Ray cluster, or raise an error within a bounded time.
 
-Ray itself waits almost three minutes for an address where nobody listens, and then ends the process (2.60). So an
-address is first tried in a process of its own that may hang and die as it likes, and only joined when that worked. It
-costs two seconds, once in a process.
+Ray 2.60 waits almost three minutes for an address without a listener, and then ends the process. So a child process
+tries the address first, and this process joins only after the child succeeded. That costs two seconds, once.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
 ray.shutdown()
 """
 _lock = threading.Lock()
-_names: set[str] = set()  # by which this process has joined its cluster
+_names: set[str] = set()  # the addresses under which this process has joined its cluster
 
 
 def import_ray() -> ModuleType:
@@ -41,10 +40,10 @@ def import_ray() -> ModuleType:
 
 
 def connect(address: str | None, cpus: int | None, store_bytes: int) -> str:
-    """Join the cluster at `address` and return its own.
+    """Join the cluster at `address` and return the cluster's own address.
 
-    None is the cluster that this process has joined already, or the environment's RAY_ADDRESS, or "local", which starts
-    a Ray of so many CPUs and bytes on this machine that ends with this process.
+    None means the cluster that this process has already joined, else the environment's RAY_ADDRESS, else "local".
+    "local" starts a Ray with `cpus` CPUs and an object store of `store_bytes`, which ends with this process.
     """
     with _lock:
         ray = import_ray()
@@ -71,25 +70,26 @@ def _join(ray: ModuleType, address: str, cpus: int | None, store_bytes: int) -> 
         )
     started = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == LOCAL:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # local by default: nobody is told
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
         started |= {"num_cpus": cpus, "object_store_memory": store_bytes, "include_dashboard": False}
     else:
-        _try(address)
+        _trial_join(address)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, **started)
     except (OSError, RuntimeError, ValueError, AssertionError) as error:
         raise ClusterError(f"the Ray cluster at {address!r} cannot be joined: {error}") from error
     finally:
-        # Ray installs a handler that exits at once, before a trainer could save. A local Ray ends with this process anyway.
+        # Ray installs a handler that exits at once, so a trainer could not save.
+        # A local Ray ends with this process anyway.
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
 
 
-def _try(address: str) -> None:
+def _trial_join(address: str) -> None:
     """Raise unless this machine can join the cluster at `address`."""
     if address != "auto":
-        _knock(address)
+        _check_listening(address)
     try:
         trial = subprocess.run(
             [sys.executable, "-c", _TRIAL, address], capture_output=True, text=True, timeout=TRIAL_SECONDS
@@ -105,15 +105,15 @@ def _try(address: str) -> None:
             "this machine as Ray's manual says (the file ~/.ray/auth_token)"
         )
     if trial.returncode:
-        said = [line for line in trial.stderr.strip().splitlines() if line.strip()] or [f"exit {trial.returncode}"]
+        lines = [line for line in trial.stderr.strip().splitlines() if line.strip()] or [f"exit {trial.returncode}"]
         raise ClusterError(
-            f"the Ray cluster at {address!r} cannot be joined: {said[-1].strip()}. Start one with `ray start --head`, "
+            f"the Ray cluster at {address!r} cannot be joined: {lines[-1].strip()}. Start one with `ray start --head`, "
             "and let this machine join it with `ray start --address=HOST:PORT --num-cpus=0`"
         )
 
 
-def _knock(address: str) -> None:
-    """Raise unless somebody listens at HOST:PORT."""
+def _check_listening(address: str) -> None:
+    """Raise unless a server listens at HOST:PORT."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise OptionError(f"ray address={address!r}; give HOST:PORT, 'auto' or 'local'")

@@ -17,10 +17,10 @@ from contextlib import closing
 from hotrow.batch import KeyedBatch
 from hotrow.data.cluster.connect import connect
 from hotrow.data.cluster.submit import Decodable, Submitter
-from hotrow.data.cluster.window import Limits, WorkerStats, Window, describe_limits
+from hotrow.data.cluster.window import Limits, Window, WorkerStats, describe_limits
 from hotrow.data.source import Cursor, Source
 from hotrow.data.split import Splittable, Unit, finished_batches
-from hotrow.data.strided import StridedStream, SupportsStride, Strided, Steps, stride_batches, finished_steps
+from hotrow.data.strided import Steps, Strided, StridedStream, SupportsStride, finished_steps, stride_batches
 from hotrow.errors import OptionError
 from hotrow.features import FeatureSpec
 from hotrow.units import parse_size
@@ -41,8 +41,8 @@ def on_ray(
 
     address: "HOST:PORT" of the head, "auto" for the cluster that this machine has joined, "local" for a Ray that this
     process starts; default: the cluster that the process has joined, else RAY_ADDRESS, else "local". workers: how many
-    units are decoded at once; default: one for each CPU that the cluster has at the moment. ahead: how many units may be
-    decoded or in progress at once; default: 2 for each worker. memory: how many bytes they may take in Ray's object
+    units are decoded at once; default: one for each CPU that the cluster has now. ahead: how many units may be decoded or
+    in progress at once; default: 2 for each worker. memory: how many bytes they may take in Ray's object
     store. cpus, resources: what Ray reserves for each worker. timeout: seconds without a decoded unit before an error.
 
     >>> clicks = on_ray(hr.data.synthetic(examples=100_000), "10.0.0.5:6379", workers=16)  # doctest: +SKIP
@@ -64,7 +64,7 @@ class OnRay:
 
     def __init__(self, source: Source, address: str | None, limits: Limits, resources: dict[str, float]) -> None:
         self.source = source
-        self._tally = WorkerStats()
+        self._stats = WorkerStats()
         self._limits = limits
         store = 2 * limits.memory + (100 << 20)
         self.address = connect(address, limits.workers and max(1, round(limits.workers * limits.cpus)), store)
@@ -104,12 +104,12 @@ class OnRay:
     @property
     def decoded_by(self) -> Counter[tuple[str, int]]:
         """How many units each worker has decoded in all passes, by Ray's node id and the process id there."""
-        return self._tally.units
+        return self._stats.units
 
     @property
     def worker_seconds(self) -> float:
         """CPU seconds that workers have spent decoding, in all passes."""
-        return self._tally.seconds
+        return self._stats.seconds
 
     @property
     def examples(self) -> int | None:
@@ -145,7 +145,7 @@ class OnRay:
 
     def _window(self, source: Decodable, units: Iterator[Unit] | None, cursor: Cursor | None) -> closing[Window]:
         submit = Submitter(source, units is None, self._limits.cpus, self._resources)
-        return closing(Window(submit, units, {"cursor": cursor}, self._limits, self._tally))
+        return closing(Window(submit, units, {"cursor": cursor}, self._limits, self._stats))
 
 
 def _check_count(option: str, value: object) -> None:

@@ -78,16 +78,16 @@ class Window:
         units: Iterator[Unit] | None,
         first: Unit,
         limits: Limits,
-        tally: WorkerStats,
+        stats: WorkerStats,
     ) -> None:
         self._ray = import_ray()
         self._submit = submit
         self._units = units
         self._next_serial: deque[Unit] = deque([first])  # of a serial source
         self._limits = limits
-        self._tally = tally
+        self._stats = stats
         self._change = threading.Condition()
-        self._jobs: deque[InFlightUnit] = deque()
+        self._in_flight: deque[InFlightUnit] = deque()
         self._exhausted = False  # there are no more units
         self._stopped = False
         self._workers = limits.workers or 1
@@ -98,29 +98,29 @@ class Window:
     def parts(self) -> Iterator[tuple[Unit, DecodedUnit]]:
         """The decoded units, in order. A unit counts as in flight until the caller takes the next one."""
         self._thread.start()
-        while (job := self._wait_for_first()) is not None:
-            yield job.unit, self._receive(job)
+        while (entry := self._wait_for_first()) is not None:
+            yield entry.unit, self._receive(entry)
             with self._change:
-                if self._jobs:
-                    self._jobs.popleft()
+                if self._in_flight:
+                    self._in_flight.popleft()
                 self._change.notify_all()
 
     def decode_now(self, unit: Unit) -> DecodedUnit:
         """Decode one unit now, and wait for it."""
-        job = InFlightUnit(unit, self._submit(unit))
-        self._complete(job, self._limits.timeout)
-        return self._receive(job)
+        entry = InFlightUnit(unit, self._submit(unit))
+        self._complete(entry, self._limits.timeout)
+        return self._receive(entry)
 
     def close(self) -> None:
         """Stop the thread and cancel what is in flight. May be called twice."""
         with self._change:
             self._stopped = True
-            jobs = list(self._jobs)
-            self._jobs.clear()
+            entries = list(self._in_flight)
+            self._in_flight.clear()
             self._change.notify_all()
         if self._thread.is_alive():
             self._thread.join()
-        self._submit.close([job.refs[0] for job in jobs if job.refs is not None and not job.done])
+        self._submit.close([entry.refs[0] for entry in entries if entry.refs is not None and not entry.done])
 
     # Called by the trainer.
 
@@ -129,28 +129,28 @@ class Window:
         began = time.monotonic()
         with self._change:
             while True:
-                if self._jobs and self._jobs[0].done:
-                    return self._jobs[0]
-                if self._exhausted and not self._jobs:
+                if self._in_flight and self._in_flight[0].done:
+                    return self._in_flight[0]
+                if self._exhausted and not self._in_flight:
                     return None
                 idle = time.monotonic() - max(began, self._progress)
                 if idle > self._limits.timeout:
                     raise ClusterError(self._timeout_message())
                 self._change.wait(min(1.0, self._limits.timeout))
 
-    def _receive(self, job: InFlightUnit) -> DecodedUnit:
-        if job.error is not None:
-            raise job.error
-        assert job.header is not None and job.refs is not None
+    def _receive(self, entry: InFlightUnit) -> DecodedUnit:
+        if entry.error is not None:
+            raise entry.error
+        assert entry.header is not None and entry.refs is not None
         try:
-            arrays = self._get(job, 1, self._limits.timeout)
+            arrays = self._get(entry, 1, self._limits.timeout)
         except self._ray.exceptions.RayError as error:
-            raise _translate(error, job.unit) from error
-        part = unpack(job.header.text, arrays)
-        part.error = unpack_error(job.header)
+            raise _translate(error, entry.unit) from error
+        part = unpack(entry.header.text, arrays)
+        part.error = unpack_error(entry.header)
         return part
 
-    def _get(self, job: InFlightUnit, which: int, timeout: float) -> Any:
+    def _get(self, entry: InFlightUnit, which: int, timeout: float) -> Any:
         """A unit's header (0) or body (1).
 
         Until Ray notices that an actor died, each of Ray's own retries fails at once, so one death can use up all of
@@ -158,14 +158,14 @@ class Window:
         """
         tries = RETRIES
         while True:
-            assert job.refs is not None
+            assert entry.refs is not None
             try:
-                return self._ray.get(job.refs[which], timeout=timeout)
+                return self._ray.get(entry.refs[which], timeout=timeout)
             except self._ray.exceptions.ActorUnavailableError:
                 with self._change:
                     if not tries or self._change.wait_for(lambda: self._stopped, _UNREACHED_SECONDS):
                         raise
-                    job.refs = self._submit(job.unit)
+                    entry.refs = self._submit(entry.unit)
             tries -= 1
 
     def _timeout_message(self) -> str:
@@ -186,7 +186,9 @@ class Window:
                 self._count_workers()
                 self._fill()
                 with self._change:
-                    running = {job.refs[1]: job for job in self._jobs if not job.done and job.refs is not None}
+                    running = {
+                        entry.refs[1]: entry for entry in self._in_flight if not entry.done and entry.refs is not None
+                    }
                     if not running:
                         self._change.wait(_COUNT_SECONDS)
                         continue
@@ -208,10 +210,10 @@ class Window:
                 failed = InFlightUnit({}, error=error)
             with self._change:
                 if failed is not None:
-                    self._jobs.append(failed)
+                    self._in_flight.append(failed)
                     self._exhausted = True
                 elif unit is not None and not self._stopped:
-                    self._jobs.append(InFlightUnit(unit, self._submit(unit)))
+                    self._in_flight.append(InFlightUnit(unit, self._submit(unit)))
                 if self._exhausted:
                     self._change.notify_all()
                 if unit is None:
@@ -233,8 +235,8 @@ class Window:
             self._next_serial.append({"cursor": notes["cursors"][-1]})
 
     def _can_submit(self) -> bool:
-        held = len(self._jobs)
-        running = sum(not job.done for job in self._jobs)
+        held = len(self._in_flight)
+        running = sum(not entry.done for entry in self._in_flight)
         if running >= (1 if self._units is None else self._workers):
             return False
         if held >= (self._limits.ahead or 2 * self._workers):
@@ -242,21 +244,21 @@ class Window:
         largest = self._limits.largest
         return held == 0 or (largest > 0 and (held + 1) * largest <= self._limits.memory)
 
-    def _complete(self, job: InFlightUnit, timeout: float) -> None:
+    def _complete(self, entry: InFlightUnit, timeout: float) -> None:
         """Wait for a unit's header and record it."""
         try:
-            header: ResultHeader = self._get(job, 0, timeout)
+            header: ResultHeader = self._get(entry, 0, timeout)
         except self._ray.exceptions.RayError as error:
             with self._change:
-                job.error = _translate(error, job.unit)
+                entry.error = _translate(error, entry.unit)
                 self._change.notify_all()
             return
         with self._change:
-            job.header = header
+            entry.header = header
             self._limits.largest = max(self._limits.largest, header.size, 1)
             self._progress = time.monotonic()
-            self._tally.units[header.node, header.pid] += 1
-            self._tally.seconds += header.seconds
+            self._stats.units[header.node, header.pid] += 1
+            self._stats.seconds += header.seconds
             if self._units is None:
                 self._queue_next_serial(header)
             self._change.notify_all()
@@ -271,9 +273,9 @@ class Window:
 
     def _fail_all(self, error: BaseException) -> None:
         with self._change:
-            self._jobs.append(InFlightUnit({}, error=error))
-            for job in self._jobs:
-                job.error = job.error or (None if job.header else error)
+            self._in_flight.append(InFlightUnit({}, error=error))
+            for entry in self._in_flight:
+                entry.error = entry.error or (None if entry.header else error)
             self._exhausted = True
             self._change.notify_all()
 

@@ -1,9 +1,8 @@
-"""Wire: a Part as one JSON text and a list of numpy arrays, and back.
+"""Wire format: a DecodedUnit as one JSON text and a list of numpy arrays, and back.
 
-That is all of a batch that travels between machines: names and layout in the text, tensors as plain arrays, no object
-of ours. Ray keeps the arrays out of its pickles and in shared memory, so a batch is not copied on receipt: its tensors
-are views of Ray's object store, which holds them as long as a batch needs them. They must not be written to, and no
-stage does.
+The text holds names and layout, the arrays hold the tensors; no HotRow object is pickled. Ray keeps the arrays in its
+shared-memory object store, so the receiver copies nothing: a batch's tensors are views of the store, which keeps them
+alive as long as the batch. They are read-only, and no stage writes to them.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ import torch
 from torch import Tensor
 
 from hotrow.batch import Jagged, KeyedBatch
-from hotrow.data.split import Part
+from hotrow.data.split import DecodedUnit
 
 Arrays: TypeAlias = list[npt.NDArray[Any]]
 
-with warnings.catch_warnings():  # torch warns once about an array that is read-only; this is that once
+with warnings.catch_warnings():  # torch warns once a process about a read-only array: trigger and hide it here
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(b"read-only", np.uint8))
 
 
-def pack(part: Part) -> tuple[str, Arrays]:
-    """The part without its error.
+def pack(part: DecodedUnit) -> tuple[str, Arrays]:
+    """The decoded unit, without its error.
 
     >>> part = Part([KeyedBatch({"user": Jagged(torch.tensor([3, 4]))}, labels=torch.tensor([1.0, 0.0]))])
     >>> unpack(*pack(part)).batches[0].ids["user"].values
@@ -49,13 +48,13 @@ def pack(part: Part) -> tuple[str, Arrays]:
         }
         for batch in part.batches
     ]
-    marks = [[place(torch.from_numpy(mark)) for mark in found] for found in part.marks]
-    return json.dumps({"batches": batches, "marks": marks, "notes": part.notes}), arrays
+    positions = [[place(torch.from_numpy(mark)) for mark in found] for found in part.positions]
+    return json.dumps({"batches": batches, "positions": positions, "notes": part.notes}), arrays
 
 
-def unpack(text: str, arrays: Arrays) -> Part:
-    """The part that `pack` took apart; its tensors are views of the arrays."""
-    head = json.loads(text)
+def unpack(text: str, arrays: Arrays) -> DecodedUnit:
+    """The decoded unit that `pack` serialized. Its tensors are views of the arrays."""
+    header = json.loads(text)
 
     def tensor(place: int | None) -> Tensor | None:
         return None if place is None else torch.from_numpy(arrays[place])
@@ -65,11 +64,11 @@ def unpack(text: str, arrays: Arrays) -> Part:
         assert values is not None
         return Jagged(values, offsets, weights)
 
-    return Part(
+    return DecodedUnit(
         batches=[
             KeyedBatch({name: jagged(places) for name, places in batch["ids"].items()}, *map(tensor, batch["rest"]))
-            for batch in head["batches"]
+            for batch in header["batches"]
         ],
-        marks=[tuple(arrays[place] for place in found) for found in head["marks"]],
-        notes=head["notes"],
+        positions=[tuple(arrays[place] for place in found) for found in header["positions"]],
+        notes=header["notes"],
     )

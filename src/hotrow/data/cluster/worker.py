@@ -1,11 +1,11 @@
-"""Worker: what runs on the other side.
+"""Worker: the code that runs in a Ray worker process.
 
-A Ray task decodes one unit. It needs nothing but the source and the unit, so Ray may run it anywhere and, after a
-crash, again: same unit, same part. What a process keeps between tasks (the source, an open file, where it stands in a
-row group) makes it faster, never different.
+A Ray task decodes one unit. It needs only the source and the unit, so Ray may run it on any node, and again after a
+crash, with the same result. A process caches the source, an open file and its position in a row group between tasks;
+the cache changes the speed, never the result.
 
-The answer is two objects. The head is small and tells what came out: layout, size, who decoded it, the error. The body
-is the arrays, in Ray's shared memory.
+A task returns two objects. The header is small: layout, size, which worker decoded it, the error. The body is the
+arrays, in Ray's shared memory.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ import pyarrow as pa
 import torch
 
 from hotrow.data.cluster.connect import import_ray
-from hotrow.data.split import Decoder, Part, Serial, Unit
-from hotrow.data.wire import Arrays, pack
+from hotrow.data.cluster.wire_format import Arrays, pack
+from hotrow.data.split import DecodedUnit, Decoder, SerialDecoder, Unit
 from hotrow.errors import ClusterError, HotRowError
 
-KEPT = 4
+CACHED_DECODERS = 4
 _decoders: OrderedDict[str, Decoder] = OrderedDict()
 
 
 @dataclass(frozen=True)
-class Order:
-    """What all units of one pass have in common. `source` is a Ray object: [ObjectRef], so that it is fetched once."""
+class PassSettings:
+    """What all units of one pass share. `source` is [ObjectRef]: a reference in a list, so that Ray does not fetch it
+    for every call."""
 
     token: str
     version: str
@@ -43,9 +44,9 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Head:
-    """What came out of a unit: the part's text (wire.py), the bytes of its arrays, who made it in how many CPU seconds,
-    and its error."""
+class ResultHeader:
+    """The first result of a unit: its JSON text (wire_format.py), the bytes of its arrays, the worker that decoded it,
+    the CPU seconds spent, and its error (pickled, with the traceback as text)."""
 
     text: str
     size: int
@@ -57,18 +58,18 @@ class Head:
 
 
 class RemoteError(Exception):
-    """Where an error happened on the other side: the cause of the error that the trainer sees."""
+    """A worker's traceback. It is the `__cause__` of the error that the trainer raises."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
-def decode_unit(order: Order, unit: Unit) -> tuple[Head, Arrays]:
+def decode_unit(settings: PassSettings, unit: Unit) -> tuple[ResultHeader, Arrays]:
     """Decode one unit; runs in a Ray worker."""
-    decoder, start = _decoder(order), time.process_time()
+    decoder, start = _decoder(settings), time.process_time()
     part = decoder.decode(unit)
     text, arrays = pack(part)
-    head = Head(
+    header = ResultHeader(
         text,
         sum(array.nbytes for array in arrays),
         socket.gethostname(),
@@ -77,50 +78,50 @@ def decode_unit(order: Order, unit: Unit) -> tuple[Head, Arrays]:
         time.process_time() - start,
         _pack_error(part),
     )
-    return head, arrays
+    return header, arrays
 
 
-def unpack_error(head: Head) -> Exception | None:
-    """The error as it was raised over there, caused by its traceback."""
-    if head.error is None:
+def unpack_error(header: ResultHeader) -> Exception | None:
+    """The error that the worker raised, with the worker's traceback as its cause."""
+    if header.error is None:
         return None
-    pickled, trace = head.error
+    pickled, trace = header.error
     error: Exception = import_ray().cloudpickle.loads(pickled)
-    error.__cause__ = RemoteError(f"in process {head.pid} on {head.host}:\n{trace}")
+    error.__cause__ = RemoteError(f"in process {header.pid} on {header.host}:\n{trace}")
     return error
 
 
-def _decoder(order: Order) -> Decoder:
-    found = _decoders.get(order.token)
+def _decoder(settings: PassSettings) -> Decoder:
+    found = _decoders.get(settings.token)
     if found is None:
-        found = _decoders[order.token] = _open(order)
-        while len(_decoders) > KEPT:
+        found = _decoders[settings.token] = _open(settings)
+        while len(_decoders) > CACHED_DECODERS:
             _decoders.popitem(last=False)
-    _decoders.move_to_end(order.token)
+    _decoders.move_to_end(settings.token)
     return found
 
 
-def _open(order: Order) -> Decoder:
+def _open(settings: PassSettings) -> Decoder:
     from hotrow import __version__
 
-    if __version__ != order.version:
+    if __version__ != settings.version:
         raise ClusterError(
-            f"the Ray worker on {socket.gethostname()} has hotrow {__version__} and the trainer {order.version}; "
+            f"the Ray worker on {socket.gethostname()} has hotrow {__version__} and the trainer {settings.version}; "
             "install one version on every node"
         )
-    threads = max(1, int(order.cpus))
+    threads = max(1, int(settings.cpus))
     pa.set_cpu_count(threads)
     torch.set_num_threads(threads)
-    if os.path.isdir(order.folder):
-        os.chdir(order.folder)  # so that relative paths are the trainer's
-    source = import_ray().get(order.source[0])
-    if order.serial:
-        return Serial(source)
+    if os.path.isdir(settings.folder):
+        os.chdir(settings.folder)  # so that relative paths resolve as in the trainer
+    source = import_ray().get(settings.source[0])
+    if settings.serial:
+        return SerialDecoder(source)
     decoder: Decoder = source.decoder()
     return decoder
 
 
-def _pack_error(part: Part) -> tuple[bytes, str] | None:
+def _pack_error(part: DecodedUnit) -> tuple[bytes, str] | None:
     if part.error is None:
         return None
     trace = "".join(traceback.format_exception(part.error))
@@ -128,6 +129,6 @@ def _pack_error(part: Part) -> tuple[bytes, str] | None:
     try:
         pickled = pickle.dumps(part.error)
         pickle.loads(pickled)
-    except Exception:  # one that cannot travel: its words do
+    except Exception:  # it cannot be pickled: send its message
         pickled = pickle.dumps(HotRowError(f"{type(part.error).__name__}: {part.error}"))
     return pickled, trace

@@ -1,14 +1,13 @@
-"""Chunk: some thousand raw rows of one file, and where each of them stood.
+"""Chunk, Span, RowOffsets and Reader: what a file format has to provide.
 
-Readers give chunks, features are applied to a whole chunk at once (one Arrow call per column costs the same for 100
-rows as for 10,000), and rebatch.py cuts the result into batches. To give every batch a cursor, a chunk remembers for
-each row its number in the file, for messages, and the offset right after it, to resume from.
+A Chunk is some thousand raw rows of one file. Features are applied to a whole chunk at once, because an Arrow call
+costs the same for 100 rows as for 10,000; rebatch.py then cuts the result into batches. A chunk keeps two numbers for
+each row: its number in the file, for messages, and the offset right after it, for the cursor.
 
-A Span is a part of a file that can be read by itself, perhaps on another machine (file_parts.py). The spans of a file,
-one after another, have the rows of the whole file; a row belongs to the span that it begins in.
+A Span is a part of a file that can be read by itself, perhaps on another machine (file_units.py). The spans of a file
+cover it without overlap; a row belongs to the span in which it begins.
 
-A Stretch is some rows of which it is known where each begins and ends, before any of them is decoded: what every N-th
-batch is found by (file_share.py).
+A RowOffsets has the offsets of rows that have not been decoded. Strided reading selects rows by it (strided_files.py).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Chunk:
         return Chunk(self.path, self.table.slice(start, stop - start), self.numbers[rows], self.ends[rows])
 
     def compact(self) -> Chunk:
-        """The same rows, without keeping alive what they are a small part of."""
+        """The same rows, copied if they are a small part of a larger buffer, so that the buffer can be freed."""
         if self.table.get_total_buffer_size() <= 2 * self.table.nbytes:
             return self
         return Chunk(self.path, self.table.take(np.arange(len(self.numbers))), self.numbers, self.ends)
@@ -53,7 +52,7 @@ class Chunk:
 
 
 def join_chunks(chunks: list[Chunk]) -> Chunk:
-    """The rows of chunks of one file. Requires: there is one."""
+    """The rows of chunks of one file. Requires: at least one chunk."""
     if len(chunks) == 1:
         return chunks[0]
     return Chunk(
@@ -68,65 +67,65 @@ def join_chunks(chunks: list[Chunk]) -> Chunk:
 class Span:
     """The rows of a file that begin at offsets begin to end.
 
-    number: how many rows came before, or None if only reading would tell. root: where reading has to start to get to
-    `begin`, such as the row group's first row.
+    number: how many rows came before, or None if that is not known without reading. read_from: the offset at which
+    reading has to start to reach `begin`, such as the row group's first row.
     """
 
     begin: int
     end: int
     number: int | None
-    root: int
+    read_from: int
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Row i stands at offsets begins[i] to ends[i] and has number numbers[i], from 1.
+class RowOffsets:
+    """Row i is at offsets begins[i] to ends[i] and has the number numbers[i], from 1.
 
-    root: where reading has to start to get to any of them, or None if each can be read by itself.
+    read_from: the offset at which reading has to start to reach them, or None if each row can be read by itself.
     """
 
     begins: Many[int] | IntArray
     ends: Many[int] | IntArray
     numbers: Many[int] | IntArray
-    root: int | None = None
+    read_from: int | None = None
 
     def span(self, first: int, last: int) -> Span:
         """Rows first to last. Requires: first < last."""
         begin, end = int(self.begins[first]), int(self.ends[last - 1])
-        return Span(begin, end, int(self.numbers[first]) - 1, begin if self.root is None else self.root)
+        return Span(begin, end, int(self.numbers[first]) - 1, begin if self.read_from is None else self.read_from)
 
 
 SpanReader: TypeAlias = Callable[[str, Span, int, Rejects], Iterator[Chunk]]
-"""The chunks of a span of a file, before which so many rows stood. May remember where it has got to, so one thread at
-a time."""
+"""(path, span, rows before the span, rejects) to the chunks of the span. It may keep a position in the file, so only
+one thread at a time may call it."""
 
 
 class Reader(Protocol):
-    """How to read one kind of file."""
+    """Reads one file format."""
 
     @property
     def kind(self) -> str:
-        """A word for the cursor: a cursor of one kind does not fit another."""
+        """The format's name in the cursor; a source refuses a cursor of another kind."""
 
     @property
     def unit(self) -> str:
-        """What a row is called in a message."""
+        """What a message calls a row: "row" or "line"."""
 
     def chunks(self, path: str, offset: int, number: int, rejects: Rejects) -> Iterator[Chunk]:
-        """The chunks of a file from `offset` on, where row `number` had just been read; 0 and 0 at the start."""
+        """The chunks of a file from `offset` on, which is right after row `number`; 0 and 0 at the start."""
 
     def count(self, paths: tuple[str, ...]) -> int | None:
-        """How many rows all files have, or None if one would have to read them to know."""
+        """How many rows all files have, or None if that is not known without reading them."""
 
     def spans(self, path: str, offset: int, number: int) -> Iterator[Span] | None:
-        """The spans of a file from `offset` on, found without reading its rows, or None if that cannot be done."""
+        """The spans of a file from `offset` on, found without reading its rows; None if the format cannot do that."""
 
-    def stretches(self, path: str, offset: int, number: int) -> Iterator[Stretch]:
-        """All rows of a file from `offset` on, in order, found without decoding them. Requires: it has spans."""
+    def row_offsets(self, path: str, offset: int, number: int) -> Iterator[RowOffsets]:
+        """All rows of a file from `offset` on, in order, found without decoding them. Requires: the file has spans."""
 
     @property
     def span_size(self) -> int:
-        """How much of a file, in offsets, is worth a worker's while."""
+        """The size of a unit of work, in offsets."""
 
     def span_reader(self) -> SpanReader:
-        """A reader of spans; it is fastest when it gets them in rising order."""
+        """A reader of spans; it is fastest when spans come in ascending order."""

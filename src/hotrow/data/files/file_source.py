@@ -1,14 +1,13 @@
 """FileSource: files → chunks → features → batches, each with a cursor.
 
-The one path of all file formats, top to bottom in `_stream`; a format is a Reader (parquet.py, text.py) that gives
-chunks from an offset on. Files follow each other without a seam: a batch may hold the end of one file and the start of
-the next, so how the rows are spread over files does not change a single batch.
+All file formats share this path; a format is a Reader (parquet.py, text.py) that yields chunks from an offset on. A
+batch may hold the end of one file and the start of the next, so how rows are divided into files changes no batch.
 
 A cursor holds the file's name and size, the offset and number of the last row of its batch, the batch size, and the
 stamp of all files. Memory is one chunk and one batch, whatever the size of the files.
 
-Reading and decoding may happen elsewhere (split.py, file_parts.py); `_join` is where both ways meet. For every N-th
-batch alone (share.py, file_share.py) there is one way, whether it is decoded here or there.
+`_read` decodes in this process; file_units.py decodes on workers. Both feed `_join`, which cuts batches and makes
+cursors. Every N-th batch (strided_files.py) takes one path, whether it is decoded here or on workers.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from dataclasses import dataclass
 
 from hotrow.batch import KeyedBatch
 from hotrow.data.files.chunks import Reader
-from hotrow.data.files.file_parts import FileDecoder, Rows, apply_features, file_units, number_rows
-from hotrow.data.files.file_share import SharedRows, shared_units, take_steps
+from hotrow.data.files.file_units import FileDecoder, Rows, apply_features, file_units, number_rows
 from hotrow.data.files.listing import Files
+from hotrow.data.files.strided_files import StridedDecoder, assemble_steps, strided_units
 from hotrow.data.rebatch import rebatch
 from hotrow.data.rejects import Rejects, check_policy
-from hotrow.data.share import Steps, deal
 from hotrow.data.source import Cursor, check_batch_size, cursor_number, match_cursor
-from hotrow.data.split import Part, Parts, Unit
+from hotrow.data.split import DecodedUnit, DecodedUnits, Unit
+from hotrow.data.strided import Steps, stride_batches
 from hotrow.errors import DataError
 from hotrow.features import FeatureSpec
 from hotrow.features.hashing import IntArray
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where to read on: file number `index`, at `offset`, after row `number`."""
+class FilePosition:
+    """A position in the stream: in file number `index`, at `offset`, after row `number`."""
 
     index: int = 0
     offset: int = 0
@@ -60,8 +59,8 @@ class FileSource:
         return self._join(files, start, self._read(start, rejects), rejects)
 
     def units(self, cursor: Cursor | None = None) -> Iterator[Unit] | None:
-        """The stretches of files to decode after the cursor, or None if there are gzip files."""
-        start = self._find_start(Files.look(self.paths), cursor)
+        """The spans of files to decode after the cursor, or None if there are gzip files."""
+        start = self._find_start(Files.stat(self.paths), cursor)
         return file_units(self._reader, self.paths, start.index, start.offset, start.number)
 
     def decoder(self) -> FileDecoder:
@@ -69,27 +68,27 @@ class FileSource:
         return FileDecoder(self.paths, self._reader, self.features, self._on_error)
 
     def assemble(
-        self, cursor: Cursor | None, parts: Parts, ask: Callable[[Unit], Part]
+        self, cursor: Cursor | None, parts: DecodedUnits, decode_now: Callable[[Unit], DecodedUnit]
     ) -> Iterator[tuple[KeyedBatch, Cursor]]:
-        """The batches after the cursor, out of the parts of all units."""
+        """The batches after the cursor, from the decoded units."""
         files, start, rejects = self._begin(cursor)
-        return self._join(files, start, number_rows(parts, ask, start.index, start.number, rejects), rejects)
+        return self._join(files, start, number_rows(parts, decode_now, start.index, start.number, rejects), rejects)
 
     def every(self, number: int, of: int, cursor: Cursor | None = None) -> Steps:
         """Batch `number` of every `of` batches, None where the files have ended before it, with the cursor after all.
 
-        The others' rows are not decoded (file_share.py), unless on_error="skip" or gzip files make it necessary.
+        Rows of other batches are not decoded (strided_files.py), unless on_error="skip" or gzip files require it.
         """
-        share = self.share(number, of)
-        units = share.units(cursor, brief=True)
+        strided = self.strided(number, of)
+        units = strided.units(cursor, small_units=True)
         if units is None:
-            return deal(self.batches(cursor), number, of)
-        decode = share.decoder().decode
-        return share.assemble(cursor, ((unit, decode(unit)) for unit in units), decode)
+            return stride_batches(self.batches(cursor), number, of)
+        decode = strided.decoder().decode
+        return strided.assemble(cursor, ((unit, decode(unit)) for unit in units), decode)
 
-    def share(self, number: int, of: int) -> FileShare:
-        """Batch `number` of every `of` batches, to be decoded anywhere."""
-        return FileShare(self, number, of)
+    def strided(self, number: int, of: int) -> StridedFiles:
+        """Batch `number` of every `of` batches, as units that any worker can decode."""
+        return StridedFiles(self, number, of)
 
     @property
     def skipped(self) -> int:
@@ -103,29 +102,29 @@ class FileSource:
 
     def describe(self) -> str:
         """One line for a log."""
-        size = sum(Files.look(self.paths).sizes)
+        size = sum(Files.stat(self.paths).sizes)
         names = (
             self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} to {self.paths[-1]}, {len(self.paths)} files"
         )
         return f"{self._reader.kind}: {names}, {size:,} bytes, batches of {self.batch_size}"
 
-    def _begin(self, cursor: Cursor | None) -> tuple[Files, Place, Rejects]:
-        files = Files.look(self.paths)
+    def _begin(self, cursor: Cursor | None) -> tuple[Files, FilePosition, Rejects]:
+        files = Files.stat(self.paths)
         start = self._find_start(files, cursor)
         self._rejects = Rejects(self._on_error, self._reader.unit)
         return files, start, self._rejects
 
-    def _read(self, start: Place, rejects: Rejects) -> Iterator[Rows]:
+    def _read(self, start: FilePosition, rejects: Rejects) -> Iterator[Rows]:
         for index in range(start.index, len(self.paths)):
-            here = start if index == start.index else Place(index)
+            here = start if index == start.index else FilePosition(index)
             for chunk in self._reader.chunks(self.paths[index], here.offset, here.number, rejects):
                 for batch, used in apply_features(self.features, chunk, rejects):
                     yield index, batch, used.ends, used.numbers
 
     def _join(
-        self, files: Files, start: Place, rows: Iterator[Rows], rejects: Rejects
+        self, files: Files, start: FilePosition, rows: Iterator[Rows], rejects: Rejects
     ) -> Iterator[tuple[KeyedBatch, Cursor]]:
-        ends: deque[tuple[int, IntArray, IntArray]] = deque()  # of the pieces that are not yet wholly in a batch
+        ends: deque[tuple[int, IntArray, IntArray]] = deque()  # of the pieces that are not used up yet
 
         def pieces() -> Iterator[KeyedBatch]:
             for index, batch, offsets, numbers in rows:
@@ -133,80 +132,83 @@ class FileSource:
                     ends.append((index, offsets, numbers))
                     yield batch
 
-        oldest, empty = 0, start == Place()
+        oldest, empty = 0, start == FilePosition()
         for batch, cut in rebatch(pieces(), self.batch_size):
             while oldest < cut.piece:
                 ends.popleft()
                 oldest += 1
             index, offsets, numbers = ends[0]
-            yield batch, self._cursor(files, Place(index, int(offsets[cut.row]), int(numbers[cut.row])))
+            yield batch, self._cursor(files, FilePosition(index, int(offsets[cut.row]), int(numbers[cut.row])))
             empty = False
         if empty:
             rejects.check_some_passed()
 
-    def _cursor(self, files: Files, place: Place) -> Cursor:
+    def _cursor(self, files: Files, position: FilePosition) -> Cursor:
         return {
             "source": self._reader.kind,
             "batch_size": self.batch_size,
-            "file": files.names[place.index],
-            "size": files.sizes[place.index],
+            "file": files.names[position.index],
+            "size": files.sizes[position.index],
             "files": files.stamp,
-            "index": place.index,
-            "offset": place.offset,
-            "number": place.number,
+            "index": position.index,
+            "offset": position.offset,
+            "number": position.number,
         }
 
-    def _find_start(self, files: Files, cursor: Cursor | None) -> Place:
+    def _find_start(self, files: Files, cursor: Cursor | None) -> FilePosition:
         if cursor is None:
-            return Place()
-        mine = self._cursor(files, Place())
+            return FilePosition()
+        mine = self._cursor(files, FilePosition())
         cures = {
             "source": "resume with the kind of source that made the cursor",
             "batch_size": f"pass batch_size={cursor.get('batch_size')}",
         }
         match_cursor(cursor, {name: mine[name] for name in cures}, cures)
-        place = Place(*(cursor_number(cursor, name) for name in ("index", "offset", "number")))
-        if place.index >= len(files.paths):
+        position = FilePosition(*(cursor_number(cursor, name) for name in ("index", "offset", "number")))
+        if position.index >= len(files.paths):
             raise DataError(
-                f"the cursor does not fit this source: it stands in file {place.index + 1} ({cursor.get('file')!r}) "
+                f"the cursor does not fit this source: it stands in file {position.index + 1} ({cursor.get('file')!r}) "
                 f"and the source has {len(files.paths)} files; name the same files as before"
             )
         same_files = "name the same files, unchanged, or start without a cursor"
         cures = {
             "file": same_files,
-            "size": f"the file {files.paths[place.index]} has changed; put the old one back, or start without a cursor",
+            "size": f"the file {files.paths[position.index]} has changed; put the old one back, "
+            "or start without a cursor",
             "files": f"some of the {len(files.paths)} files are other ones or have changed; {same_files}",
         }
-        mine = self._cursor(files, place)
+        mine = self._cursor(files, position)
         match_cursor(cursor, {name: mine[name] for name in cures}, cures)
-        return place
+        return position
 
 
 @dataclass(frozen=True)
-class FileShare:
+class StridedFiles:
     """Batch `number` of every `of` batches of a source of files."""
 
     source: FileSource
     number: int
     of: int
 
-    def units(self, cursor: Cursor | None = None, brief: bool = False) -> Iterator[Unit] | None:
-        """Spans of own batches after the cursor; None if all rows have to be decoded to know which are in them."""
+    def units(self, cursor: Cursor | None = None, small_units: bool = False) -> Iterator[Unit] | None:
+        """Spans of own batches after the cursor; None if only decoding tells which rows are in them."""
         source = self.source
-        start = source._find_start(Files.look(source.paths), cursor)
+        start = source._find_start(Files.stat(source.paths), cursor)
         if self.of == 1 or source._on_error == "skip":
             return None
         if any(source._reader.spans(path, 0, 0) is None for path in source.paths[start.index :]):
             return None
-        place = start.index, start.offset, start.number
-        return shared_units(source._reader, source.paths, place, source.batch_size, self.number, self.of, brief)
+        position = start.index, start.offset, start.number
+        return strided_units(
+            source._reader, source.paths, position, source.batch_size, self.number, self.of, small_units
+        )
 
-    def decoder(self) -> SharedRows:
+    def decoder(self) -> StridedDecoder:
         """Decodes units."""
-        return SharedRows(self.source.paths, self.source._reader, self.source.features)
+        return StridedDecoder(self.source.paths, self.source._reader, self.source.features)
 
-    def assemble(self, cursor: Cursor | None, parts: Parts, ask: Callable[[Unit], Part]) -> Steps:
-        """The own batches after the cursor, out of the parts of all units."""
+    def assemble(self, cursor: Cursor | None, parts: DecodedUnits, decode_now: Callable[[Unit], DecodedUnit]) -> Steps:
+        """The own batches after the cursor, from the decoded units."""
         files, _, _ = self.source._begin(cursor)
-        for batch, place in take_steps(parts, self.source.batch_size):
-            yield batch, self.source._cursor(files, Place(*place))
+        for batch, position in assemble_steps(parts, self.source.batch_size):
+            yield batch, self.source._cursor(files, FilePosition(*position))

@@ -1,10 +1,10 @@
-"""Lines: a text file as blocks of whole lines, with the place of every line.
+"""Lines: a text file as blocks of whole lines, with the offset and number of every line.
 
-A block is a few megabytes cut at a newline, so that a parser never sees half a line and the number of any line in it
-is known without parsing. Lines end with a newline byte (a carriage return before it belongs to the ending); a newline
-inside quotes is not supported, because then no line could be numbered without reading all before it. The last line may
-lack its newline. Files that start with gzip's magic bytes are decompressed as they are read; their offsets are those of
-the plain text, and resuming in one reads it from the start.
+A block is a few megabytes cut at a newline, so a parser never sees half a line, and line numbers are known without
+parsing. A line ends with a newline byte; a carriage return before it belongs to the ending. A newline inside quotes is
+not supported, because numbering a line would then require reading everything before it. The last line may lack its
+newline. Files that start with gzip's magic bytes are decompressed while they are read; their offsets are those of the
+decompressed text, and resuming in one reads it from the start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 @dataclass(frozen=True)
 class Block:
-    """Whole lines: `data` stood at byte `offset` of the file, and `number` lines came before it."""
+    """Whole lines: `data` is at byte `offset` of the file, and `number` lines come before it."""
 
     data: bytes
     offset: int
@@ -53,7 +53,7 @@ class Block:
         return _blank(np.frombuffer(self.data, np.uint8), self.starts, self.ends)
 
     def take(self, lines: npt.NDArray[np.int64]) -> bytes:
-        """The bytes of some lines. Requires: lines are rising."""
+        """The bytes of some lines. Requires: line indices in ascending order."""
         if len(lines) == len(self.ends):
             return self.data
         keep = np.zeros(len(self.ends), np.bool_)
@@ -61,13 +61,13 @@ class Block:
         return np.frombuffer(self.data, np.uint8)[np.repeat(keep, self.ends - self.starts)].tobytes()
 
     def after(self, lines: int) -> Block:
-        """The block without its first lines. Requires: it has as many."""
+        """The block without its first `lines` lines. Requires: it has as many."""
         end = int(self.ends[lines - 1])
         return Block(self.data[end:], self.offset + end, self.number + lines)
 
 
 def read_blocks(path: str, offset: int = 0, number: int = 0) -> Iterator[Block]:
-    """The lines of a file from byte `offset` on, before which `number` lines stood."""
+    """The lines of a file from byte `offset` on; `number` lines come before it."""
     try:
         with _open(path) as file:
             file.seek(offset)
@@ -93,10 +93,10 @@ def read_blocks(path: str, offset: int = 0, number: int = 0) -> Iterator[Block]:
 
 
 def read_span(path: str, begin: int, end: int, number: int) -> Block:
-    """The lines of a plain file that begin at bytes begin to end, however far the last one goes.
+    """The lines of an uncompressed file that begin at bytes begin to end; the last one may end after `end`.
 
-    `number` lines stood before them. A line begins at 0 and after every newline, so that is where to look: from the
-    byte before `begin` on.
+    `number` lines come before them. A line begins at 0 and after every newline, so the search starts at the byte before
+    `begin`.
     """
     with open(path, "rb") as file:
         before = max(begin - 1, 0)
@@ -114,10 +114,10 @@ def read_span(path: str, begin: int, end: int, number: int) -> Block:
 
 
 def find_lines(path: str, offset: int, number: int) -> Iterator[tuple[IntArray, IntArray, IntArray]]:
-    """Where the lines of a plain file that are not blank begin and end, and their numbers, from byte `offset` on.
+    """Where the non-blank lines of an uncompressed file begin and end, and their numbers, from byte `offset` on.
 
-    `number` lines stood before. Nothing but newlines is looked at, in one buffer that is used again and again: blocks,
-    which are new memory each, took three times as long.
+    `number` lines come before. Only newlines are scanned, in one reused buffer; allocating a block each time took three
+    times as long.
     """
     buffer = np.empty(BLOCK_BYTES, np.uint8)
     with open(path, "rb") as file:

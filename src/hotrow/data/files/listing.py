@@ -1,10 +1,9 @@
-"""Files: which files a source reads, in which order, and a stamp that tells them from others.
+"""Listing: which files a source reads, in which order, and a stamp that identifies them.
 
 A pattern's files are read in the order of their sorted paths; a list's patterns and paths in the order of the list.
-The stamp covers every name (relative to the directory that holds them all, so a dataset may move as a whole) and every
-size. A file that was replaced, added or removed between two runs changes it, and the cursor is refused instead of
-resumed at a place that means something else now. Contents are not read for the stamp: a file rewritten to the same
-size passes.
+The stamp covers every name (relative to their common directory, so a dataset may move as a whole) and every size. A
+file that was replaced, added or removed between two runs changes the stamp, and the source refuses the cursor. Contents
+are not read for the stamp: a file rewritten to the same size is not detected.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Files:
     sizes: tuple[int, ...]
 
     @staticmethod
-    def look(paths: tuple[str, ...]) -> Files:
+    def stat(paths: tuple[str, ...]) -> Files:
         """The files' names and sizes at this moment."""
         root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
         names = tuple(os.path.relpath(path, root).replace(os.sep, "/") for path in paths)

@@ -1,14 +1,14 @@
 """Parquet: row groups streamed one after another, never a whole file.
 
-Only the columns that the features need are decoded, 65,536 rows at a time. An offset is a row number, so resuming skips
-whole row groups by the file's footer and decodes only the one that the cursor stands in.
+Only the columns that the features need are decoded, 65,536 rows at a time. An offset is a row number, so resuming uses
+the file's footer to skip whole row groups and decodes only the one that holds the cursor.
 
-A span is a chunk's worth of rows of one row group. Parquet's columns can only be decoded from the start of a row group,
-so a reader of spans goes on from where it stands, and the rows it passes over cost their decoding but no features.
+A span is a chunk's worth of rows of one row group. A row group can be decoded only from its start, so a span reader
+keeps its position: rows before the next span are decoded, but no features are made of them.
 
-Files of one source need the same columns, and each column one family of types: an integer column that is text in
-another file would give other keys for the same user, so that is an error. Widths, dictionaries and large strings may
-differ; they make no difference to a key.
+All files of a source need the same columns, and each column one family of types. An integer column that is text in
+another file would give other keys for the same user, so that is an error. Integer widths, dictionaries and large
+strings may differ, because they do not change a key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hotrow.data.files.chunks import Chunk, Span, SpanReader, Stretch
+from hotrow.data.files.chunks import Chunk, RowOffsets, Span, SpanReader
 from hotrow.data.files.file_source import FileSource
 from hotrow.data.files.listing import Paths, find_files
 from hotrow.data.rejects import Rejects
@@ -70,7 +70,7 @@ class ParquetReader:
             yield from self._from(path, file, _group_ends(file), offset)
 
     def count(self, paths: tuple[str, ...]) -> int:
-        """The rows of all files, out of their footers."""
+        """The rows of all files, from their footers."""
         total = 0
         for path in paths:
             with _open(path) as file:
@@ -78,21 +78,21 @@ class ParquetReader:
         return total
 
     def spans(self, path: str, offset: int, number: int) -> Iterator[Span]:
-        """Out of the footer; a file without rows has one span too, so that its columns are looked at."""
+        """From the footer. A file without rows has one empty span, so that its columns are checked."""
         with _open(path) as file:
             ends = _group_ends(file)
         yield from _spans(ends, offset)
         if not ends or not ends[-1]:
             yield Span(0, 0, 0, 0)
 
-    def stretches(self, path: str, offset: int, number: int) -> Iterator[Stretch]:
-        """Out of the footer, and the columns are looked at."""
+    def row_offsets(self, path: str, offset: int, number: int) -> Iterator[RowOffsets]:
+        """From the footer; also checks the columns."""
         with _open(path) as file:
             self._check_schema(path, file.schema_arrow)
             ends = _group_ends(file)
         for span in _spans(ends, offset):
             after = range(span.begin + 1, span.end + 1)
-            yield Stretch(range(span.begin, span.end), after, after, span.root)
+            yield RowOffsets(range(span.begin, span.end), after, after, span.read_from)
 
     @property
     def span_size(self) -> int:
@@ -100,8 +100,8 @@ class ParquetReader:
         return CHUNK_ROWS
 
     def span_reader(self) -> SpanReader:
-        """Goes on in the row group that it stands in."""
-        return RowRanges(self)
+        """A reader that keeps its position in the current row group."""
+        return ParquetSpanReader(self)
 
     def _from(self, path: str, file: pq.ParquetFile, ends: list[int], offset: int) -> Iterator[Chunk]:
         """The rows of an open file whose row groups end at these rows, from row `offset` on."""
@@ -142,11 +142,10 @@ class ParquetReader:
             return {field.name: _family(field.type) for field in file.schema_arrow}
 
 
-class RowRanges:
-    """Reads spans of rows; remembers the chunks that come next.
+class ParquetSpanReader:
+    """Reads spans of rows, and keeps its position for the next span.
 
-    The file stays open for the next span: one that lies behind row groups which nobody wants should not cost another
-    look at the footer.
+    The file stays open, so a span behind skipped row groups does not read the footer again.
     """
 
     def __init__(self, reader: ParquetReader) -> None:
@@ -160,7 +159,7 @@ class RowRanges:
 
     def __call__(self, path: str, span: Span, number: int, rejects: Rejects) -> Iterator[Chunk]:
         """The rows of the span."""
-        if path != self._path or not span.root <= self._at <= span.begin:
+        if path != self._path or not span.read_from <= self._at <= span.begin:
             if path != self._path:
                 self._open(path)
             assert self._file is not None
@@ -169,7 +168,7 @@ class RowRanges:
         try:
             yield from self._rows(span)
         except BaseException:
-            self._path = ""  # what broke does not go on
+            self._path = ""  # after an error the next span opens the file again
             raise
 
     def _open(self, path: str) -> None:
@@ -196,13 +195,13 @@ class RowRanges:
 
 
 def _group_ends(file: pq.ParquetFile) -> list[int]:
-    """The row behind each row group."""
+    """The row number after each row group."""
     sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
     return list(itertools.accumulate(sizes))
 
 
 def _spans(ends: list[int], offset: int) -> Iterator[Span]:
-    """A chunk's worth of rows each, from row `offset` on, of row groups that end at these rows."""
+    """Spans of up to CHUNK_ROWS rows, from row `offset` on, of row groups that end at these rows."""
     for group in range(bisect_right(ends, offset), len(ends)):
         begin = ends[group - 1] if group else 0
         for at in range(begin, ends[group], CHUNK_ROWS):
@@ -219,7 +218,7 @@ def _open(path: str) -> pq.ParquetFile:
 
 
 def _family(kind: pa.DataType) -> str:
-    """The types that make the same key of the same value."""
+    """The family of types that give the same key for the same value."""
     t = pa.types
     if t.is_dictionary(kind):
         return _family(kind.value_type)

@@ -1,13 +1,13 @@
-"""Parse: whole lines of delimited text into typed Arrow columns, and a word on every line that will not go.
+"""Parse: whole lines of delimited text into typed Arrow columns, and a message for every bad line.
 
-Two steps, each all-or-nothing and fast. Arrow's CSV reader splits a block into cells, with quoting off so that a line
-is a line; it fails only if a line has a wrong number of cells, and then the delimiters are counted to see which.
-Arrow's casts give the cells their types; where one fails, the column is halved until the bad cells stand alone. So a
-block without bad lines pays nothing for the exact messages, and bad lines cost little: Criteo's layout on one core of
-an AMD EPYC, 350 k lines/s without bad lines, 120 k to 170 k with 1% of them.
+Two steps, each of which succeeds or fails for a whole block. First, Arrow's CSV reader splits the block into cells,
+with quoting off. It fails if a line has a wrong number of cells; then the delimiters are counted to find that line.
+Second, Arrow's casts type the cells. Where a cast fails, the column is bisected to find the bad cells. So exact
+messages cost nothing without bad lines, and little with them: Criteo's layout on one core of an AMD EPYC parses 350 k
+lines/s without bad lines, 120 k to 170 k with 1% of them.
 
-(Dropped: letting the CSV reader convert too, and halving the lines when it fails. With 1% bad lines that gave 3 k
-lines/s, as every try split 40 columns again.)
+(Dropped: typing in the CSV reader, and bisecting the lines when it fails. With 1% bad lines that gave 3 k lines/s,
+because every attempt split 40 columns again.)
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hotrow.features.hashing import IntArray
 _WORDS = {"number": "a number", "integer": "an integer", "string": "UTF-8 text", "hour": "an hour as YYMMDDHH"}
 
 Fault: TypeAlias = tuple[str | None, str]
-"""What is wrong with a line: the column, if it is one column's fault, and the fact."""
+"""What is wrong with a line: the column, if it is the fault of one column, and the message."""
 
 
 def split_lines(layout: TextLayout, data: bytes, columns: Iterable[str]) -> pa.Table | None:
-    """Some columns of these lines as bytes, null where missing, or None if some line is misshapen.
+    """Some columns of these lines as bytes, null where missing, or None if a line has a wrong number of cells.
 
-    A stray carriage return may pass, and give a row too many: compare the number of rows.
+    A stray carriage return may go undetected and give an extra row, so the caller compares the number of rows.
     """
     if not data:
         return pa.table({name: pa.array([], pa.binary()) for name in columns})
@@ -53,7 +53,7 @@ def split_lines(layout: TextLayout, data: bytes, columns: Iterable[str]) -> pa.T
 
 
 def misshapen_lines(layout: TextLayout, block: Block) -> dict[int, Fault]:
-    """The lines, by their place in the block, that do not have one cell for every column."""
+    """The faults of lines that do not have one cell for every column, by line index in the block."""
     data = np.frombuffer(block.data, np.uint8)
     wanted = len(layout.columns)
     delimiters = np.concatenate([np.zeros(1, np.int64), np.cumsum(data == ord(layout.delimiter))])
@@ -70,7 +70,7 @@ def misshapen_lines(layout: TextLayout, block: Block) -> dict[int, Fault]:
 
 
 def type_columns(layout: TextLayout, table: pa.Table) -> tuple[pa.Table, dict[int, Fault]]:
-    """The columns in the types of their kinds, and the rows that had to be left out of them."""
+    """The typed columns, without their bad rows, and the fault of each bad row."""
     faults: dict[int, Fault] = {}
     cells = {name: table.column(name).combine_chunks() for name in table.column_names}
     typed = {name: _cast(layout.columns[name], column) for name, column in cells.items()}
@@ -102,7 +102,7 @@ def _cast(kind: str, cells: pa.Array) -> pa.Array | None:
 
 
 def _bad_rows(kind: str, cells: pa.Array) -> list[int]:
-    """The rows that `_cast` refuses, in order, by halving."""
+    """The rows that `_cast` refuses, in order, found by bisection."""
     bad: list[int] = []
     runs = [(0, len(cells))]
     while runs:
@@ -118,7 +118,7 @@ def _bad_rows(kind: str, cells: pa.Array) -> list[int]:
 
 
 def _timestamps(hours: pa.Array) -> pa.Array | None:
-    """YYMMDDHH, of the years 2000 to 2099 and UTC, as timestamps; None if one is no such hour."""
+    """YYMMDDHH in UTC, of the years 2000 to 2099, as timestamps; None if a value is not such an hour."""
     missing = hours.is_null().to_numpy(zero_copy_only=False)
     digits: IntArray = hours.fill_null(10100).to_numpy(zero_copy_only=False)
     year, month, day, hour = digits // 1_000_000, digits // 10_000 % 100, digits // 100 % 100, digits % 100

@@ -1,16 +1,16 @@
-"""File share: every N-th batch of some files, of which the others' rows are never decoded into features.
+"""Strided files: every N-th batch of some files, without making features of the other rows.
 
-Which rows are in which batch is known without decoding when every row counts: row k after the cursor is in batch k // B
-(in Parquet files a matter of footers, in text files of line ends, which one core of an AMD EPYC finds at 2.3 GB/s, 14
-times as fast as it parses Criteo's lines). So a unit lists spans of the share's own batches, in one file
-or several, and the ends of the steps that it completes; whoever has the parts in order needs no more to give batches
-and cursors. Not so with on_error="skip", where the rows that count are known only when they have been decoded.
+If every row counts, row k after the cursor is in batch k // B, so the rows of a batch are known without decoding.
+Parquet has the row counts in its footers. In text the line ends are scanned: one core of an AMD EPYC scans 2.3 GB/s, 14
+times as fast as it parses Criteo's lines. A unit lists the spans of the rank's own batches, in one file or several, and
+the ends of the steps that it completes; that is enough to assemble batches and cursors in order. With on_error="skip"
+the rows that count are known only after decoding, so this does not apply.
 
-A row that is wrong is reported by the share that has it, at the step where reading all would have met it. What is
-wrong with a file as a whole (no header, another column type) is found by all shares.
+A bad row is reported by the rank that owns it, at the step where reading everything would have met it. A fault of the
+whole file (no header, another column type) is reported by all ranks.
 
-A Parquet row group can be decoded only from its start. Groups without a row of the share's are passed over; in others,
-the rows before the last one that it wants are decoded, and features are made of its own alone.
+A Parquet row group can be decoded only from its start. Groups without own rows are skipped. In the others, rows are
+decoded up to the last own row, and features are made of own rows only.
 """
 
 from __future__ import annotations
@@ -20,41 +20,48 @@ from itertools import groupby
 
 from hotrow.batch import KeyedBatch
 from hotrow.data.files.chunks import Chunk, Reader, Span, join_chunks
-from hotrow.data.files.file_parts import apply_features
+from hotrow.data.files.file_units import apply_features
 from hotrow.data.rebatch import join_batches, slice_batch
 from hotrow.data.rejects import Rejects
-from hotrow.data.split import Part, Parts, Unit
+from hotrow.data.split import DecodedUnit, DecodedUnits, Unit
 from hotrow.features import FeatureSpec
 
 
-def shared_units(
-    reader: Reader, paths: tuple[str, ...], start: tuple[int, int, int], size: int, number: int, of: int, brief: bool
+def strided_units(
+    reader: Reader,
+    paths: tuple[str, ...],
+    start: tuple[int, int, int],
+    size: int,
+    number: int,
+    of: int,
+    small_units: bool,
 ) -> Iterator[Unit]:
     """The units of batch `number` of every `of` batches of `size` rows, from file, offset and row `start` on.
 
-    unit["spans"] are file, begin, end, number and root of spans of the share's rows; unit["ends"] are file, offset and
-    number of the last rows of steps. A step's end comes with its rows or after them. A unit holds about as much as is
-    worth a worker's while, or, if brief, passes over no more: whoever decodes it for himself waits for it.
+    unit["spans"] has the own rows as [file, begin, end, number, read_from]. unit["ends"] has the last row of each
+    completed step as [file, offset, number]; a step's end is in the same unit as its rows or in a later one. A unit has
+    about span_size of own rows. With `small_units` the rows that it skips count too: that keeps the first batch quick
+    for a caller that decodes in its own process.
     """
     first, offset, row = start
-    edges = number * size, (number + 1) * size, of * size  # in a step: where the own batch begins, ends, and the step
+    edges = number * size, (number + 1) * size, of * size  # within a step: own batch begins, own batch ends, step ends
     unit: Unit = {"spans": [], "ends": []}
-    at, held, last = 0, 0, [0, 0, 0]  # rows seen, the size of the unit, the last row's place
+    at, held, last = 0, 0, [0, 0, 0]  # rows seen, the size of the unit, the position of the last row
     try:
         for index, path in enumerate(paths[first:], first):
-            for stretch in reader.stretches(path, *((offset, row) if index == first else (0, 0))):
-                done, rows = 0, len(stretch.ends)
+            for found in reader.row_offsets(path, *((offset, row) if index == first else (0, 0))):
+                done, rows = 0, len(found.ends)
                 while done < rows:
                     within = at % (size * of)
                     until = next(edge for edge in edges if within < edge)
                     count = min(until - within, rows - done)
                     if until == edges[1]:
-                        span = stretch.span(done, done + count)
-                        unit["spans"].append([index, span.begin, span.end, span.number, span.root])
-                    if brief or until == edges[1]:
-                        held += int(stretch.ends[done + count - 1] - stretch.begins[done])
+                        span = found.span(done, done + count)
+                        unit["spans"].append([index, span.begin, span.end, span.number, span.read_from])
+                    if small_units or until == edges[1]:
+                        held += int(found.ends[done + count - 1] - found.begins[done])
                     at, done = at + count, done + count
-                    last = [index, int(stretch.ends[done - 1]), int(stretch.numbers[done - 1])]
+                    last = [index, int(found.ends[done - 1]), int(found.numbers[done - 1])]
                     ended = within + count == edges[2]
                     if ended:
                         unit["ends"].append(last)
@@ -65,22 +72,22 @@ def shared_units(
             unit["ends"].append(last)
     except Exception:
         if unit["spans"] or unit["ends"]:
-            yield unit  # its turn is before the error's
+            yield unit  # the rows before the error
         raise
     if unit["ends"]:
         yield unit
 
 
-class SharedRows:
-    """Decodes the units of `shared_units`."""
+class StridedDecoder:
+    """Decodes the units of `strided_units`."""
 
     def __init__(self, paths: tuple[str, ...], reader: Reader, features: FeatureSpec) -> None:
         self._paths, self._features, self._unit = paths, features, reader.unit
         self._read = reader.span_reader()
 
-    def decode(self, unit: Unit) -> Part:
-        """The features of the unit's rows, applied to all rows of a file at once."""
-        part, rejects = Part(), Rejects("raise", self._unit)
+    def decode(self, unit: Unit) -> DecodedUnit:
+        """The features of the unit's rows, computed for all rows of a file at once."""
+        part, rejects = DecodedUnit(), Rejects("raise", self._unit)
         for index, spans in groupby(unit["spans"], key=lambda span: int(span[0])):
             chunks: list[Chunk] = []
             try:
@@ -93,15 +100,15 @@ class SharedRows:
             try:
                 for batch, _ in apply_features(self._features, join_chunks(chunks), rejects) if chunks else ():
                     part.batches += [batch] if batch.size else []
-            except Exception as error:  # of a row before the one that could not be read
+            except Exception as error:  # an error of a row before the one that could not be read
                 part.error = error
             if part.error is not None:
                 break
         return part
 
 
-def take_steps(parts: Parts, size: int) -> Iterator[tuple[KeyedBatch | None, tuple[int, int, int]]]:
-    """The own batch of each step, or None where there is none, and the place of the step's last row."""
+def assemble_steps(parts: DecodedUnits, size: int) -> Iterator[tuple[KeyedBatch | None, tuple[int, int, int]]]:
+    """The own batch of each step, or None where there is none, and the position of the step's last row."""
     waiting: list[KeyedBatch] = []
     for unit, part in parts:
         waiting += part.batches
@@ -113,7 +120,7 @@ def take_steps(parts: Parts, size: int) -> Iterator[tuple[KeyedBatch | None, tup
 
 
 def _take(waiting: list[KeyedBatch], size: int) -> KeyedBatch | None:
-    """The first `size` examples or what there is of them."""
+    """Remove and return the first `size` examples, or fewer if there are fewer."""
     taken: list[KeyedBatch] = []
     while waiting and size:
         batch = waiting[0]

@@ -1,8 +1,8 @@
 """Text: delimited files in Criteo's, Avazu's or your own layout, with the exact line of every error.
 
 A block of lines is split and typed at once; parse.py finds the bad lines when that fails. Rows before a bad line are
-delivered before its error is raised, and with on_error="skip" the good lines around bad ones keep their order. Blank
-lines are passed over, and counted in line numbers. Columns that no feature needs are split off but not looked at.
+yielded before its error is raised, and with on_error="skip" the good lines keep their order. Blank lines are skipped,
+but count in line numbers. Columns that no feature needs are split but not typed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from hotrow.data.files import lines as line_blocks
-from hotrow.data.files.chunks import Chunk, Span, SpanReader, Stretch
+from hotrow.data.files.chunks import Chunk, RowOffsets, Span, SpanReader
 from hotrow.data.files.file_source import FileSource
 from hotrow.data.files.lines import Block, find_lines, is_zipped, read_blocks, read_span
 from hotrow.data.files.listing import Paths, find_files
@@ -73,18 +73,18 @@ class TextReader:
         return
 
     def spans(self, path: str, offset: int, number: int) -> Iterator[Span] | None:
-        """Spans of some megabytes; a gzip file has none, because it can be read from its start only."""
+        """Spans of some megabytes; None for a gzip file, which can be read only from its start."""
         return None if is_zipped(path) else _byte_spans(os.stat(path).st_size, offset, number)
 
-    def stretches(self, path: str, offset: int, number: int) -> Iterator[Stretch]:
-        """Lines that are not blank: their ends are looked for, and nothing else."""
+    def row_offsets(self, path: str, offset: int, number: int) -> Iterator[RowOffsets]:
+        """The non-blank lines, found by scanning for newlines."""
         if self.layout.header and offset == 0:
             with open(path, "rb") as file:
                 first = file.readline(line_blocks.LONGEST_LINE)
             for rest in self._without_header(path, 0, iter([Block(first, 0, 0)] if first else [])):
                 offset, number = rest.offset, rest.number
         for starts, ends, numbers in find_lines(path, offset, number):
-            yield Stretch(starts, ends, numbers)
+            yield RowOffsets(starts, ends, numbers)
 
     @property
     def span_size(self) -> int:
@@ -120,7 +120,7 @@ class TextReader:
         faults.update((int(lines[row]), fault) for row, fault in wrong.items())
         lines = np.delete(lines, list(wrong))
         chunk = Chunk(path, typed, lines + (block.number + 1), block.ends[lines] + block.offset)
-        # The rows before the first bad line come out before its error does.
+        # Yield the rows before the first bad line before raising its error.
         before = int(np.searchsorted(lines, min(faults))) if faults else len(lines)
         yield chunk.slice(0, before)
         for line, (column, fact) in sorted(faults.items()):
@@ -129,7 +129,7 @@ class TextReader:
             yield chunk.slice(before, len(lines))
 
     def _split(self, path: str, block: Block) -> tuple[IntArray, pa.Table, dict[int, Fault]]:
-        """The lines of the block that have the layout's shape, their cells, and what is wrong with the other lines."""
+        """The lines with the right number of cells, their cells, and the faults of the other lines."""
         lines, faults = np.flatnonzero(~block.blank), dict[int, Fault]()
         table = split_lines(self.layout, block.take(lines), self.columns)
         if table is None or table.num_rows != len(lines):
@@ -167,7 +167,7 @@ def _needed(layout: TextLayout, features: FeatureSpec) -> tuple[str, ...]:
 
 
 def _byte_spans(size: int, offset: int, number: int) -> Iterator[Span]:
-    """An empty file has one span too: it may lack its header."""
+    """Spans of SPAN_BYTES. An empty file has one too, so that a missing header is noticed."""
     step = line_blocks.SPAN_BYTES
     for begin in [offset, *range((offset // step + 1) * step, size, step)] if offset < size or not size else []:
         end = min((begin // step + 1) * step, size)

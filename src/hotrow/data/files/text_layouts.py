@@ -1,12 +1,12 @@
-"""Layouts: the columns of a delimited text file, and the features that they usually become.
+"""Text layouts: the columns of a delimited text file, and its default features.
 
-A layout is a value: column names with the kind of value in each, the delimiter, whether the first line is a header, and
-what stands for a missing value. Criteo's and Avazu's are here in the forms people have them in: Criteo's original tab
-separated files without a header (Kaggle and Terabyte), the comma separated copies with one, and Avazu's CSV.
+A layout is a value: column names with the kind of each, the delimiter, whether the first line is a header, and the
+texts that mean "missing". Three are built in: Criteo's original tab separated files without a header (Kaggle and
+Terabyte), the comma separated copies with a header, and Avazu's CSV.
 
-A kind says how text becomes a raw column: "number" float64 (Criteo's counts come as 260 and as 260.0), "integer" int64,
-"string", and "hour" Avazu's YYMMDDHH in UTC, which becomes a timestamp. What the column then means to the model is the
-feature spec's business, the same in serving.
+A kind says how text becomes a raw column: "number" is float64 (Criteo's counts come as 260 and as 260.0), "integer" is
+int64, "string" is text, and "hour" is Avazu's YYMMDDHH in UTC, which becomes a timestamp. The feature spec then makes
+features of the column, as in serving.
 """
 
 from __future__ import annotations

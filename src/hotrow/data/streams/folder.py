@@ -1,11 +1,11 @@
-"""A growing folder of Parquet files, read in the order of their names.
+"""A feed from a growing folder of Parquet files, read in the order of their names.
 
-Whoever writes them writes elsewhere (or under a name that the pattern does not match, such as `.part`) and renames, so
-that a file appears whole; it never changes afterwards. Names rise: one that sorts before a file that has been begun
-would never be read, and is an error instead. Files that have been read may be removed.
+The writer creates a file elsewhere (or under a name that the pattern does not match, such as `.part`) and renames it,
+so that it appears whole. A file never changes afterwards. Names must be ascending: a file that sorts before one already
+begun would never be read, so it is an error. Files that have been read may be removed.
 
-To know late files after a restart too, one would have to remember all names; the files that are behind us are looked at
-once, when a pass begins, and later ones are noticed against those.
+A late file is detected within one pass only: the pass lists the earlier files when it begins, and a new name among them
+is late. Detecting late files across restarts would mean storing every name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator
 
 from hotrow.data.files.parquet import ParquetReader
 from hotrow.data.rejects import Rejects
-from hotrow.data.streams.follow import ALL, TICK, Message, Place
+from hotrow.data.streams.follow import ALL, TICK, Message, StreamPosition
 from hotrow.errors import DataError
 
 PART = "folder"
@@ -41,9 +41,9 @@ class FolderFeed:
         """The folder and the pattern."""
         return os.path.join(self.folder, self.pattern)
 
-    def read(self, place: Place, rejects: Rejects) -> Generator[list[Message], None, None]:
-        """Files after a place, some thousand rows at a time."""
-        name, row = place.get(PART, ("", ALL))
+    def read(self, position: StreamPosition, rejects: Rejects) -> Generator[list[Message], None, None]:
+        """Files after a position, some thousand rows at a time."""
+        name, row = position.get(PART, ("", ALL))
         behind = {file for file in self._names() if file < name}
         reader: ParquetReader | None = None
         if row != ALL and name not in self._names():

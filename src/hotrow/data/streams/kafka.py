@@ -1,10 +1,9 @@
-"""Events in a Kafka topic: all its partitions, offsets kept by us and never by a consumer group.
+"""A feed from a Kafka topic, with all its partitions. Offsets live in our cursor, never in a consumer group.
 
-`kafka://host:9092/topic`, and with a login `kafka://user@host:9092/topic?password_file=/path`. The cursor in the
-checkpoint is the one truth about what has been learned from, so nothing is committed to Kafka and the consumer is
-assigned, not subscribed. A place is a record's offset, for each partition.
-Records that retention has removed before they were read are an error. Partitions that are added later are noticed when
-a pass begins.
+The address is `kafka://host:9092/topic`, or with a login `kafka://user@host:9092/topic?password_file=/path`. The cursor
+in the checkpoint alone says what has been trained on, so nothing is committed to Kafka, and the consumer is assigned,
+not subscribed. A position is a record's offset in each partition. Records that retention removed before they were read
+are an error. Partitions that are added later are found when the next pass begins.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from urllib.parse import parse_qsl, urlsplit
 
 from hotrow.credentials import kafka_settings, public, split_login
 from hotrow.data.rejects import Rejects
-from hotrow.data.streams.follow import ALL, TICK, Message, Place
+from hotrow.data.streams.follow import ALL, TICK, Message, StreamPosition
 from hotrow.data.streams.messages import decode
 from hotrow.errors import DataError, OptionError
 
-RECORDS = 1000  # at once
-SECONDS = 10.0  # for an answer about partitions and offsets
+RECORDS = 1000  # per call of consume
+SECONDS = 10.0  # timeout of requests for partitions and offsets
 
 
 class KafkaFeed:
@@ -47,8 +46,8 @@ class KafkaFeed:
             )
         self._kafka: Any = confluent_kafka
 
-    def read(self, place: Place, rejects: Rejects) -> Generator[list[Message], None, None]:
-        """Records after a place."""
+    def read(self, position: StreamPosition, rejects: Rejects) -> Generator[list[Message], None, None]:
+        """Records after a position."""
         consumer = self._kafka.Consumer(
             {
                 "bootstrap.servers": self.brokers,
@@ -58,21 +57,21 @@ class KafkaFeed:
                 "auto.offset.reset": "error",
                 "allow.auto.create.topics": True,
                 "log_level": 0,
-                "error_cb": lambda error: None,  # what matters comes up in the call that it spoils
+                "error_cb": lambda error: None,  # errors that matter are raised by the call that fails
             }
         )
         try:
-            consumer.assign(self._starts(consumer, place))
+            consumer.assign(self._starts(consumer, position))
             while True:
                 records = consumer.consume(RECORDS, TICK)
-                yield [message for record in records for message in self._message(record, place, rejects)]
+                yield [message for record in records for message in self._message(record, position, rejects)]
         except self._kafka.KafkaException as error:
             why = self._login.redact(error)
             raise DataError(f"{self.address} cannot be read: {why}; check the brokers and the topic") from None
         finally:
             consumer.close()
 
-    def _starts(self, consumer: Any, place: Place) -> list[Any]:
+    def _starts(self, consumer: Any, position: StreamPosition) -> list[Any]:
         """Where to begin in every partition."""
         about = consumer.list_topics(self.topic, timeout=SECONDS).topics[self.topic]
         if about.error is not None and not about.partitions:
@@ -80,7 +79,7 @@ class KafkaFeed:
         starts = []
         for number in sorted(about.partitions):
             low, high = consumer.get_watermark_offsets(self._kafka.TopicPartition(self.topic, number), timeout=SECONDS)
-            name, row = place.get(str(number), (str(low), 0))
+            name, row = position.get(str(number), (str(low), 0))
             offset = int(name) + (row == ALL)
             if offset < low or offset > high:
                 raise DataError(
@@ -90,7 +89,7 @@ class KafkaFeed:
             starts.append(self._kafka.TopicPartition(self.topic, number, offset))
         return starts
 
-    def _message(self, record: Any, place: Place, rejects: Rejects) -> list[Message]:
+    def _message(self, record: Any, position: StreamPosition, rejects: Rejects) -> list[Message]:
         if record.error() is not None:
             if record.error().retriable() or (not record.error().fatal() and not _lost(self._kafka, record.error())):
                 return []
@@ -101,11 +100,11 @@ class KafkaFeed:
         except ValueError as error:
             rejects.add(f"{self.address}, partition {part}, offset {name}", 1, None, str(error))
             return []
-        begun, row = place.get(part, ("", 0))
+        begun, row = position.get(part, ("", 0))
         first = row if begun == name and row != ALL else 0
         return [Message(part, name, table.slice(first), first)]
 
 
 def _lost(kafka: Any, error: Any) -> bool:
-    """Whether the offset that was asked for is no longer there."""
+    """Whether the requested offset is no longer available."""
     return error.code() in (kafka.KafkaError.OFFSET_OUT_OF_RANGE, kafka.KafkaError._AUTO_OFFSET_RESET)

@@ -1,7 +1,7 @@
-"""Messages as rows: what the value of a Kafka record or of a Redis entry holds.
+"""Messages: the value of a Kafka record or Redis entry, decoded into rows.
 
-JSON, one event or a list of them (UTF-8 text that begins with { or [), or an Arrow IPC stream with any number of record
-batches, which is far faster and keeps the columns' types. Which of the two a message is, its first byte says.
+A value is JSON, one event or a list of events (UTF-8 text that begins with { or [), or an Arrow IPC stream of any
+number of record batches. Arrow is far faster and keeps the columns' types. The first bytes tell the two apart.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _ARROW = b"\xff\xff\xff\xff"
 
 
 def decode(value: bytes) -> pa.Table:
-    """The rows of a message. Raises ValueError, which says what is wrong with it.
+    """The rows of a message. Raises ValueError with the reason if it cannot be decoded.
 
     >>> decode(b'[{"user": 1}, {"user": 2, "click": 0}]').num_rows
     2
@@ -35,7 +35,7 @@ def decode(value: bytes) -> pa.Table:
 
 
 def _schema(events: list[dict[str, object]]) -> pa.Schema:
-    """All columns that any event has; from_pylist alone takes the first one's."""
+    """The columns of all events together; from_pylist by itself takes those of the first event."""
     names: dict[str, list[object]] = {}
     for event in events:
         for name in event:

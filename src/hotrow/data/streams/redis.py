@@ -1,9 +1,9 @@
-"""Events in a Redis stream, each entry with its events in one field (`value`, unless the address says otherwise).
+"""A feed from a Redis stream. Each entry holds its events in one field (`value`, unless the address names another).
 
-`redis://host:6379/0?stream=clicks&field=value`, and with a login `redis://user@host:6379/0?stream=clicks&
-password_file=/path`. A place is an entry's id. Where entries after it may have been trimmed
-(the entry itself is gone, and there are others behind it), going on would skip events, and is an error. While the
-server is away the feed waits: nothing is lost, it is still there.
+The address is `redis://host:6379/0?stream=clicks&field=value`, or with a login
+`redis://user@host:6379/0?stream=clicks&password_file=/path`. A position is an entry's id. If that entry has been
+trimmed and newer entries exist, entries between may have been trimmed too, so the feed raises instead of skipping
+events. While the server is unreachable, the feed waits and retries.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from urllib.parse import parse_qsl
 
 from hotrow.credentials import public, split_login
 from hotrow.data.rejects import Rejects
-from hotrow.data.streams.follow import ALL, TICK, Message, Place
+from hotrow.data.streams.follow import ALL, TICK, Message, StreamPosition
 from hotrow.data.streams.messages import decode
 from hotrow.errors import DataError, OptionError
 
-ENTRIES = 1000  # at once
-AWAY = 30.0  # seconds without a server before it is an error at the start of a pass
+ENTRIES = 1000  # per XREAD
+CONNECT_SECONDS = 30.0  # seconds without a server, at the start of a pass, before it is an error
 
 
 class RedisFeed:
@@ -52,24 +52,24 @@ class RedisFeed:
                 username=self._login.user or None,
                 password=self._login.password or None,
             )
-        except ValueError:  # its words may have parts of what was written
+        except ValueError:  # its message may contain parts of the address, such as the password
             raise OptionError(f"path={self.address!r} is no address; write redis://host:6379/0?stream=name") from None
 
-    def read(self, place: Place, rejects: Rejects) -> Generator[list[Message], None, None]:
-        """Entries after a place."""
-        name, row = place.get(self.stream, ("0-0", ALL))
+    def read(self, position: StreamPosition, rejects: Rejects) -> Generator[list[Message], None, None]:
+        """Entries after a position."""
+        name, row = position.get(self.stream, ("0-0", ALL))
         checked = name == "0-0"
         begun = time.monotonic()
         while True:
             try:
                 if not checked:
-                    rest = self._rest(name, row, rejects)
+                    rest = self._remainder(name, row, rejects)
                     checked = True
                     if rest:
                         yield rest
                 answer = self._redis.xread({self.stream: name}, ENTRIES, int(TICK * 1000))
             except self._errors as error:
-                if not checked and time.monotonic() - begun > AWAY:
+                if not checked and time.monotonic() - begun > CONNECT_SECONDS:
                     why = self._login.redact(error)
                     raise DataError(f"{self.address} does not answer: {why}; start it, or check the address") from None
                 yield []
@@ -83,8 +83,8 @@ class RedisFeed:
             name = entries[-1][0].decode() if entries else name
             yield messages
 
-    def _rest(self, name: str, row: int, rejects: Rejects) -> list[Message]:
-        """What is left of the entry that the place stands in; and that nothing behind it is lost."""
+    def _remainder(self, name: str, row: int, rejects: Rejects) -> list[Message]:
+        """The remaining rows of the entry at the position. Raises if entries after it may have been trimmed."""
         found = self._redis.xrange(self.stream, name, name)
         if found:
             return [] if row == ALL else self._message(found[0][0], found[0][1], rejects, row)

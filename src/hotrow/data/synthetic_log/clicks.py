@@ -20,9 +20,9 @@ import numpy.typing as npt
 import torch
 
 from hotrow.batch import Jagged, KeyedBatch
-from hotrow.data.share import Steps, whole_steps
 from hotrow.data.source import Cursor, check_batch_size, cursor_number, match_cursor
-from hotrow.data.split import Part, Parts, Unit, whole_batches
+from hotrow.data.split import DecodedUnit, DecodedUnits, Unit, finished_batches
+from hotrow.data.strided import Steps, finished_steps
 from hotrow.data.synthetic_log.shape import CRITEO_SHAPE, Shape
 from hotrow.data.synthetic_log.world import Drift, Examples, World
 from hotrow.errors import DataError, OptionError
@@ -99,16 +99,16 @@ class SyntheticClicks:
         """This source itself."""
         return self
 
-    def decode(self, unit: Unit) -> Part:
+    def decode(self, unit: Unit) -> DecodedUnit:
         """The batches of one unit."""
         made = list(self._stream(unit["start"], unit["end"]))
-        return Part([batch for batch, _ in made], notes={"cursors": [cursor for _, cursor in made]})
+        return DecodedUnit([batch for batch, _ in made], notes={"cursors": [cursor for _, cursor in made]})
 
     def assemble(
-        self, cursor: Cursor | None, parts: Parts, ask: Callable[[Unit], Part]
+        self, cursor: Cursor | None, parts: DecodedUnits, decode_now: Callable[[Unit], DecodedUnit]
     ) -> Iterator[tuple[KeyedBatch, Cursor]]:
         """The batches of all units."""
-        return whole_batches(parts)
+        return finished_batches(parts)
 
     def every(self, number: int, of: int, cursor: Cursor | None = None) -> Steps:
         """Batch `number` of every `of` batches, None where the stream has ended before it, with the cursor after all.
@@ -118,9 +118,9 @@ class SyntheticClicks:
         """
         return self._steps(number, of, self._find_start(cursor), self.offset + self.examples)
 
-    def share(self, number: int, of: int) -> SyntheticShare:
+    def strided(self, number: int, of: int) -> StridedSynthetic:
         """Batch `number` of every `of` batches, to be made anywhere."""
-        return SyntheticShare(self, number, of)
+        return StridedSynthetic(self, number, of)
 
     def batch(self, start: int, count: int) -> KeyedBatch:
         """Examples start to start + count of the whole stream, whatever this source's range.
@@ -204,7 +204,7 @@ class SyntheticClicks:
 
 
 @dataclass(frozen=True)
-class SyntheticShare:
+class StridedSynthetic:
     """Batch `number` of every `of` batches of a synthetic source. A unit is the steps that begin in a range."""
 
     source: SyntheticClicks
@@ -218,19 +218,19 @@ class SyntheticShare:
         start, end = source._find_start(cursor), source.offset + source.examples
         return ({"start": at, "end": min(at + step, end)} for at in range(start, end, step))
 
-    def decoder(self) -> SyntheticShare:
+    def decoder(self) -> StridedSynthetic:
         """This share itself."""
         return self
 
-    def decode(self, unit: Unit) -> Part:
+    def decode(self, unit: Unit) -> DecodedUnit:
         """The own batches of one unit."""
         made = list(self.source._steps(self.number, self.of, unit["start"], unit["end"]))
         own = [batch for batch, _ in made if batch is not None]
-        return Part(own, notes={"cursors": [cursor for _, cursor in made]})
+        return DecodedUnit(own, notes={"cursors": [cursor for _, cursor in made]})
 
-    def assemble(self, cursor: Cursor | None, parts: Parts, ask: Callable[[Unit], Part]) -> Steps:
+    def assemble(self, cursor: Cursor | None, parts: DecodedUnits, decode_now: Callable[[Unit], DecodedUnit]) -> Steps:
         """The own batches of all units."""
-        return whole_steps(parts)
+        return finished_steps(parts)
 
 
 def auc(scores: npt.NDArray[np.float64], clicks: npt.NDArray[np.bool_]) -> float:

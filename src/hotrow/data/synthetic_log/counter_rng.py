@@ -21,7 +21,7 @@ from hotrow.features.hashing import IntArray, hash_bytes, hash_ints
 FloatArray = npt.NDArray[np.float64]
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-BELL_STD = math.sqrt((65536**2 - 1) / 3)
+NORMAL_STD = math.sqrt((65536**2 - 1) / 3)
 """The standard deviation of `bells`: a sum of four uniform integers of 16 bits."""
 
 _PAIR = np.uint64(0x0000FFFF0000FFFF)
@@ -49,7 +49,7 @@ def bits(places: IntArray, stream_seed: int) -> IntArray:
     return hash_ints(places, stream_seed)
 
 
-def units(random: IntArray) -> FloatArray:
+def uniforms(random: IntArray) -> FloatArray:
     """Uniform numbers from 0 to 1, without 1, out of the upper 53 bits.
 
     >>> units(np.array([0, -1]))
@@ -59,7 +59,7 @@ def units(random: IntArray) -> FloatArray:
     return fractions
 
 
-def bells(random: IntArray) -> IntArray:
+def normals(random: IntArray) -> IntArray:
     """Integers with mean 0 and standard deviation BELL_STD, nearly normal, between -131,070 and 131,070.
 
     >>> bells(np.array([0, -1]))

@@ -25,7 +25,16 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from hotrow.data.synthetic_log.draws import BELL_STD, FloatArray, bells, bits, counters, spread, stream, units
+from hotrow.data.synthetic_log.counter_rng import (
+    NORMAL_STD,
+    FloatArray,
+    bits,
+    counters,
+    normals,
+    spread,
+    stream,
+    uniforms,
+)
 from hotrow.data.synthetic_log.shape import Shape
 from hotrow.data.synthetic_log.zipf import Zipf
 from hotrow.errors import OptionError
@@ -114,12 +123,12 @@ class World:
         places = counters(start, count)
         ranks = {name: zipf.ranks(bits(places, self._stream("draw", name))) for name, zipf in self.zipfs.items()}
         time = START_MS + np.arange(start, start + count, dtype=np.int64) * DAY_MS // self.shape.per_day
-        dense = [bells(bits(places, self._stream("dense", j))) / BELL_STD for j in range(self.shape.dense)]
+        dense = [normals(bits(places, self._stream("dense", j))) / NORMAL_STD for j in range(self.shape.dense)]
         user, item = self.shape.roles
         items = self._present(ranks[item], time)
         history, seen, lengths = self._history(ranks[user], time)
         logit = self._logit(ranks, items, dense, (history, seen, lengths), time)
-        noise = _logistic(units(bits(places, self._stream("click"))))
+        noise = _logistic(uniforms(bits(places, self._stream("click"))))
         return Examples(
             ids={name: self._keys(name, items if name == item else values) for name, values in ranks.items()},
             dense=np.stack(dense, axis=1) if dense else np.zeros((count, 0)),
@@ -145,7 +154,7 @@ class World:
         share = self.moves.new_items
         if share == 0:
             return ranks
-        phase = units(self._hashes(self.shape.roles[1], ranks, "phase"))
+        phase = uniforms(self._hashes(self.shape.roles[1], ranks, "phase"))
         generation = ((time - START_MS) / DAY_MS * share + phase).astype(np.int64) & 1023
         return ranks + (generation << 53)
 
@@ -162,12 +171,12 @@ class World:
         scale = self._scales
         contexts = [name for name in ranks if name not in (user, item)]
         logit = np.full(len(time), BIAS)
-        logit += scale["user"] * self._effect(user, bells(self._hashes(user, ranks[user])), ranks[user])
-        logit += scale["item"] * self._effect(item, self._item_bells(items, time), ranks[item])
+        logit += scale["user"] * self._effect(user, normals(self._hashes(user, ranks[user])), ranks[user])
+        logit += scale["item"] * self._effect(item, self._item_effects(items, time), ranks[item])
         logit += scale["taste"] * self._taste(ranks[user], ranks[item], items, time)
         for number, name in enumerate(contexts):
             weight = scale["contexts"] * math.sqrt(_falling(number, len(contexts)))
-            logit += weight * self._effect(name, bells(self._hashes(name, ranks[name])), ranks[name])
+            logit += weight * self._effect(name, normals(self._hashes(name, ranks[name])), ranks[name])
         if dense:
             logit += scale["dense"] * self._dense_effect(dense)
         if self.shape.history_length:
@@ -189,10 +198,10 @@ class World:
 
     def _effect(self, feature: str, numbers: IntArray | FloatArray, ranks: IntArray) -> FloatArray:
         """Numbers of the spread BELL_STD, faded by rank, as effects of variance 1 over the feature's draws."""
-        norm = BELL_STD * math.sqrt(_mean_square(self.zipfs[feature]))
+        norm = NORMAL_STD * math.sqrt(_mean_square(self.zipfs[feature]))
         return numbers * (FADE / norm) / (FADE + ranks)
 
-    def _item_bells(self, items: IntArray, time: IntArray) -> IntArray | FloatArray:
+    def _item_effects(self, items: IntArray, time: IntArray) -> IntArray | FloatArray:
         """The items' numbers, drifting from midnight to midnight if the world drifts."""
         item = self.shape.roles[1]
         return self._moving(item, items, time, self.moves.items, "effect", "drift")
@@ -201,12 +210,12 @@ class World:
         self, feature: str, ids: IntArray, time: IntArray, part_new: float, still: str, drift: str
     ) -> IntArray | FloatArray:
         """Numbers of the spread BELL_STD of which a part is new every day."""
-        fixed = bells(self._hashes(feature, ids, still))
+        fixed = normals(self._hashes(feature, ids, still))
         if part_new == 0:
             return fixed
         day, part = time // DAY_MS, (time % DAY_MS) / DAY_MS
         hashes = self._hashes(feature, ids, drift)
-        today, tomorrow = (bells(cross(hashes, day + ahead)) for ahead in (0, 1))
+        today, tomorrow = (normals(cross(hashes, day + ahead)) for ahead in (0, 1))
         moving = ((1 - part) * today + part * tomorrow) / np.sqrt((1 - part) * (1 - part) + part * part)
         return math.sqrt(1 - part_new * part_new) * fixed + part_new * moving
 
@@ -215,14 +224,14 @@ class World:
         user, item = self.shape.roles
         total = np.zeros(len(users))
         for k in range(TASTES):
-            taste = self._moving(user, users, time, self.moves.tastes, f"taste {k}", f"drift {k}") / BELL_STD
-            total += taste * (bells(self._hashes(item, items, f"style {k}")) / BELL_STD)
+            taste = self._moving(user, users, time, self.moves.tastes, f"taste {k}", f"drift {k}") / NORMAL_STD
+            total += taste * (normals(self._hashes(item, items, f"style {k}")) / NORMAL_STD)
         seen = _mean_square(self.zipfs[user]) * _mean_square(self.zipfs[item])
         return total * (FADE / math.sqrt(TASTES * seen)) / (FADE + users) * FADE / (FADE + ranks)
 
     def _dense_effect(self, dense: list[FloatArray]) -> FloatArray:
         """Mostly linear, with a parabola of the first feature, so that a tower has something to find."""
-        weights = (bells(bits(counters(0, len(dense)), self._stream("weights"))) / BELL_STD).tolist()
+        weights = (normals(bits(counters(0, len(dense)), self._stream("weights"))) / NORMAL_STD).tolist()
         norm = math.sqrt(math.fsum(weight * weight for weight in weights))
         total = np.zeros(len(dense[0]))
         for column, weight in zip(dense, weights, strict=True):
@@ -251,12 +260,12 @@ class World:
     def _history_effect(self, history: IntArray, seen: IntArray, lengths: IntArray) -> FloatArray:
         """The sum of the items' history numbers: whole numbers, so that the order of adding cannot matter."""
         item = self.shape.roles[1]
-        numbers = bells(self._hashes(item, seen, "seen"))
+        numbers = normals(self._hashes(item, seen, "seen"))
         faded = np.rint(numbers * FADE / (FADE + history)).astype(np.int64)
         ends = np.cumsum(lengths)
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(faded)])
         total = sums[ends] - sums[ends - lengths]
-        norm = BELL_STD * math.sqrt(_mean_square(self.zipfs[item]) * self.shape.history_length / 2)
+        norm = NORMAL_STD * math.sqrt(_mean_square(self.zipfs[item]) * self.shape.history_length / 2)
         effect: FloatArray = total / norm
         return effect
 

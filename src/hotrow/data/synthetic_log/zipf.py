@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from hotrow.data.synthetic_log.draws import FloatArray, bits, units
+from hotrow.data.synthetic_log.counter_rng import FloatArray, bits, uniforms
 from hotrow.features.hashing import IntArray
 
 SINGLES = 512
@@ -48,7 +48,7 @@ class Zipf:
         column = (wide >> np.uint64(64 - _COLUMN_BITS)).view(np.int64)
         coin = ((wide >> np.uint64(22)) & np.uint64(0xFFFFFFFF)).view(np.int64)
         segment = np.where(coin < table.threshold[column], column, table.alias[column])
-        inside = units(bits(random, 1)) * table.width[segment]
+        inside = uniforms(bits(random, 1)) * table.width[segment]
         ranks: IntArray = table.first[segment] + inside.astype(np.int64)
         return ranks
 
