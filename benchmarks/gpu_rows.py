@@ -1,11 +1,12 @@
-"""The row kernels on W-gpu's shapes: milliseconds, bytes that must move, and the share of the memory's speed reached.
+"""Tuning of the row kernels on W-gpu's shapes: milliseconds, bytes that must move, and the share of the memory's speed.
 
     python benchmarks/gpu_rows.py            on a CUDA device, two to three minutes, mostly compiling
     TRITON_INTERPRET=1 python benchmarks/gpu_rows.py --tables 2 --rows 1000 --ids 300     a dry run without one
 
 10 tables of 4,000,000 rows of dim 128 in one source of 40,000,000 slots, 104,857 Zipf ids a table and batch, a fresh
 batch for every call. Slots are id + table * rows, so only the row kernels are timed. A time is the median of 20 calls
-between two events, behind a sleep on the device, so that the host's work is hidden; that is given as `host`.
+between two events, after the device has idled, so that the host's work is hidden; that is printed as `host`. Results
+are checked against tests/kernels/reference.py. `hotrow bench kernels` has the figures; this script compares tile sizes.
 """
 
 from __future__ import annotations
@@ -18,23 +19,26 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from hotrow import optim
 from hotrow.bench.gpu.device_clock import idle
-from hotrow.kernels import reference
-from hotrow.kernels.rows.finite import check
+from hotrow.kernels.rows.finite import check_finite
 from hotrow.kernels.rows.gather import gather
-from hotrow.kernels.rows.layout import Items, RowLayout, Source, spread
+from hotrow.kernels.rows.layout import Items, RowLayout, Source, items_of_positions
 from hotrow.kernels.rows.quantize import quantize, quantized
 from hotrow.kernels.rows.runs import Runs, group
-from hotrow.kernels.rows.update import DEFAULT, Coefficients, Meta, Tuning, locate, partial, update
+from hotrow.kernels.rows.update import DEFAULT, Coefficients, RowMetadata, Tuning, locate, partial, update
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from kernels import reference
 
 CUDA = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 REPEATS, WARM_UP = (20, 4) if CUDA else (1, 1)
-LIMIT = 4.3e12  # bytes a second, measured on H200 (anchors.md)
+LIMIT = 4.3e12  # bytes a second, measured on an H200
 DIM = 128
 BATCHES = 8
 STARTED = time.perf_counter()
@@ -64,7 +68,7 @@ def main() -> None:
 
 
 class Bench:
-    """W-gpu's batches, gradients and room for the widest rows, made once."""
+    """W-gpu's batches, gradients and memory for the widest rows, made once."""
 
     def __init__(self, tables: int, rows: int, ids: int, seconds: float) -> None:
         self.tables, self.rows, self.ids, self.seconds = tables, rows, ids, seconds
@@ -79,17 +83,17 @@ class Bench:
         self.begins = torch.arange(tables + 1, dtype=torch.int32, device=DEVICE) * ids
         self.items = Items(self.begins, torch.arange(tables, dtype=torch.int32, device=DEVICE))
         self.gradients = [torch.randn(self.n, DIM, device=DEVICE).mul_(0.01) for _ in range(3)]
-        self.room = torch.zeros(tables * rows * 3 * DIM, device=DEVICE)
+        self.memory = torch.zeros(tables * rows * 3 * DIM, device=DEVICE)
         self.unique = int(self.runs[0].number)
         if CUDA:
-            self.room[: 1 << 30].uniform_(-0.1, 0.1)
+            self.memory[: 1 << 30].uniform_(-0.1, 0.1)
 
     def longest(self) -> int:
         return int(self.runs[0].starts[: self.unique + 1].diff().max())
 
     def source(self, layout: RowLayout) -> Source:
         count = self.tables * self.rows
-        return Source(self.room[: count * layout.stride].view(count, layout.stride))
+        return Source(self.memory[: count * layout.stride].view(count, layout.stride))
 
     def late(self) -> bool:
         return time.perf_counter() - STARTED > self.seconds
@@ -169,7 +173,7 @@ class Bench:
         rows = source.rows[slots[0][: 64 * bag].long(), :DIM].cpu()
         expected = reference.pool(rows, offsets[:65].cpu(), None)
         verify("gather, sum", torch.equal(out[:64].cpu(), expected))
-        line("spread", timed(lambda i: spread(offsets, self.tables * bags, n)), n * 4)
+        line("spread", timed(lambda i: items_of_positions(offsets, self.tables * bags, n)), n * 4)
 
     def groups(self) -> None:
         runs, number = self.runs[0], self.unique
@@ -182,14 +186,14 @@ class Bench:
     def finites(self) -> None:
         flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         matrices = [self.features(gradient) for gradient in self.gradients]
-        line("finite", timed(lambda i: check(matrices[i % 3], flag)), bytes_of(self.gradients[0]))
+        line("finite", timed(lambda i: check_finite(matrices[i % 3], flag)), bytes_of(self.gradients[0]))
         beside = self.gradients[0].view(self.ids, -1)
         slices = list(beside.split(DIM, dim=1))
-        line("finite, slices of one matrix", timed(lambda i: check(slices, flag)), bytes_of(self.gradients[0]))
+        line("finite, slices of one matrix", timed(lambda i: check_finite(slices, flag)), bytes_of(self.gradients[0]))
         verify("finite", flag.item() == 0)
         bad = self.gradients[0].clone()
         bad[-1, -1] = float("nan")
-        check(self.features(bad), flag)
+        check_finite(self.features(bad), flag)
         verify("not finite", flag.item() != 0)
 
     def updates(self) -> None:
@@ -222,8 +226,8 @@ class Bench:
             self.best(rule, [DEFAULT], "coefficients of each table", shared=False)
         self.best(optim.SGD(lr=0.01), [DEFAULT], "no meta", meta=False)
 
-    def steps(self) -> None:
-        """Forward, finite, group and update one behind the other, as a training step has them."""
+    def loop_range(self) -> None:
+        """Forward, finite, group and update in turn, as in a training step."""
         rule = optim.RowWiseAdagrad(lr=0.01)
         layout = self.layout(rule)
         source, call = self.source(layout), self.updater(rule, DEFAULT)
@@ -234,7 +238,7 @@ class Bench:
             slots = self.slots[i % BATCHES]
             gather(source, layout, slots, self.items, self.features(out))
             runs = group(slots)
-            check(self.features(self.gradients[i % 3]), flag)
+            check_finite(self.features(self.gradients[i % 3]), flag)
             call(i, runs)
 
         line("a step, row-wise Adagrad", timed(step), (3 * self.n + 3 * self.unique) * DIM * 4)
@@ -253,7 +257,7 @@ class Bench:
         streams = torch.arange(self.tables, device=DEVICE)
         both = torch.zeros(source.capacity, 2, dtype=torch.int32, device=DEVICE)
         flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        columns = Meta(both[:, 0], both[:, 1]) if meta else None
+        columns = RowMetadata(both[:, 0], both[:, 1]) if meta else None
         matrices = [self.features(gradient) for gradient in self.gradients]
 
         def call(i: int, runs: Runs | None = None) -> None:
@@ -267,7 +271,7 @@ class Bench:
     def best(self, rule: optim.Optimizer, tunings: list[Tuning], note: str = "", **options: bool) -> Tuning:
         layout = self.layout(rule)
         moved = (self.n + 2 * self.unique) * DIM * 4 + 2 * self.unique * sum(layout.state) * 4
-        self.room.fill_(0.01)  # no state that was another rule's: square roots of specials are slow
+        self.memory.fill_(0.01)  # state of the last rule must go: square roots of infinities and NaN are slow
         found = []
         for tuning in tunings:
             if self.late():
@@ -284,7 +288,7 @@ class Bench:
         return min(found, key=lambda pair: pair[0])[1] if found else DEFAULT
 
     def check_update(self, rule: optim.Optimizer) -> None:
-        """Rows with one position must be the oracle's to the bit, and so must the row with the most positions."""
+        """Rows with one position must have the reference's bits, and so must the row with the most positions."""
         layout, runs, gradient = self.layout(rule), self.runs[0], self.gradients[0]
         source = self.source(layout)
         source.rows[:, layout.state_offset :].abs_()  # sums of squares
@@ -317,7 +321,7 @@ class Bench:
 
 
 def zipf(rows: int, count: int, generator: torch.Generator, a: float = 1.05) -> torch.Tensor:
-    """anchors.md, W-gpu."""
+    """The ids of W-gpu."""
     u = torch.rand(count, dtype=torch.float64, device=DEVICE, generator=generator)
     x = ((u * ((rows + 1) ** (1 - a) - 1) + 1) ** (1 / (1 - a))).floor() - 1
     return (x.clamp(0, rows - 1).long() * 2654435761 + 12345) % rows

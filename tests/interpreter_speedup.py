@@ -1,8 +1,9 @@
-"""Triton's interpreter with a third less work: a kernel's helper functions find the language as its launch left it.
+"""A patch of Triton's interpreter that makes kernel tests a third faster; it guards nothing and changes no result.
 
-The interpreter replaces the functions of `triton.language` for the time of a launch, and does so again at every call
-of another jit function in it, although they are replaced already: that was 30% of a step of training in
-tests/nn/test_hbm.py. Here it looks first. What a launch replaces it still puts back.
+The interpreter replaces the functions of `triton.language` for the time of a launch, and again at every call of another
+jit function within the launch, although they are replaced already: 30% of a training step in tests/nn/test_hbm.py. With
+this patch it checks first, and a launch still restores what it replaced. A Triton whose interpreter has other internals
+is left as it is. Installed by tests/conftest.py under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from typing import Any
 
 
 def install() -> None:
-    """For this process; once is enough. Requires: TRITON_INTERPRET=1 was set before triton was imported."""
+    """Patch this process; a second call does nothing. Requires: TRITON_INTERPRET=1 was set before triton's import."""
     from triton import language as tl
     from triton.runtime import interpreter
 
     replace, scope = getattr(interpreter, "_patch_lang", None), getattr(interpreter, "_LangPatchScope", None)
-    if replace is None or scope is None or isinstance(replace, _Once):  # another Triton than we know is as it is
+    if replace is None or scope is None or isinstance(replace, _Once):  # unknown internals: leave them
         return
     interpreter._patch_lang = _Once(replace, (tl, tl.core), tl.core.is_builtin, scope)
 
 
 class _Once:
-    """The interpreter's `_patch_lang`, but for functions whose modules are replaced already."""
+    """The interpreter's `_patch_lang`, skipped for functions whose modules are replaced already."""
 
     def __init__(
         self, replace: Callable[[Any], Any], modules: tuple[Any, ...], plain: Callable[[Any], bool], scope: Any
@@ -39,6 +40,6 @@ class _Once:
         return self._scope()  # with nothing to put back
 
     def _find(self, function: Any) -> list[Any]:
-        """Those of the language's modules that a function sees; all of them, where it sees none, for the error."""
+        """The language's modules among a function's globals; all if it has none, so that Triton raises its error."""
         values = [value for value in function.__globals__.values() if inspect.ismodule(value)]
         return [module for module in self._modules if module in values] or list(self._modules)

@@ -1,4 +1,4 @@
-// The driver (libcuda.so.1) of runtime.cpp: what Triton's launcher and HotRow's core ask for.
+// A CUDA driver (libcuda.so.1) over runtime.cpp: the functions that Triton's launcher and HotRow's core call.
 #include <cuda.h>
 
 #include <atomic>

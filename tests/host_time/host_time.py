@@ -1,12 +1,12 @@
-"""What the host does for a training step on a GPU, measured on a machine that has none.
+"""The host's work in a training step on a GPU, measured on a machine that has none (README.md).
 
 A CUDA build of torch runs over a runtime that computes nothing (runtime.cpp): every call is made, kernels leave zeros,
-and streams are busy for fixed times. First W-gpu with all rows in HBM, on a device that takes no time: what is left is
-the host's. Then W-dlrm as bench/gpu/pipeline_gpu.py has it, on a device that takes 5.6 ms a step, alone and beside two
-threads that take Python's lock for 0.2 ms now and then: what a step takes beyond the device's time, the device is
-without work. Nothing of it says how fast a GPU is.
+and streams are busy for fixed times. First W-gpu with all rows in HBM, on a device that takes no time, so that all of a
+step's time is the host's. Then W-dlrm (bench/gpu/pipeline_gpu.py) on a device that takes 5.6 ms a step, alone and
+beside two threads that take Python's lock for 0.2 ms now and then: for the time beyond the device's, the device has no
+work. Nothing of it says how fast a GPU is.
 
-    python benchmarks/host_time/host_time.py            # needs a CUDA build of torch, CUDA's headers, a C++ compiler
+    python tests/host_time/host_time.py            # needs a CUDA build of torch, CUDA's headers, a C++ compiler
     CUDA_HOME=/usr/local/cuda python ...                # where the headers are
 """
 
@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-READY = "HOTROW_NULL_CUDA"  # in the environment of the process that measures: where the libraries are
+READY = "HOTROW_NULL_CUDA"  # environment variable of the measuring process: the folder of the libraries
 CALL = {"NULL_CALL": "2500"}
 DEVICE = {"NULL_KERNEL": "20000", "NULL_PRODUCT": "170000", "NULL_GRAPH": "120000", "NULL_COPY": "5000"}
 VERSIONED = ("libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13")
-WRITTEN = {  # of those that torch does not only ask to succeed
+WRITTEN = {  # functions whose results torch reads; all others just return 0
     "cublasCreate_v2": "int cublasCreate_v2(void** out) { *out = (void*)16; return 0; }",
     "cublasLtCreate": "int cublasLtCreate(void** out) { *out = (void*)16; return 0; }",
     "cublasLtMatmulAlgoGetHeuristic": "int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, "
@@ -44,7 +44,7 @@ WRITTEN = {  # of those that torch does not only ask to succeed
 
 
 def build(folder: Path) -> list[Path]:
-    """runtime.cpp and driver.cpp, and a function for every other symbol that torch's libraries ask for."""
+    """Compile runtime.cpp and driver.cpp, with a function for every other symbol that torch's libraries import."""
     wanted = _wanted()
     libraries = [_compile(folder, "libcuda.so.1", [HERE / "driver.cpp"])]
     for name in VERSIONED:
@@ -62,8 +62,8 @@ def _wanted() -> dict[str, set[str]]:
 
     found: dict[str, set[str]] = {name: set() for name in VERSIONED}
     for library in (Path(torch.__file__).parent / "lib").glob("*.so"):
-        told = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True).stdout
-        for word in told.split():
+        symbols = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True).stdout
+        for word in symbols.split():
             symbol, _, version = word.partition("@")
             if version in found:
                 found[version].add(symbol)
@@ -75,7 +75,7 @@ def _wanted() -> dict[str, set[str]]:
 
 
 def _defined(sources: list[Path]) -> set[str]:
-    """Names of the functions that a source has."""
+    """Names of the functions that the sources define."""
     text = "".join(source.read_text() for source in sources)
     return {word.split("(")[0].lstrip("*") for word in text.split() if "(" in word and "cuda" in word}
 
@@ -84,8 +84,8 @@ def _stubs(symbols: set[str]) -> str:
     lines = []
     for symbol in sorted(symbols):
         product = "emm" in symbol.lower() or symbol == "cublasLtMatmul"
-        plain = f"int {symbol}() {{ {'null_product(); ' if product else ''}return 0; }}"
-        lines.append(WRITTEN.get(symbol, plain))
+        default = f"int {symbol}() {{ {'null_product(); ' if product else ''}return 0; }}"
+        lines.append(WRITTEN.get(symbol, default))
     return 'extern "C" {\nvoid null_product();\n' + "\n".join(lines) + "\n}\n"
 
 
@@ -98,7 +98,7 @@ def _compile(folder: Path, name: str, sources: list[Path], version: Path | None 
     return folder / name
 
 
-# --- what is measured -----------------------------------------------------------------------------------------------
+# --- measurements -------------------------------------------------------------------------------------------------
 
 
 class Counts:
@@ -139,7 +139,7 @@ def w_gpu(rows: int = 20_000) -> None:
 
 
 def _milliseconds(steps: Any, batch: Any) -> tuple[float, float]:
-    """Of a step: to its middle, and to its end."""
+    """The host's time from the start of a step to its gathered rows, and to its end."""
     start = time.perf_counter()
     lookup = steps.embeddings.route(batch).fetch()
     lookup.gather()
@@ -177,7 +177,7 @@ def w_dlrm(rows: int = 20_000, batches: int = 200) -> None:
     for beside in ("alone", "beside two threads"):
         if beside != "alone":
             for _ in range(2):
-                threading.Thread(target=_take_turns, daemon=True).start()
+                threading.Thread(target=_hold_the_lock, daemon=True).start()
         took, counts = [], Counts()
         for _ in range(5):
             start = time.perf_counter()
@@ -186,7 +186,7 @@ def w_dlrm(rows: int = 20_000, batches: int = 200) -> None:
         print(f"W-dlrm {beside}: {statistics.median(took):.2f} ms a step; {counts.of(5 * batches)}")
 
 
-def _take_turns() -> None:
+def _hold_the_lock() -> None:
     while True:
         time.sleep(0.0004)
         for _ in range(6):
@@ -194,7 +194,7 @@ def _take_turns() -> None:
 
 
 def main() -> None:
-    """Build, and measure in processes that find the libraries."""
+    """Build the libraries, and measure in processes that load them."""
     if READY in os.environ:
         {"w_gpu": w_gpu, "w_dlrm": w_dlrm}[sys.argv[1]]()
         return

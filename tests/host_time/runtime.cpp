@@ -1,9 +1,9 @@
 // A CUDA runtime without a GPU, for host_time.py: memory is the host's, kernels do nothing, and time passes.
 //
-// torch's CUDA build finds it in the place of libcudart, so a training step makes all of its calls and computes
-// nothing. Each stream has an instant until which it is busy: a launch or a copy moves it by a fixed time, an event
-// remembers it, and who waits for either sleeps until then. What the host spends on a call to the driver is spent, too.
-// Kernels leave zeros behind, which for HotRow means that no id is missing and every gradient is finite.
+// torch's CUDA build loads it in place of libcudart, so a training step makes all of its calls and computes nothing.
+// Each stream has an instant until which it is busy: a launch or a copy moves it by a fixed time, an event records it,
+// and a wait for either sleeps until then. A launch also takes the host the time of a call to the driver. Kernels leave
+// zeros, which for HotRow means that no id is missing and every gradient is finite.
 //
 // Environment, all in nanoseconds: NULL_CALL (the host's, for a launch), NULL_KERNEL, NULL_PRODUCT (a matrix product),
 // NULL_GRAPH and NULL_COPY (the device's).

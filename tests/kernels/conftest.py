@@ -1,4 +1,4 @@
-"""The kernels run twice: under Triton's interpreter on CPU tensors, and, marked `gpu`, compiled on a CUDA device.
+"""Kernel tests run twice: under Triton's interpreter on CPU tensors, and, marked `gpu`, compiled on a CUDA device.
 
 Triton reads TRITON_INTERPRET when it is imported, so one process does one or the other: without CUDA the interpreter
 is chosen here, before anything imports Triton.
@@ -53,8 +53,9 @@ def draw() -> Callable[..., torch.Tensor]:
 
 @pytest.fixture
 def filled(device: torch.device) -> Callable[..., Any]:
-    """filled(sets_per_table, keys, tables): an index that holds as many of the keys as find room in their sets."""
-    from hotrow.kernels import reference
+    """filled(sets_per_table, keys, tables): an index that holds the keys, except those whose sets are full."""
+    from kernels import reference
+
     from hotrow.kernels.index.sets import SetIndex
 
     def index(sets_per_table: list[int], keys: torch.Tensor, tables: torch.Tensor | None = None) -> SetIndex:

@@ -1,4 +1,4 @@
-"""A launch of every kernel in each of its branches: what compile_only.py compiles by default.
+"""A launch of every kernel in each of its branches, for compile_only.py.
 
 Rows are those of W-gpu (dim 128, one row a warp) and narrow or wide ones beside them, whose programs hold several rows
 or several warps. A new branch or kernel belongs here: tests/kernels/test_compile.py fails for statements that the
@@ -12,20 +12,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hotrow.kernels.index.admit import SLOTS, admit, answer, brief
-from hotrow.kernels.index.dedup import compact, compact_keys, dedup
-from hotrow.kernels.index.find import Warmth, find, find_rows
-from hotrow.kernels.index.insert import choose_in_order, erase, insert_and_evict, place
-from hotrow.kernels.index.launch_arguments import Terms
+from hotrow.bench.gpu.hkv_operations import find_rows, insert_and_evict
+from hotrow.kernels.index.dedup import compact_keys, dedup
+from hotrow.kernels.index.find import ScorePolicy, find
+from hotrow.kernels.index.insert import choose_slots, erase, insert_keys
+from hotrow.kernels.index.launch_arguments import BatchArguments
+from hotrow.kernels.index.miss_report import SLOTS, insert_fetched, report_misses, scatter_slots
 from hotrow.kernels.index.sets import SetIndex
 from hotrow.kernels.index.touch import touch
-from hotrow.kernels.rows import finite, move
+from hotrow.kernels.rows import finite, transfer
 from hotrow.kernels.rows import quantize as quantization
-from hotrow.kernels.rows import read as serving
+from hotrow.kernels.rows import serving_lookup as serving
 from hotrow.kernels.rows.gather import gather
-from hotrow.kernels.rows.layout import Items, RowLayout, Source, spread
+from hotrow.kernels.rows.layout import Items, RowLayout, Source, items_of_positions
 from hotrow.kernels.rows.runs import group
-from hotrow.kernels.rows.update import Coefficients, Meta, update
+from hotrow.kernels.rows.update import Coefficients, RowMetadata, update
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RowWiseAdagrad
 
 CPU = torch.device("cpu")
@@ -33,8 +34,8 @@ N = 300  # positions of a batch, more than an update's piece
 FLAG = torch.zeros(1, dtype=torch.int32)
 
 
-def every() -> None:
-    """All of them."""
+def launch_all() -> None:
+    """Every launch below."""
     searches()
     missing_keys()
     whole_index()
@@ -58,39 +59,39 @@ TWO_TABLES = _ints(0, 100, N)
 
 
 def searches() -> None:
-    """Keys to slots, for one table and for several, at a batch's turn or recorded."""
+    """Keys to slots, for one table and for several, with arguments as numbers and on the device."""
     for index, begins in ((SetIndex([64], CPU), _ints(0, N)), (SetIndex([32, 32], CPU), TWO_TABLES)):
         find(index, KEYS, begins)
         find(index, KEYS, begins, 3, NUMBER)
-        find(index, KEYS, begins, 3, NUMBER, Warmth("lru", 512.0))
-        find(index, KEYS, begins, Terms(CPU).read(), NUMBER, Warmth("lfu", 512.0))
+        find(index, KEYS, begins, 3, NUMBER, ScorePolicy("lru", 512.0))
+        find(index, KEYS, begins, BatchArguments(CPU).load(), NUMBER, ScorePolicy("lfu", 512.0))
         rows = torch.zeros(index.capacity, 24)
         find_rows(index, rows, 20, KEYS, torch.zeros(N, 20), begins)
 
 
 def missing_keys() -> None:
-    """What is missing becomes unique keys, gets slots, and comes."""
-    index, terms = SetIndex([32, 32], CPU), Terms(CPU).read()
+    """Missing keys are deduplicated, get slots, are reported and inserted."""
+    index, arguments = SetIndex([32, 32], CPU), BatchArguments(CPU).load()
     hosts, beside = _zeros(index.capacity), _zeros(index.capacity, 2)
     steps, counts = beside.unbind(1)
-    compact(SLOTS_OF, 7)
+    compact_keys(SLOTS_OF, 7, KEYS, _ints(0, N))
     positions, keys, tables = compact_keys(SLOTS_OF, 200, KEYS, TWO_TABLES)
     dedup(keys)
     dedup(keys, tables, 2)
     dedup(keys, tables)
-    for batch, count in ((3, None), (terms, NUMBER)):
-        unique = dedup(keys, tables, rising=True, count=count)
-        chosen = choose_in_order(index, unique.keys, unique.tables, unique.number, batch)
-        report = brief(unique, chosen, hosts, steps, counts, batch)
-        place(index, report.keys, report.field(SLOTS), None if count is None else unique.number, batch)
-        answer(positions, unique.inverse, report.ranks, report.field(SLOTS), SLOTS_OF, count)
-        admit(index, (hosts, steps, counts), report.keys, report.field(SLOTS), _zeros(3, 200), 3, 0.5)
+    for batch, count in ((3, None), (arguments, NUMBER)):
+        unique = dedup(keys, tables, tables_sorted=True, count=count)
+        chosen = choose_slots(index, unique.keys, unique.tables, unique.number, batch)
+        report = report_misses(unique, chosen, hosts, steps, counts, batch)
+        insert_keys(index, report.keys, report.field(SLOTS), None if count is None else unique.number, batch)
+        scatter_slots(positions, unique.inverse, report.ranks, report.field(SLOTS), SLOTS_OF, count)
+        insert_fetched(index, (hosts, steps, counts), report.keys, report.field(SLOTS), _zeros(3, 200), 3, 0.5)
 
 
 def whole_index() -> None:
-    """insert_and_evict and what else stands alone."""
+    """insert_and_evict, erase and touch."""
     for index, tables in ((SetIndex([64], CPU), None), (SetIndex([32, 32], CPU), SLOTS_OF)):
-        choose_in_order(index, KEYS, tables, None, 2)
+        choose_slots(index, KEYS, tables, None, 2)
         for dim in (20, 128):
             rows = torch.zeros(index.capacity, dim)
             insert_and_evict(index, rows, KEYS, torch.zeros(N, dim), tables, batch=3, settled=2)
@@ -105,12 +106,12 @@ def moves() -> None:
         rows = torch.zeros(512, width + 3)
         source = Source(rows, torch.zeros(8, width + 3))
         for slots in (SLOTS_OF, SLOTS_OF[1:]):
-            move.collect(source, slots, width, torch.zeros(N, width))
-            move.deliver(source, slots, width, torch.zeros(N, width))
-        move.Puller(rows, torch.zeros(2, dtype=torch.int64), width, width, N)()
+            transfer.collect(source, slots, width, torch.zeros(N, width))
+            transfer.deliver(source, slots, width, torch.zeros(N, width))
+        transfer.HostRowReader(rows, torch.zeros(2, dtype=torch.int64), width, width, N)()
         steps, counts = _zeros(512, 2).unbind(1)
-        move.Lander(rows, (_zeros(512), steps, counts), width)()
-    move.tell(NUMBER, _zeros(1))
+        transfer.FetchedRowWriter(rows, (_zeros(512), steps, counts), width)()
+    transfer.copy_to_pinned(NUMBER, _zeros(1))
 
 
 def serving_lookups() -> None:
@@ -118,21 +119,21 @@ def serving_lookups() -> None:
     index = SetIndex([32, 32], CPU)
     for dtype, policy in (("fp32", "lru"), ("fp16", "lfu"), ("bf16", "lfu"), ("int8", "lru")):
         layout = RowLayout(20, (2,) if dtype == "int8" else (), dtype)
-        rows, lists = torch.zeros(index.capacity, layout.stride), serving.Lists(3, 100, CPU)
+        rows, lists = torch.zeros(index.capacity, layout.stride), serving.MissLists(3, 100, CPU)
         if dtype != "int8":
             quantization.quantize(rows, layout)
-        serving.read(
+        serving.lookup(
             index, rows, layout, KEYS.view(3, 100), (_ints(0, 1, 1), _ints(0, 20, 40)), _ints(90), _ints(5, 0), lists,
             torch.zeros(100, 60), policy,
         )  # fmt: skip
-    serving.put(torch.zeros(100, 60), serving.Staging(50, 20, CPU), RowLayout(20))
+    serving.scatter_staged(torch.zeros(100, 60), serving.StagedRows(50, 20, CPU), RowLayout(20))
 
 
 BEGINS, TABLES = _ints(0, 100, 200, N), _ints(0, 1, 1)
 OFFSETS = torch.arange(0, 2 * N + 1, 2, dtype=torch.int32) // 2
-PLAIN = Items(BEGINS, TABLES)
-SCALED = replace(PLAIN, scales=torch.zeros(N))
-BAGS = Items(BEGINS, TABLES, OFFSETS, None, spread(OFFSETS, N, N))
+ONE_EACH = Items(BEGINS, TABLES)
+SCALED = replace(ONE_EACH, scales=torch.zeros(N))
+BAGS = Items(BEGINS, TABLES, OFFSETS, None, items_of_positions(OFFSETS, N, N))
 WEIGHTED_BAGS = replace(BAGS, scales=torch.zeros(N))
 
 
@@ -147,13 +148,13 @@ def gathers() -> None:
     """Rows of every type to outputs of every type, with and without bags and rows of a batch's own."""
     fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
     for dim, dtype, items, out, own, aligned in (
-        (128, "fp32", PLAIN, fp32, "none", True),
-        (128, "fp32", PLAIN, bf16, "same", True),
+        (128, "fp32", ONE_EACH, fp32, "none", True),
+        (128, "fp32", ONE_EACH, bf16, "same", True),
         (128, "bf16", BAGS, fp32, "same", True),
         (128, "fp16", WEIGHTED_BAGS, fp16, "fp32", True),
         (20, "fp32", WEIGHTED_BAGS, fp32, "fp32", True),
         (17, "bf16", SCALED, bf16, "fp32", False),
-        (20, "int8", PLAIN, fp16, "fp32", True),
+        (20, "int8", ONE_EACH, fp16, "fp32", True),
         (17, "int8", BAGS, fp32, "none", False),
         (2000, "fp16", BAGS, fp32, "none", True),
     ):
@@ -167,8 +168,8 @@ def gathers() -> None:
 def checks() -> None:
     """Gradients of every type, without gaps and with."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        finite.check(_matrices(128, dtype), FLAG)
-        finite.check(_matrices(17, dtype, aligned=False), FLAG)
+        finite.check_finite(_matrices(128, dtype), FLAG)
+        finite.check_finite(_matrices(17, dtype, aligned=False), FLAG)
 
 
 def updates() -> None:
@@ -192,14 +193,14 @@ def _update(
     optimizers: list[Optimizer],
     dtype: str,
     gradient: torch.dtype,
-    items: Items = PLAIN,
+    items: Items = ONE_EACH,
     aligned: bool = True,
     missing: bool = False,
     own: bool = False,
     meta: bool = True,
     seen: bool = False,
 ) -> None:
-    """`own`: some rows are the batch's; `seen`: rows were seen more often than they have positions."""
+    """`own`: some rows are the batch's own; `seen`: rows were seen more often than they have positions."""
     layout = RowLayout(dim, tuple(part.width for part in optimizers[0].state(dim)), dtype)
     gradients: list[Tensor | None] = list(_matrices(dim, gradient, aligned))
     if missing:
@@ -207,7 +208,7 @@ def _update(
     source = Source(torch.zeros(64, layout.stride), torch.zeros(8, layout.stride) if own else None)
     coefficients = [Coefficients(o.coefficients(7), o.clip_value or 0.0, o.clip_norm or 0.0) for o in optimizers]
     beside, more, streams = _zeros(64, 2), _zeros(8, 2), torch.zeros(2, dtype=torch.int64)
-    columns = Meta(*beside.unbind(1), *(more.unbind(1) if own else (None, None))) if meta else None
+    columns = RowMetadata(*beside.unbind(1), *(more.unbind(1) if own else (None, None))) if meta else None
     update(
         source, layout, optimizers[0].code, group(SLOTS_OF), items, gradients, KEYS, coefficients, streams, streams, 7,
         1.0, columns, FLAG, seen=SLOTS_OF if seen else None,

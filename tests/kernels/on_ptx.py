@@ -1,7 +1,12 @@
-"""A plugin of pytest (`-p on_ptx`): where tests would have kernels interpreted they are compiled, and their PTX runs on
-the CPU (ptx.py).
+"""A pytest plugin (`-p on_ptx`) that runs kernel tests on compiled code, on the CPU: Triton compiles each kernel, and
+ptx.py runs its PTX. test_ptx.py uses it.
 
-Requires: it comes before Triton, with TRITON_INTERPRET unset. Tests are told that it is set.
+Guards: the results of compiled kernels on a machine without a GPU, above all the arithmetic whose bits are promised
+(stochastic rounding, counts, update rules), which the interpreter computes with numpy instead.
+Cannot see: races between threads, ptxas's translation of PTX, a GPU's approximations of log2 and exp2, speed.
+
+Requires: it is loaded before Triton, with TRITON_INTERPRET unset. Tests then see TRITON_INTERPRET=1, so they use CPU
+tensors.
 """
 
 from __future__ import annotations
@@ -14,15 +19,15 @@ from typing import Any
 
 import torch
 import triton
-from compile_only import Card
+from compile_only import FakeDriver
 from ptx import Program
 from triton.runtime.cache import get_cache_manager
 
 from hotrow import kernels
 
 
-class Processor(Card):
-    """A card that is this machine's CPU."""
+class CpuDriver(FakeDriver):
+    """A driver whose launches run the kernel's PTX on this machine's CPU."""
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         text = Path(get_cache_manager(metadata.hash).get_file(f"{metadata.name}.ptx")).read_text()
@@ -43,11 +48,12 @@ def _number(kind: str, value: Any) -> int | float:
 
 
 def pytest_load_initial_conftests() -> None:
+    """Import all kernels as compiled ones, then have the tests see the interpreter's setting."""
     assert "TRITON_INTERPRET" not in os.environ
-    card = Processor()
-    triton.runtime.driver.set_active(card)
-    torch._C._cuda_getCurrentRawStream = card.get_current_stream  # type: ignore[attr-defined]
+    driver = CpuDriver()
+    triton.runtime.driver.set_active(driver)
+    torch._C._cuda_getCurrentRawStream = driver.get_current_stream  # type: ignore[attr-defined]
     triton.knobs.runtime.interpret = False
-    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         importlib.import_module(module.name)
     os.environ["TRITON_INTERPRET"] = "1"

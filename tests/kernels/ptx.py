@@ -1,13 +1,14 @@
-"""Compiled kernels on the CPU: the PTX that Triton makes of them, run by numpy on the CPU's memory.
+"""Runs a compiled kernel on the CPU: its PTX becomes a Python function over numpy arrays (for on_ptx.py).
 
-A kernel becomes a Python function with a line or two an instruction. A register is an array over the threads of a
-program (threads.py), of unsigned numbers that instructions view as they need, or of bools; global addresses are those
-of this process. Programs run one after another, their threads side by side: a barrier has nothing to do, and a race
-between threads is not seen. All threads must branch alike, which Triton's do. Other than on a card, log2 and exp2 are
-exact, and an address outside of all tensors may go unnoticed.
+A line or two of Python for each instruction. A register is an array over the threads of a program (ptx_threads.py), of
+unsigned integers that instructions view as they need, or of bools; global addresses are those of this process. Programs
+run one after another, their threads side by side.
 
-It knows the instructions that our kernels are made of, for sm_80 to sm_100 by Triton 3.6 to 3.8. For another it says
-which: add it below, from NVIDIA's description of the PTX ISA.
+Cannot see: races, because a barrier has nothing to do; rounding of log2 and exp2, which are exact here; an address
+outside of all tensors. All threads must branch alike, as they do in Triton's code.
+
+It knows the instructions of our kernels, for sm_80 to sm_100 by Triton 3.6 to 3.8. For another instruction it raises an
+error that names it: add it below, from NVIDIA's description of the PTX ISA.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import threads as instructions
-from threads import Threads
+import ptx_threads as instructions
+from ptx_threads import Threads
 
-REGISTERS = {"p": "bool", "rs": "uint16", "r": "uint32", "rd": "uint64"}  # their types, by their names
+REGISTERS = {"p": "bool", "rs": "uint16", "r": "uint32", "rd": "uint64"}  # the type of each kind of register
 SPECIAL = {"%tid.x": "t.tid", "%ctaid.x": "program", "%nctaid.x": "programs", "global_smem": "np.uint32(0)"}
 COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-PLAIN = {  # what instructions make of their operands
+EXPRESSIONS = {  # the value of an instruction, from its operands
     "add": "{0} + {1}", "sub": "{0} - {1}", "div": "divide({0}, {1})", "fma": "fma({0}, {1}, {2})", "neg": "-{0}",
     "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}", "abs": "np.abs({0})",
     "sqrt": "np.sqrt({0})", "ex2": "np.exp2({0})", "popc": "count_ones({0})", "prmt": "permute({0}, {1}, {2})",
@@ -30,7 +31,7 @@ PLAIN = {  # what instructions make of their operands
 
 
 class Program:
-    """One compiled kernel, whose programs have so many threads and bytes of shared memory."""
+    """One compiled kernel, whose programs have `number` threads and `shared` bytes of shared memory."""
 
     def __init__(self, ptx: str, number: int, shared: int) -> None:
         entry = re.search(r"\.entry\s+(\w+)\((.*?)\)[^{]*\n\{(.*?)\n\}", ptx, re.DOTALL)
@@ -42,7 +43,7 @@ class Program:
         self._run: Callable[..., None] = names["run"]
 
     def run(self, programs: int, values: Sequence[int | float]) -> None:
-        """On arguments of which pointers are addresses; the last ones, if they are not given, are 0."""
+        """Run the programs. Pointers are given as addresses; arguments that are not given, at the end, are 0."""
         given = [*values, *[0] * (len(self.parameters) - len(values))]
         arguments = {}
         for (kind, name), value in zip(self.parameters, given, strict=True):
@@ -100,7 +101,7 @@ def _instruction(statement: str, blocks: dict[str, int]) -> list[str]:
     if operation == "bra":
         return [f"if t.alike({guard}): block = {blocks[operands[0]]}; continue"]
     try:
-        return OPERATIONS.get(operation, _plain)(operation, modifiers, operands, guard)
+        return OPERATIONS.get(operation, _expression)(operation, modifiers, operands, guard)
     except (KeyError, ValueError, AssertionError) as error:
         raise NotImplementedError(f"ptx.py does not know {statement!r} ({error!r})") from error
 
@@ -160,9 +161,11 @@ def _address(operand: str) -> str:
 # --- instructions: (operation, modifiers, operands, guard) to lines of Python ---
 
 
-def _plain(operation: str, modifiers: list[str], operands: list[str], guard: str) -> list[str]:
+def _expression(operation: str, modifiers: list[str], operands: list[str], guard: str) -> list[str]:
     kind = _type(modifiers[-1])
-    return [_set(operands[0], PLAIN[operation].format(*(_value(operand, kind) for operand in operands[1:])), guard)]
+    return [
+        _set(operands[0], EXPRESSIONS[operation].format(*(_value(operand, kind) for operand in operands[1:])), guard)
+    ]
 
 
 def _move(operation: str, modifiers: list[str], operands: list[str], guard: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the instructions of PTX do to registers, which are numpy arrays with a number for each thread (ptx.py)."""
+"""PTX instructions on registers, which are numpy arrays with a number for each thread (for ptx.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Threads:
-    """The threads of a program, their lanes in warps of 32, and the memory that they share."""
+    """The threads of a program, their lanes in warps of 32, and their shared memory."""
 
     def __init__(self, number: int, shared: int) -> None:
         self.number = number
@@ -121,7 +121,7 @@ def shift_right(value: Array, by: Array) -> Array:
     return shifted if value.dtype.kind == "i" else np.where(by <= most, shifted, 0).astype(value.dtype)
 
 
-def divide(left: Array, right: Array) -> Array:
+def repartition(left: Array, right: Array) -> Array:
     if left.dtype.kind == "f":
         return left / right
     return (np.sign(left) * np.sign(right) * (np.abs(left) // np.abs(right))).astype(left.dtype)

@@ -232,7 +232,7 @@ def draws(stream: int, key: int, step: int, dim: int) -> list[int]:
     return [word for block in range(-(-dim // 4)) for word in draw(stream, key, step, block)][:dim]
 
 
-def round_by_chance(value: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def stochastic_round(value: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """fp32 to a multiple of the type's last place: the one below, or above with the chance of what is cut off."""
     digits, lowest, cut = (7, -126, 16) if dtype == torch.bfloat16 else (10, -14, 13)
     size = value.double().abs()

@@ -1,4 +1,4 @@
-"""A kernel that is launched again is compiled again only where Triton would make another of it."""
+"""A kernel is compiled again only where Triton would specialise it again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from hotrow import undocumented
 from hotrow.kernels import current_stream, launch
-from hotrow.kernels.launch import Fast, fast
+from hotrow.kernels.launch import CachedLauncher, cached_launch
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Param:
 
 @dataclass
 class Compiled:
-    """What a stand-in kernel gives back: notes its launches as (grid, arguments), tensors as addresses."""
+    """A fake compiled kernel: records its launches as (grid, arguments), tensors as addresses."""
 
     launches: list[Any] = field(default_factory=list)
     function: int = 9
@@ -36,12 +36,13 @@ class Compiled:
 
 
 class Kernel:
-    """A stand-in for a jitted kernel (data, n, loose, A, B) that notes how it was called."""
+    """A fake jitted kernel (data, n, unspecialized, A, B) that records its calls."""
 
     def __init__(self, made: type[Any] = Compiled) -> None:
         self.kind = made
         self.params = [
-            Param("data"), Param("n"), Param("loose", do_not_specialize=True), Param("A", True), Param("B", True)
+            Param("data"), Param("n"), Param("unspecialized", do_not_specialize=True), Param("A", True),
+            Param("B", True),
         ]  # fmt: skip
         self.calls: list[Any] = []
         self.made: list[Any] = []
@@ -69,11 +70,11 @@ USUAL: dict[str, Any] = {"A": 8, "B": True, "num_warps": 4}
 
 def test_the_same_call_goes_to_what_was_compiled() -> None:
     kernel = Kernel()
-    again = Fast(kernel)
+    again = CachedLauncher(kernel)
     again[(3,)](DATA, 20, 5, **USUAL)
     assert kernel.calls == [((3,), (DATA, 20, 5), USUAL)] and kernel.made[0].launches == []
     again[(4,)](DATA, 20, 6, **USUAL)
-    again[(5,)](DATA, 21, 7, **USUAL)  # nothing that matters is different about 21
+    again[(5,)](DATA, 21, 7, **USUAL)  # 21 specialises as 20 does
     other = MEMORY[START + 16 : START + 32]
     again[(6,)](other, 20, 7, **USUAL)  # elsewhere, and as well aligned
     assert len(kernel.calls) == 1
@@ -92,7 +93,7 @@ def test_the_same_call_goes_to_what_was_compiled() -> None:
         pytest.param((DATA, 1, 5), {}, id="one"),
         pytest.param((DATA, 32, 5), {}, id="a multiple of 16"),
         pytest.param((DATA, 1 << 31, 5), {}, id="64 bits"),
-        pytest.param((DATA, 20, 1 << 31), {}, id="64 bits, loose"),
+        pytest.param((DATA, 20, 1 << 31), {}, id="64 bits, unspecialized"),
         pytest.param((DATA, 20, 5), {"A": 16}, id="constexpr"),
         pytest.param((DATA, 20, 5), {"B": False}, id="flag"),
         pytest.param((DATA, 20, 5), {"num_warps": 8}, id="option"),
@@ -100,7 +101,7 @@ def test_the_same_call_goes_to_what_was_compiled() -> None:
 )
 def test_what_triton_specialises_on_is_compiled_anew(args: tuple[Any, ...], options: dict[str, Any]) -> None:
     kernel = Kernel()
-    again = Fast(kernel)
+    again = CachedLauncher(kernel)
     again[(1,)](DATA, 20, 5, **USUAL)
     for _ in range(2):
         again[(1,)](*args, **(USUAL | options))
@@ -109,9 +110,9 @@ def test_what_triton_specialises_on_is_compiled_anew(args: tuple[Any, ...], opti
     assert [len(made.launches) for made in kernel.made] == [2, 1]
 
 
-def test_loose_numbers_are_never_compiled_anew() -> None:
+def test_unspecialized_numbers_are_never_compiled_anew() -> None:
     kernel = Kernel()
-    again = Fast(kernel)
+    again = CachedLauncher(kernel)
     for number in (5, 1, 16, 17, 0, 2**31 - 1):
         again[(1,)](DATA, 20, number, **USUAL)
     assert len(kernel.calls) == 1
@@ -140,16 +141,16 @@ class NamedLauncher(Launcher):
 
 
 class OtherLauncher(Launcher):
-    """As it may be one day."""
+    """A launcher of an unknown version."""
 
     def __call__(self, grid: tuple[int, ...], stream: int, function: int, *args: Any) -> None:  # type: ignore[override]
-        raise AssertionError("called by somebody who does not know its arguments")
+        raise AssertionError("called with arguments that it does not take")
 
 
 @pytest.mark.parametrize("launcher", [Launcher(), NamedLauncher()])
 def test_the_launcher_is_called_as_triton_calls_it(launcher: Launcher) -> None:
     compiled = SimpleNamespace(run=launcher, function=9, packed_metadata=(4, 1, 0))
-    run = launch._runner(compiled, (8, True))
+    run = launch._make_launch(compiled, (8, True))
     assert run is not None
     run(3, 1, [20, 5])
     assert launcher.calls == [(3, 1, 1, 71, 9, (4, 1, 0), None, None, None, 20, 5, 8, True)]
@@ -172,7 +173,7 @@ def test_a_triton_that_launches_in_another_way_is_called_as_documented(
     if change == "another version":
         monkeypatch.setattr(triton, "__version__", "3.99.0")
     kernel = Kernel(Other)
-    again = Fast(kernel)
+    again = CachedLauncher(kernel)
     with pytest.warns(UserWarning, match=r"triton 3\.\S+ may launch .* tested with triton<3\.\d+,>=3\.6\. ") as told:
         for programs in (3, 4, 5):
             again[(programs,)](DATA, 20, 5, **USUAL)
@@ -185,36 +186,39 @@ def test_a_triton_that_launches_in_another_way_is_called_as_documented(
     assert all(made.launches == [] for made in kernel.made)
 
 
-def test_a_triton_that_tells_less_of_a_kernel_is_called_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_triton_with_other_kernel_parameters_is_called_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "INTERPRETED", False)
     kernel = SimpleNamespace(params=[SimpleNamespace(name="data")])
-    with pytest.warns(UserWarning, match=r"triton \S+ tells less of a kernel \(.*is_constexpr.*\); HotRow was tested"):
-        assert fast(kernel) is kernel
+    with pytest.warns(
+        UserWarning,
+        match=r"triton \S+ describes a kernel's parameters otherwise \(.*is_constexpr.*\); HotRow was tested",
+    ):
+        assert cached_launch(kernel) is kernel
 
 
 def test_a_stream_has_the_same_handle_by_what_torch_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda number: SimpleNamespace(cuda_stream=70 + number))
-    fast_way = current_stream.stream_handle(1)
+    undocumented_handle = current_stream.current_stream_handle(1)
     monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream")
     with pytest.warns(UserWarning, match="has no torch._C._cuda_getCurrentRawStream; HotRow was tested") as told:
-        assert [current_stream.stream_handle(1) for _ in range(2)] == [fast_way] * 2 == [71] * 2
+        assert [current_stream.current_stream_handle(1) for _ in range(2)] == [undocumented_handle] * 2 == [71] * 2
     assert len(told) == 1
 
 
-def test_under_the_interpreter_a_kernel_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_the_interpreter_a_kernel_is_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel()
     monkeypatch.setattr(launch, "INTERPRETED", True)
-    assert fast(kernel) is kernel
+    assert cached_launch(kernel) is kernel
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    assert isinstance(fast(kernel), Fast)
+    assert isinstance(cached_launch(kernel), CachedLauncher)
 
 
-@fast
-@triton.jit(do_not_specialize=["loose"])
-def _sum_kernel(out, data, n, loose, WIDTH: tl.constexpr):  # noqa: N803
+@cached_launch
+@triton.jit(do_not_specialize=["unspecialized"])
+def _sum_kernel(out, data, n, unspecialized, WIDTH: tl.constexpr):  # noqa: N803
     at = tl.arange(0, WIDTH)
     total = tl.sum(tl.load(data + at, mask=at < n, other=0), axis=0)
-    tl.store(out, total * n + loose)
+    tl.store(out, total * n + unspecialized)
 
 
 @pytest.mark.gpu
@@ -225,8 +229,8 @@ def test_numbers_of_every_kind_reach_a_compiled_kernel() -> None:
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
     for _ in range(2):
         for n in (1, 16, 17, 18, 32, 1):
-            for loose in (1, 16, 17):
+            for unspecialized in (1, 16, 17):
                 for some in (data, data[1:]):
-                    _sum_kernel[(1,)](out, some, n, loose, WIDTH=32)
-                    assert out.item() == int(some[:n].sum()) * n + loose
+                    _sum_kernel[(1,)](out, some, n, unspecialized, WIDTH=32)
+                    assert out.item() == int(some[:n].sum()) * n + unspecialized
     assert len(_sum_kernel.compiled) == 6  # n is 1, a multiple of 16 or neither, and the data aligned or not

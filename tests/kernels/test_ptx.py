@@ -1,7 +1,7 @@
-"""Tests that interpret kernels pass with the compiled ones too, whose PTX runs on the CPU (ptx.py).
+"""Tests that interpret kernels pass with the compiled kernels too, whose PTX runs on the CPU (on_ptx.py).
 
-`make test` does so for the arithmetic whose bits are promised: rounding by chance and counts. `make soak` does for all
-tests of kernels and of tables in HBM: three minutes of one core, half of them compilation.
+`make test` runs the arithmetic whose bits are promised: stochastic rounding and counts. `make soak` runs all tests of
+kernels and of rows in HBM: three minutes of one core, half of them compilation.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-ARITHMETIC = ("kernels/test_rounding.py", "kernels/test_counts.py")
-ALL = ("kernels", "nn/test_hbm.py", "nn/test_row_dtype.py", "table/test_asking.py", "table/test_hot_read.py")
+ARITHMETIC = ("kernels/rows/test_stochastic_rounding.py", "kernels/rows/test_counts.py")
+ALL = (
+    "kernels", "nn/test_hbm.py", "nn/test_row_dtype.py", "tiers/hbm/test_miss_list.py",
+    "tiers/hbm/test_serving_reader.py",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "tests", [pytest.param(ARITHMETIC, id="arithmetic"), pytest.param(ALL, id="all", marks=pytest.mark.soak)]
 )
-def test_what_is_interpreted_passes_compiled(tests: tuple[str, ...], tmp_path: Path) -> None:
+def test_interpreted_tests_pass_compiled(tests: tuple[str, ...], tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path)
     env["PYTHONPATH"] = os.pathsep.join([str(HERE), env.get("PYTHONPATH", "")])

@@ -1,7 +1,8 @@
-"""The stream of now. torch's own look-up is a few microseconds of Python, and a step asks ten times: here it is one
-call of C and a dictionary. A stream's handle names it for as long as it lives, and torch's live as long as the process.
+"""The calling thread's current CUDA stream.
 
-torch does not document that call; where it is gone, the documented one is made.
+torch.cuda.current_stream is a few microseconds of Python, and a training step needs it ten times. Here it is one C call
+and a dictionary lookup: a stream's handle identifies it for as long as it lives, and torch's streams live as long as
+the process. torch does not document that C call; where it is missing, the documented one is made.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import torch
 
 from hotrow.undocumented import describe, warn_once
 
-_streams: dict[tuple[int, int], Any] = {}  # by device and handle
+_streams: dict[tuple[int, int], Any] = {}  # by device index and handle
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream that this thread asks things of. Requires: a CUDA device."""
-    number = _number(device)
-    key = number, stream_handle(number)
+    """The current stream of this thread. Requires: a CUDA device."""
+    index = _device_index(device)
+    key = index, current_stream_handle(index)
     stream = _streams.get(key)
     if stream is None:
         stream = _streams[key] = torch.cuda.current_stream(device)
@@ -26,20 +27,20 @@ def current_stream(device: torch.device) -> Any:
 
 
 def raw_stream(device: torch.device) -> int:
-    """Its handle, as the driver knows it; 0 without a GPU."""
-    return stream_handle(_number(device)) if device.type == "cuda" else 0
+    """The driver's handle of this thread's current stream; 0 without a GPU."""
+    return current_stream_handle(_device_index(device)) if device.type == "cuda" else 0
 
 
-def stream_handle(number: int) -> int:
-    """The driver's handle of this thread's stream on the CUDA device of that number."""
+def current_stream_handle(index: int) -> int:
+    """The driver's handle of this thread's current stream on the CUDA device of that index."""
     try:
-        handle: int = torch._C._cuda_getCurrentRawStream(number)
+        handle: int = torch._C._cuda_getCurrentRawStream(index)
         return handle
     except AttributeError:
         changed = describe("torch", "has no torch._C._cuda_getCurrentRawStream")
         warn_once(f"{changed}. A launch of a kernel takes some microseconds longer")
-        return int(torch.cuda.current_stream(number).cuda_stream)
+        return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-def _number(device: torch.device) -> int:
+def _device_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index

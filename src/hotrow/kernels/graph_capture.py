@@ -1,10 +1,11 @@
-"""Launches that a GPU remembers: how they are captured.
+"""Capturing CUDA graphs: under one lock, and on one reserved stream a device.
 
-Only the thread that trains captures, or who makes a collection: while anything is captured torch refuses random numbers
-in the whole process (2.11 to 2.13), so that a tower's dropout beside it would fail. And only on a stream for nothing
-else, because what others ask of it meanwhile would be captured too. torch has 32 streams that it hands out in turn, and
-a group of tables takes three: where each capture had one of its own, with six groups it was at last one that rows come
-up on. So a device has one for all of them, taken first (`new_stream` passes it over), and captures are one at a time.
+Two rules follow from how torch captures:
+- Only the training thread captures, or the thread that makes a collection. While anything is captured torch (2.11 to
+  2.13) refuses random numbers in the whole process, so a tower's dropout in another thread would fail.
+- Nothing else may run on the capturing stream, because it would be captured too. torch hands out 32 streams in turn, so
+  a stream for each capture would sooner or later be one that is in use. Therefore a device has one capture stream, and
+  `new_stream` skips it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import torch
 from hotrow.kernels.current_stream import current_stream
 
 _lock = threading.RLock()
-_streams: dict[int, Any] = {}  # for capturing, by device
+_streams: dict[int, Any] = {}  # the capture stream of each device
 
 
 def capture_stream(device: torch.device) -> Any:
-    """The stream of that device on which launches are captured, and nothing else is asked for."""
+    """The device's stream for captures; nothing else runs on it."""
     number = torch.cuda.current_device() if device.index is None else device.index
     with _lock:
         if number not in _streams:
@@ -33,33 +34,33 @@ def capture_stream(device: torch.device) -> Any:
 
 
 def new_stream(device: torch.device, urgent: bool = False) -> Any:
-    """Another stream of that device. What is urgent gets room before what is not."""
-    kept = capture_stream(device)
-    while (stream := torch.cuda.Stream(device, priority=-int(urgent))) == kept:
+    """A stream of that device, never the capture stream. The GPU schedules work of high priority first."""
+    reserved = capture_stream(device)
+    while (stream := torch.cuda.Stream(device, priority=-int(urgent))) == reserved:
         pass
     return stream
 
 
 @contextmanager
-def captured(device: torch.device, keep_graph: bool = False) -> Iterator[Any]:
-    """A graph of what is asked of the device inside the block; nothing of it is done. What the stream of now is asked
-    for comes before and after it."""
-    stream, here = capture_stream(device), current_stream(device)
+def capture_graph(device: torch.device, keep_graph: bool = False) -> Iterator[Any]:
+    """Capture the launches of the block in a graph; none of them runs. The capture is ordered after earlier and before
+    later work of the current stream."""
+    stream, current = capture_stream(device), current_stream(device)
     graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
-    with _lock, _no_collection():
-        stream.wait_stream(here)
+    with _lock, _garbage_collector_off():
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on with theirs
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads may launch meanwhile
             try:
                 yield graph
             finally:
                 graph.capture_end()
-        here.wait_stream(stream)
+        current.wait_stream(stream)
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """What Python's collector lets go of may wait for the device, and who captures must not."""
+def _garbage_collector_off() -> Iterator[None]:
+    """Objects that the collector frees may wait for the device, which is an error during a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

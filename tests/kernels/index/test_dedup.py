@@ -1,4 +1,4 @@
-"""Unique keys by table and hash, the way back, and the positions of absent keys: exact for every input."""
+"""Unique keys by table and hash, their inverse, and the positions of absent keys: exact for every input."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from kernels import reference
 
 from hotrow.errors import BatchError
-from hotrow.kernels import reference
 from hotrow.kernels.index import dedup as dedup_module
-from hotrow.kernels.index.dedup import Unique, compact, dedup
+from hotrow.kernels.index.dedup import Unique, compact_keys, dedup
+
+
+def absent_positions(slots: torch.Tensor, count: int) -> torch.Tensor:
+    begins = torch.tensor([0, len(slots)], dtype=torch.int32, device=slots.device)
+    return compact_keys(slots, count, slots.long(), begins)[0]
 
 
 def same(unique: Unique, keys: torch.Tensor, tables: torch.Tensor | None) -> None:
@@ -60,7 +65,7 @@ def test_keys_whose_hashes_differ_in_the_last_bits_stay_apart(device: torch.devi
 def test_tables_that_rise_take_one_sort(device: torch.device, draw: Any, n: int) -> None:
     keys = with_repeats(draw(100), n)
     tables = torch.randint(0, 5, (n,), generator=torch.Generator().manual_seed(2)).int().sort().values
-    ours = dedup(keys.to(device), tables.to(device), rising=True)
+    ours = dedup(keys.to(device), tables.to(device), tables_sorted=True)
     plain = dedup(keys.to(device), tables.to(device), 5)
     number = int(ours.number.item())
     assert number == plain.number.item()
@@ -94,7 +99,7 @@ def test_blocks_of_any_size_and_many_blocks_give_the_same(
         monkeypatch.setattr(dedup_module, "CHUNK", chunk)
         unique = dedup(keys, tables, 1)
         number = int(unique.number.item())
-        results.append([*unique[:5], unique.order, unique.starts[:number], compact(slots, count)])
+        results.append([*unique[:5], unique.order, unique.starts[:number], absent_positions(slots, count)])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -105,12 +110,12 @@ def test_positions_of_absent_keys_rise(device: torch.device, n: int, share: floa
     u = torch.rand(n, generator=torch.Generator().manual_seed(n))
     slots = torch.where(u < share, -1, torch.arange(n)).int()
     expected = reference.compact(slots)
-    assert compact(slots.to(device), len(expected)).tolist() == expected.tolist()
+    assert absent_positions(slots.to(device), len(expected)).tolist() == expected.tolist()
 
 
-def test_what_does_not_fit_is_said(device: torch.device) -> None:
+def test_invalid_arguments_are_refused(device: torch.device) -> None:
     with pytest.raises(BatchError, match="count is 3"):
-        compact(torch.zeros(2, dtype=torch.int32, device=device), 3)
+        absent_positions(torch.zeros(2, dtype=torch.int32, device=device), 3)
     with pytest.raises(BatchError, match="tables has 1 entries"):
         dedup(torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device))
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from kernels import reference
 
 from hotrow.errors import BatchError, OptionError
-from hotrow.kernels import reference
 from hotrow.kernels.index import find as find_module
-from hotrow.kernels.index.find import find, find_rows
+from hotrow.kernels.index.find import find
 from hotrow.kernels.index.key_hash import HIGHEST, LOWEST, MASK, key_of
 from hotrow.kernels.index.sets import WAYS, SetIndex
 
@@ -73,7 +73,7 @@ def test_tables_of_all_sizes_share_blocks_and_keys(
     assert torch.equal(index.pins, pins)
 
 
-def test_markers_are_found_only_where_they_were_put(device: torch.device, filled: Any) -> None:
+def test_empty_markers_are_found_only_where_they_were_inserted(device: torch.device, filled: Any) -> None:
     both = torch.tensor([LOWEST, HIGHEST])
     begins = begins_of([2, 2], device)
     asked = torch.cat([both, both]).to(device)
@@ -90,18 +90,6 @@ def test_a_crowded_set_holds_eight(device: torch.device, crowd: Any, filled: Any
         keys = crowd(40, high)
         slots = find(filled([5], keys), keys.to(device), begins_of([40], device))
         assert (slots[:8] == slots[0] + torch.arange(8, device=device)).all() and (slots[8:] == -1).all()
-
-
-@pytest.mark.parametrize("dim, stride", [(8, 8), (1, 1), (5, 9), (32, 34), (64, 64)])
-def test_rows_come_with_the_slots(device: torch.device, draw: Any, filled: Any, dim: int, stride: int) -> None:
-    counts = [100, 0, 213]
-    keys, tables = draw(313), tables_of(counts)
-    index = filled([7, 2, 8], keys[::2], tables[::2])
-    rows = torch.randn(index.capacity, stride, generator=torch.Generator().manual_seed(0)).to(device)
-    out = torch.full((313, dim), 9.0, device=device)
-    slots = find_rows(index, rows, dim, keys.to(device), out, begins_of(counts, device))
-    assert torch.equal(slots, reference.find(index, keys.to(device), tables.to(device)))
-    assert torch.equal(out, reference.find_rows(slots, rows, dim))
 
 
 @pytest.mark.gpu
@@ -131,7 +119,7 @@ def test_clear_forgets(device: torch.device, draw: Any, filled: Any) -> None:
     assert index.bytes() == 16 * index.capacity + 16
 
 
-def test_what_does_not_fit_is_said(device: torch.device) -> None:
+def test_invalid_arguments_are_refused(device: torch.device) -> None:
     with pytest.raises(OptionError, match="at least 2 sets"):
         SetIndex([5, 1], device)
     with pytest.raises(OptionError, match="more than an index takes"):
@@ -141,15 +129,3 @@ def test_what_does_not_fit_is_said(device: torch.device) -> None:
         find(index, torch.zeros(3, dtype=torch.int32, device=device), begins)
     with pytest.raises(BatchError, match="begins has 3 entries"):
         find(index, torch.zeros(3, dtype=torch.int64, device=device), begins_of([1, 2], device))
-    with pytest.raises(BatchError, match="out is"):
-        keys = torch.zeros(3, dtype=torch.int64, device=device)
-        find_rows(index, torch.zeros(16, 4, device=device), 4, keys, torch.zeros(3, 3, device=device), begins)
-
-
-def test_the_bench_runs_small(device: torch.device) -> None:
-    from hotrow.bench.gpu import hbm_find
-
-    found = list(hbm_find.results(capacity=256, keys=16, repeats=2, cached=128, draws=150, batches=6))
-    rows = {result.name: result for result in found if not isinstance(result, str)}
-    assert len(rows) == 4 * 3 + 2 and all(result.value > 0 for result in rows.values())
-    assert rows["hbm/hit_rate/lru"].ratio > 0.9 and rows["hbm/hit_rate/lfu"].ratio > 0.9

@@ -1,4 +1,4 @@
-"""What goes down for a batch's missing keys, and what is written when their rows have come: against plain torch."""
+"""The report of missing keys and the index entries of fetched rows, against plain torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hotrow.errors import BatchError
-from hotrow.kernels.index.admit import FIELDS, SLOTS, TABLES, admit, answer, brief
-from hotrow.kernels.index.dedup import compact, compact_keys, dedup
+from hotrow.kernels.index.dedup import compact_keys, dedup
 from hotrow.kernels.index.insert import Chosen
+from hotrow.kernels.index.miss_report import FIELDS, SLOTS, TABLES, insert_fetched, report_misses, scatter_slots
 from hotrow.kernels.index.sets import SetIndex
 
 SIZES = [0, 1, 256, 600]
@@ -20,7 +20,7 @@ def ints(low: int, high: int, n: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(low, high, (n,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
 
 
-def beside(capacity: int, device: torch.device, together: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def metadata(capacity: int, device: torch.device, together: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hosts (some slots have none), steps and counts of the slots; the last two one after the other, or interleaved."""
     hosts, pair = ints(-1, 4, capacity, 1), torch.stack([ints(0, 20, capacity, 2), ints(0, 1 << 16, capacity, 3)])
     steps, counts = pair.t().contiguous().to(device).unbind(1) if together else pair.to(device).unbind(0)
@@ -29,43 +29,51 @@ def beside(capacity: int, device: torch.device, together: bool) -> tuple[torch.T
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("n", SIZES)
-def test_a_brief_holds_what_plain_indexing_finds(device: torch.device, draw: Any, n: int, together: bool) -> None:
+def test_a_report_holds_what_plain_indexing_finds(device: torch.device, draw: Any, n: int, together: bool) -> None:
     keys, tables = draw(max(n // 2, 1))[ints(0, max(n // 2, 1), n).long()], ints(0, 3, n, 4)
     unique = dedup(keys.to(device), tables.to(device), 3)
-    hosts, steps, counts = beside(1000, device, together)
+    hosts, steps, counts = metadata(1000, device, together)
     chosen = torch.randperm(1000, generator=torch.Generator().manual_seed(5))[:n].int()
     chosen[::3] = -1
     order = torch.randperm(n, generator=torch.Generator().manual_seed(6))
-    found = brief(unique, Chosen(chosen.to(device), order.to(device)), hosts, steps, counts, clean=11)
-    out, going = found.told, found.going
+    found = report_misses(unique, Chosen(chosen.to(device), order.to(device)), hosts, steps, counts, clean=11)
+    out, write_back = found.packed, found.write_back
     assert torch.equal(found.ranks.cpu()[order], torch.arange(n, dtype=torch.int32))
     chosen = chosen[order]
     assert out.shape == (FIELDS * n,) and out.dtype == torch.int32
-    there = chosen >= 0
-    host, step = (torch.where(there, each.cpu()[chosen.long()], -1) for each in (hosts, steps))
-    count = torch.where(there, counts.cpu()[chosen.long()], 0)
+    has_slot = chosen >= 0
+    host, step = (torch.where(has_slot, each.cpu()[chosen.long()], -1) for each in (hosts, steps))
+    count = torch.where(has_slot, counts.cpu()[chosen.long()], 0)
     assert torch.equal(found.keys.cpu(), unique.keys.cpu()[order])
     assert torch.equal(found.field(SLOTS).cpu(), chosen)
     assert torch.equal(found.field(TABLES).cpu(), unique.tables.cpu()[order])
-    words = (unique.tables.cpu()[order], unique.counts.cpu()[order], chosen, host, step, count, unique.number.expand(n))
-    for word, expected in zip(out[2 * n :].view(FIELDS - 2, n).cpu(), words, strict=True):
-        assert torch.equal(word, expected.cpu())
-    assert torch.equal(going.cpu(), torch.where((host >= 0) & (step > 11), chosen, -1))
+    fields = (
+        unique.tables.cpu()[order],
+        unique.counts.cpu()[order],
+        chosen,
+        host,
+        step,
+        count,
+        unique.number.expand(n),
+    )
+    for field, expected in zip(out[2 * n :].view(FIELDS - 2, n).cpu(), fields, strict=True):
+        assert torch.equal(field, expected.cpu())
+    assert torch.equal(write_back.cpu(), torch.where((host >= 0) & (step > 11), chosen, -1))
 
 
-def test_a_row_changed_at_the_clean_step_stays(device: torch.device) -> None:
+def test_a_row_changed_at_the_clean_step_is_not_written_back(device: torch.device) -> None:
     unique = dedup(torch.arange(4, device=device))
     chosen = torch.arange(4, dtype=torch.int32, device=device)
     hosts = torch.tensor([0, 5, -1, 7], dtype=torch.int32, device=device)
     steps = torch.tensor([10, 11, 12, 12], dtype=torch.int32, device=device)
     for clean, expected in ((9, [0, 1, -1, 3]), (10, [-1, 1, -1, 3]), (11, [-1, -1, -1, 3]), (12, [-1] * 4)):
         order = torch.arange(4, device=device)
-        assert brief(unique, Chosen(chosen, order), hosts, steps, hosts, clean).going.tolist() == expected
+        assert report_misses(unique, Chosen(chosen, order), hosts, steps, hosts, clean).write_back.tolist() == expected
 
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("n", SIZES)
-def test_admitted_keys_and_places_are_in_their_slots_and_nowhere_else(
+def test_fetched_keys_and_metadata_are_in_their_slots_and_nowhere_else(
     device: torch.device, draw: Any, n: int, together: bool
 ) -> None:
     index = SetIndex([60, 40], device)
@@ -76,9 +84,9 @@ def test_admitted_keys_and_places_are_in_their_slots_and_nowhere_else(
         slots[at + 3 :: 11] = outside
     keys = draw(max(n, 1))[:n]
     places = torch.stack([ints(0, 2**31 - 1, n, seed) for seed in (8, 9, 10)])
-    tensors = beside(index.capacity, device, together)
+    tensors = metadata(index.capacity, device, together)
     before = [each.cpu().clone() for each in (index.keys.view(-1), index.pins, index.scores, *tensors)]
-    admit(index, tensors, keys.to(device), slots.to(device), places.to(device), batch=17, score=2.5)
+    insert_fetched(index, tensors, keys.to(device), slots.to(device), places.to(device), batch=17, score=2.5)
     inside = (slots >= 0) & (slots < index.capacity)
     where, values = slots[inside].long(), (keys, 17, 2.5, *places)
     for each, value in zip(before, values, strict=True):
@@ -88,14 +96,14 @@ def test_admitted_keys_and_places_are_in_their_slots_and_nowhere_else(
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_positions_learn_the_slots_of_their_keys(device: torch.device, n: int) -> None:
+def test_positions_get_the_slots_of_their_keys(device: torch.device, n: int) -> None:
     positions = torch.randperm(1000, generator=torch.Generator().manual_seed(n))[:n].int()
     inverse, slots = ints(0, max(n // 3, 1), n), ints(-1, 5000, max(n // 3, 1), 1)
     ranks = torch.randperm(max(n // 3, 1), generator=torch.Generator().manual_seed(n)).int()
     out = ints(0, 9, 1000, 2).to(device)
     expected = out.cpu().clone()
     expected[positions.long()] = slots[ranks[inverse.long()].long()]
-    answer(positions.to(device), inverse.to(device), ranks.to(device), slots.to(device), out)
+    scatter_slots(positions.to(device), inverse.to(device), ranks.to(device), slots.to(device), out)
     assert torch.equal(out.cpu(), expected)
 
 
@@ -112,7 +120,6 @@ def test_absent_keys_come_with_their_tables(device: torch.device, draw: Any, n: 
     assert positions.tolist() == expected.tolist()
     assert torch.equal(absent.cpu(), keys[expected])
     assert of.tolist() == [sum(begin <= at for begin in begins[1:-1].tolist()) for at in expected.tolist()]
-    assert torch.equal(compact(slots.to(device), len(expected)), positions)
 
 
 def test_no_key_is_absent(device: torch.device) -> None:

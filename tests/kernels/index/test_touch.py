@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernels import reference
 
 from hotrow.errors import OptionError
-from hotrow.kernels import reference
-from hotrow.kernels.index.insert import choose, place
+from hotrow.kernels.index.insert import choose_slots, insert_keys
 from hotrow.kernels.index.sets import SetIndex
-from hotrow.kernels.index.touch import first_score, touch
+from hotrow.kernels.index.touch import initial_score, touch
 
 
 def some_slots(capacity: int, n: int, device: torch.device) -> torch.Tensor:
@@ -55,10 +55,10 @@ def test_scores_stay_finite_however_far_apart(device: torch.device) -> None:
 def test_a_row_placed_without_a_score_gets_its_first_one(device: torch.device) -> None:
     index = SetIndex([2], device)
     slots = torch.arange(3, dtype=torch.int32, device=device)
-    place(index, slots.long(), slots, None, 30, float("-inf"))
+    insert_keys(index, slots.long(), slots, None, 30, float("-inf"))
     for policy, score in (("lfu", 3.0), ("lru", 30.0)):
         touch(index, slots, None, 30, policy, 10.0)
-        assert index.scores[:3].tolist() == [score] * 3 == [first_score(30, policy, 10.0)] * 3
+        assert index.scores[:3].tolist() == [score] * 3 == [initial_score(30, policy, 10.0)] * 3
 
 
 def test_lfu_keeps_the_frequent_and_lru_the_recent(device: torch.device, crowd: object) -> None:
@@ -66,20 +66,20 @@ def test_lfu_keeps_the_frequent_and_lru_the_recent(device: torch.device, crowd: 
     for policy, victim in (("lfu", 7), ("lru", 0)):
         index = SetIndex([2], device)
         slots = torch.arange(8, dtype=torch.int32, device=device)
-        place(index, keys[:8], slots, None, 1, first_score(1, policy, 100.0))
+        insert_keys(index, keys[:8], slots, None, 1, initial_score(1, policy, 100.0))
         for batch in range(2, 40):  # way 0 is used often and long ago, way 7 once and lately, the rest in between
             used = slots[:1] if batch < 20 else slots[1:7]
             touch(index, used, None, batch, policy, 100.0)
         touch(index, slots[7:], None, 40, policy, 100.0)
         index.keys[1] = index.keys[0]
         new = crowd(1).to(device)  # type: ignore[operator]
-        assert choose(index, new, None, None, 1).tolist() == [victim]
+        assert choose_slots(index, new, None, None, 1).slots.tolist() == [victim]
 
 
 def test_old_use_fades(device: torch.device) -> None:
     index = SetIndex([2], device)
     slots = torch.arange(2, dtype=torch.int32, device=device)
-    place(index, slots[:1].long(), slots[:1], None, 1, first_score(1, "lfu", 10.0))
+    insert_keys(index, slots[:1].long(), slots[:1], None, 1, initial_score(1, "lfu", 10.0))
     for batch in range(2, 101):
         touch(index, slots[:1], None, batch, "lfu", 10.0)
     for batch in range(200, 210):
@@ -88,6 +88,6 @@ def test_old_use_fades(device: torch.device) -> None:
     assert float(index.scores[0]) == pytest.approx(10 + 3.85, abs=0.1)  # log2(1 / (1 - 2^-0.1)) above its last use
 
 
-def test_an_unknown_policy_is_said(device: torch.device) -> None:
+def test_an_unknown_policy_is_refused(device: torch.device) -> None:
     with pytest.raises(OptionError, match="did you mean 'lfu'"):
         touch(SetIndex([2], device), torch.zeros(1, dtype=torch.int32, device=device), None, 1, "lfuu", 1.0)

@@ -4,8 +4,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from kernels import reference
 
-from hotrow.kernels import reference
 from hotrow.kernels.rows.counts import add_count
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hotrow.errors import GradientError
-from hotrow.kernels.rows.finite import check
+from hotrow.kernels.rows.finite import check_finite
 
 BAD = [float("nan"), float("inf"), float("-inf")]
 
@@ -20,14 +20,14 @@ def test_one_bad_number_anywhere_is_found(
 ) -> None:
     matrices = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
     flag = _flag(device)
-    check(matrices, flag)
+    check_finite(matrices, flag)
     assert flag.item() == 0
     for i, matrix in enumerate(m for m in matrices if m.numel()):
         for place in {0, matrix.numel() // 2, matrix.numel() - 1}:
             flag = _flag(device)
             kept = matrix.view(-1)[place].item()
             matrix.view(-1)[place] = BAD[(i + place) % 3]
-            check(matrices, flag)
+            check_finite(matrices, flag)
             matrix.view(-1)[place] = kept
             assert flag.item() != 0, (i, place)
 
@@ -38,35 +38,35 @@ def test_slices_are_read_without_their_gaps(device: torch.device) -> None:
     for part in slices:
         part.zero_()
     flag = _flag(device)
-    check(slices, flag)
+    check_finite(slices, flag)
     assert flag.item() == 0
     slices[1][49, 11] = float("inf")
-    check(slices, flag)
+    check_finite(slices, flag)
     assert flag.item() != 0
 
 
 def test_the_flag_stays(device: torch.device) -> None:
     flag = _flag(device) + 1
-    check([torch.zeros(3, 3, device=device)], flag)
-    check([], flag)
-    check([torch.zeros(0, 3, device=device)], flag)
+    check_finite([torch.zeros(3, 3, device=device)], flag)
+    check_finite([], flag)
+    check_finite([torch.zeros(0, 3, device=device)], flag)
     assert flag.item() == 1
 
 
 def test_the_largest_number_is_finite(device: torch.device) -> None:
     flag = _flag(device)
-    check([torch.full((2, 2), torch.finfo(torch.float32).max, device=device)], flag)
+    check_finite([torch.full((2, 2), torch.finfo(torch.float32).max, device=device)], flag)
     assert flag.item() == 0
 
 
 def test_mixed_types_are_refused(device: torch.device) -> None:
     with pytest.raises(GradientError, match="one type"):
-        check([torch.zeros(2, 2, device=device), torch.zeros(2, 2, device=device).half()], _flag(device))
+        check_finite([torch.zeros(2, 2, device=device), torch.zeros(2, 2, device=device).half()], _flag(device))
 
 
 def test_expanded_gradients(device: torch.device) -> None:
     flag = _flag(device)
-    check([torch.ones(1, 1, device=device).expand(5, 3), torch.zeros(3, 5, device=device).t()], flag)
+    check_finite([torch.ones(1, 1, device=device).expand(5, 3), torch.zeros(3, 5, device=device).t()], flag)
     assert flag.item() == 0
-    check([torch.full((1, 1), float("nan"), device=device).expand(5, 3)], flag)
+    check_finite([torch.full((1, 1), float("nan"), device=device).expand(5, 3)], flag)
     assert flag.item() != 0

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernels import reference
+from kernels.gather_one_feature import gather_one_feature
 
 from hotrow.errors import BatchError
-from hotrow.kernels import reference
-from hotrow.kernels.rows.gather import gather, pool_into_one
-from hotrow.kernels.rows.layout import Items, RowLayout, Source, spread
+from hotrow.kernels.rows.gather import gather
+from hotrow.kernels.rows.layout import Items, RowLayout, Source, items_of_positions
 
 
 def _source(layout: RowLayout, capacity: int, extra: int, device: torch.device, seed: int = 0) -> Source:
@@ -29,7 +30,7 @@ def test_rows_come_out_as_they_are(dim: int, dtype: str, device: torch.device) -
     layout = RowLayout(dim, (dim,), dtype)
     source = _source(layout, 50, 7, device)
     slots = torch.randint(-1, 57, (61,), dtype=torch.int32, generator=torch.Generator().manual_seed(1)).to(device)
-    out = pool_into_one(source, layout, slots, None)
+    out = gather_one_feature(source, layout, slots, None)
     assert torch.equal(out, reference.row_values(source, layout, slots))
 
 
@@ -38,7 +39,7 @@ def test_any_number_of_rows(n: int, device: torch.device) -> None:
     layout = RowLayout(8)
     source = _source(layout, 20, 0, device)
     slots = torch.arange(n, dtype=torch.int32, device=device) % 20
-    assert torch.equal(pool_into_one(source, layout, slots, None), source.rows[slots.long(), :8])
+    assert torch.equal(gather_one_feature(source, layout, slots, None), source.rows[slots.long(), :8])
 
 
 @pytest.mark.parametrize("dim", [1, 17, 128])
@@ -50,7 +51,7 @@ def test_bags_are_summed_in_order(dim: int, weighted: bool, device: torch.device
     n = int(offsets[-1])
     slots = torch.randint(-1, 35, (n,), dtype=torch.int32, generator=torch.Generator().manual_seed(2)).to(device)
     scales = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(device) if weighted else None
-    out = pool_into_one(source, layout, slots, offsets, scales)
+    out = gather_one_feature(source, layout, slots, offsets, scales)
     assert torch.equal(out, reference.pool(reference.row_values(source, layout, slots), offsets, scales))
     assert (out[offsets.diff() == 0] == 0).all()
 
@@ -108,5 +109,5 @@ def test_outputs_that_do_not_fit_are_refused(device: torch.device) -> None:
 
 def test_positions_are_spread_over_bags_with_gaps(device: torch.device) -> None:
     offsets = _offsets([0, 2, 0, 0, 3, 1, 0], device)
-    assert spread(offsets, 7, 6).tolist() == [1, 1, 4, 4, 4, 5]
-    assert spread(_offsets([0], device), 1, 0).tolist() == []
+    assert items_of_positions(offsets, 7, 6).tolist() == [1, 1, 4, 4, 4, 5]
+    assert items_of_positions(_offsets([0], device), 1, 0).tolist() == []

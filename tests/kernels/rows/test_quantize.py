@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernels import reference
+from kernels.gather_one_feature import gather_one_feature
 
-from hotrow.kernels import reference
-from hotrow.kernels.rows.gather import pool_into_one
 from hotrow.kernels.rows.layout import RowLayout, Source
 from hotrow.kernels.rows.quantize import quantize, quantized
 
@@ -43,7 +43,7 @@ def test_equal_values_are_exact(device: torch.device) -> None:
     rows = torch.zeros(3, layout.stride)
     rows[:, :5] = torch.tensor([0.0, -0.3, 1e30])[:, None]
     source = Source(quantize(rows.to(device), layout))
-    out = pool_into_one(source, quantized(layout), torch.arange(3, dtype=torch.int32, device=device), None)
+    out = gather_one_feature(source, quantized(layout), torch.arange(3, dtype=torch.int32, device=device), None)
     assert torch.equal(out.cpu(), rows[:, :5])
 
 
@@ -55,8 +55,8 @@ def test_int8_rows_are_gathered_and_pooled(dim: int, device: torch.device) -> No
     source = Source(small[:30].clone(), small[30:].clone())
     slots = torch.randint(-1, 40, (70,), dtype=torch.int32, generator=torch.Generator().manual_seed(0)).to(device)
     expected = reference.row_values(source, to, slots)
-    assert torch.equal(pool_into_one(source, to, slots, None), expected)
+    assert torch.equal(gather_one_feature(source, to, slots, None), expected)
     offsets = torch.tensor([0, 0, 5, 6, 36, 36, 70], dtype=torch.int32, device=device)
     scales = torch.rand(70, generator=torch.Generator().manual_seed(1)).to(device)
-    out = pool_into_one(source, to, slots, offsets, scales)
+    out = gather_one_feature(source, to, slots, offsets, scales)
     assert torch.equal(out, reference.pool(expected, offsets, scales))

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernels import reference
 
-from hotrow.kernels import reference
 from hotrow.kernels.rows import runs
-from hotrow.kernels.rows.runs import RECORDED, Grouper, group
+from hotrow.kernels.rows.runs import CAPTURE_AFTER, Grouper, group
 
 
 def _check(slots: torch.Tensor, device: torch.device) -> None:
@@ -42,7 +42,7 @@ def test_many_blocks_add_up_the_counts_before_them(device: torch.device, monkeyp
 def test_recorded_launches_group_as_plain_ones(device: torch.device) -> None:
     grouper = Grouper()
     for size in (50, 0, 700):
-        for seed in range(RECORDED + 3):
+        for seed in range(CAPTURE_AFTER + 3):
             slots = torch.randint(-1, 40, (size,), generator=torch.Generator().manual_seed(seed)).int().to(device)
             ours, plain = grouper(slots), group(slots)
             number = int(plain.number.item())

@@ -6,10 +6,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from kernels import reference
 
-from hotrow.kernels import reference
 from hotrow.kernels.rows.layout import TRITON
-from hotrow.kernels.rows.rounding import draws, round_by_chance
+from hotrow.kernels.rows.stochastic_rounding import draws, stochastic_round
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _draw_kernel(streams, keys, out, step, R: tl.constexpr, D: tl.constexpr):  #
 @triton.jit
 def _round_kernel(values, bits, out, TYPE: tl.constexpr, N: tl.constexpr):  # noqa: N803
     at = tl.program_id(0) * N + tl.arange(0, N)
-    tl.store(out + at, round_by_chance(tl.load(values + at), tl.load(bits + at).to(tl.uint32), TYPE))
+    tl.store(out + at, stochastic_round(tl.load(values + at), tl.load(bits + at).to(tl.uint32), TYPE))
 
 
 def _round(values: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -67,7 +67,7 @@ def test_values_of_every_size(dtype: torch.dtype, device: torch.device) -> None:
     ]
     values[: len(special)] = torch.tensor(special)
     bits = torch.randint(0, 2**32, (n,), generator=generator)
-    got, expected = _round(values, bits, dtype, device), reference.round_by_chance(values, bits, dtype)
+    got, expected = _round(values, bits, dtype, device), reference.stochastic_round(values, bits, dtype)
     assert torch.equal(got.isnan(), values.isnan())
     real = ~values.isnan()
     assert torch.equal(got.view(torch.int16)[real], expected.view(torch.int16)[real])

@@ -8,7 +8,14 @@ import torch
 from hotrow.errors import StorageError
 from hotrow.kernels import launch
 from hotrow.kernels.rows.layout import Source
-from hotrow.kernels.rows.move import Lander, Puller, collect, deliver, reachable, tell
+from hotrow.kernels.rows.transfer import (
+    FetchedRowWriter,
+    HostRowReader,
+    collect,
+    copy_to_pinned,
+    deliver,
+    register_host_memory,
+)
 
 CAPACITY, EXTRA = 40, 12
 
@@ -94,7 +101,7 @@ def test_what_is_collected_can_be_delivered_elsewhere(device: torch.device) -> N
 
 @pytest.mark.parametrize("width", [1, 12, 33])
 @pytest.mark.parametrize("count", [0, 1, 35])
-def test_pulled_rows_come_from_their_tables_memory(device: torch.device, width: int, count: int) -> None:
+def test_host_rows_are_read_from_their_tables_memory(device: torch.device, width: int, count: int) -> None:
     host_stride = width + 1
     pinned = device.type == "cuda"  # memory that the GPU can address
     hosts_rows = [torch.empty(30, host_stride, pin_memory=pinned), torch.empty(50, host_stride, pin_memory=pinned)]
@@ -102,7 +109,7 @@ def test_pulled_rows_come_from_their_tables_memory(device: torch.device, width: 
         rows.copy_(drawn(*rows.shape, seed=7 + seed))
     source = some_rows(width, device, extra=False)
     bases = torch.tensor([rows.data_ptr() for rows in hosts_rows], device=device)
-    pull = Puller(source.rows, bases, width, host_stride, room=35)
+    pull = HostRowReader(source.rows, bases, width, host_stride, capacity=35)
     for turn in range(2):  # one launch after another
         expected = copied(source)
         slots = some_slots(35, CAPACITY, device)[:count]
@@ -116,22 +123,22 @@ def test_pulled_rows_come_from_their_tables_memory(device: torch.device, width: 
             if slot >= 0 and host >= 0:
                 row(expected, slot)[:width] = hosts_rows[table][host, :width].to(device)
         there = tables.to(device)
-        pull.ask(slots, there, hosts)
+        pull.set_request(slots, there, hosts)
         pull()
         same(source, expected)
 
 
 @pytest.mark.parametrize("width", [1, 12, 33])
 @pytest.mark.parametrize("count, first", [(0, 0), (1, 0), (35, 0), (35, 20), (35, 35)])
-def test_landed_rows_and_their_places_are_in_their_slots(
+def test_fetched_rows_and_their_metadata_are_in_their_slots(
     device: torch.device, width: int, count: int, first: int
 ) -> None:
     pinned = device.type == "cuda"
-    source, beside = some_rows(width, device, extra=False), torch.full((CAPACITY, 2), -9, device=device).int()
-    there = (torch.full((CAPACITY,), -9, device=device).int(), *beside.unbind(1))
-    land = Lander(source.rows, there, width)
+    source, pairs = some_rows(width, device, extra=False), torch.full((CAPACITY, 2), -9, device=device).int()
+    metadata = (torch.full((CAPACITY,), -9, device=device).int(), *pairs.unbind(1))
+    land = FetchedRowWriter(source.rows, metadata, width)
     for turn in range(2):  # one launch after another
-        expected, places_there = copied(source), [each.cpu().clone() for each in there]
+        expected, places_there = copied(source), [each.cpu().clone() for each in metadata]
         slots = some_slots(35, CAPACITY, device)[:count]
         places = torch.empty(3, count, dtype=torch.int32, pin_memory=pinned)
         places.copy_(torch.randint(-1, 99, (3, count), generator=torch.Generator().manual_seed(turn)))
@@ -143,10 +150,10 @@ def test_landed_rows_and_their_places_are_in_their_slots(
                 each[slot] = place[at]
             if at >= first:
                 expected.rows[slot, :width] = incoming[at - first]
-        land.ask(slots, places, first, incoming)
+        land.set_request(slots, places, first, incoming)
         land()
         same(source, expected)
-        assert all(torch.equal(each.cpu(), place) for each, place in zip(there, places_there, strict=True))
+        assert all(torch.equal(each.cpu(), place) for each, place in zip(metadata, places_there, strict=True))
 
 
 def test_no_slots_move_nothing(device: torch.device) -> None:
@@ -160,11 +167,11 @@ def test_no_slots_move_nothing(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [1, 3, 16])
-def test_numbers_are_told_to_pinned_memory(n: int) -> None:
+def test_numbers_are_copied_to_pinned_memory(n: int) -> None:
     if not torch.cuda.is_available() or launch.INTERPRETED:
         pytest.skip("needs a CUDA device and TRITON_INTERPRET unset")
     pinned = torch.full((n + 1,), 99, dtype=torch.int32, pin_memory=True)
-    tell(torch.arange(-1, n - 1, dtype=torch.int32, device="cuda"), pinned)
+    copy_to_pinned(torch.arange(-1, n - 1, dtype=torch.int32, device="cuda"), pinned)
     torch.cuda.synchronize()
     assert pinned.tolist() == [*range(-1, n - 1), 99]
 
@@ -172,4 +179,4 @@ def test_numbers_are_told_to_pinned_memory(n: int) -> None:
 def test_a_torch_that_cannot_register_memory_is_an_error_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: object())
     with pytest.raises(StorageError, match=r"torch \S+ has no .*cudaHostRegister; HotRow was tested with torch<"):
-        reachable(1 << 20, 4096, torch.device("cuda", 0))
+        register_host_memory(1 << 20, 4096, torch.device("cuda", 0))

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import triton
+from kernels import reference
 
 from hotrow.errors import BatchError
-from hotrow.kernels import reference
-from hotrow.kernels.rows.layout import Items, RowLayout, Source, spread
+from hotrow.kernels.rows.layout import Items, RowLayout, Source, items_of_positions
 from hotrow.kernels.rows.runs import group
-from hotrow.kernels.rows.update import DEFAULT, Coefficients, Meta, Tuning, update
+from hotrow.kernels.rows.update import DEFAULT, Coefficients, RowMetadata, Tuning, update
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RowWiseAdagrad, clip
 
 RULES: list[Optimizer] = [
@@ -39,17 +39,17 @@ class Case:
     keys: torch.Tensor
     items: Items
     gradients: list[torch.Tensor | None]
-    meta: Meta
+    meta: RowMetadata
     grad_scale: float = 1.0
 
     def run(
         self, device: torch.device, flag: int = 0, tuning: Tuning = DEFAULT, shared: bool = False
-    ) -> tuple[Source, Meta]:
+    ) -> tuple[Source, RowMetadata]:
         def there(x: torch.Tensor | None) -> torch.Tensor | None:
             return None if x is None else x.clone().to(device)
 
         source = Source(there(self.source.rows), there(self.source.extra))  # type: ignore[arg-type]
-        meta = Meta(*(there(x) for x in vars(self.meta).values()))  # type: ignore[arg-type]
+        meta = RowMetadata(*(there(x) for x in vars(self.meta).values()))  # type: ignore[arg-type]
         items = Items(*(there(x) for x in vars(self.items).values()))  # type: ignore[arg-type]
         gradients = [None if g is None else _moved(g, device) for g in self.gradients]
         coefficients = [
@@ -65,11 +65,11 @@ class Case:
             torch.tensor([flag], dtype=torch.int32, device=device), tuning=tuning,
         )  # fmt: skip
         back = [x.cpu() if x is not None else None for x in (source.rows, source.extra, *vars(meta).values())]
-        return Source(back[0], back[1]), Meta(*back[2:])  # type: ignore[arg-type]
+        return Source(back[0], back[1]), RowMetadata(*back[2:])  # type: ignore[arg-type]
 
-    def expect(self, piece: int = DEFAULT.piece) -> tuple[Source, Meta]:
+    def expect(self, piece: int = DEFAULT.piece) -> tuple[Source, RowMetadata]:
         source = Source(self.source.rows.clone(), None if self.source.extra is None else self.source.extra.clone())
-        meta = Meta(*(None if x is None else x.clone() for x in vars(self.meta).values()))  # type: ignore[arg-type]
+        meta = RowMetadata(*(None if x is None else x.clone() for x in vars(self.meta).values()))  # type: ignore[arg-type]
         order, starts, unique = reference.group(self.slots)
         sums, given = reference.sum_runs(self.slots, self.items, self.gradients, self.layout.dim, piece)
         item_of = range(len(order)) if self.items.item_of is None else self.items.item_of.tolist()
@@ -97,7 +97,7 @@ class Case:
                 optimizer.rule(w, g, state, optimizer.coefficients(STEP))
                 if self.layout.dtype != "fp32":
                     bits = torch.tensor(reference.draws(stream + 1, key, STEP, dim))[None]
-                    w = reference.round_by_chance(w, bits, values.dtype)
+                    w = reference.stochastic_round(w, bits, values.dtype)
                 values.copy_(w)
         return source, meta
 
@@ -144,11 +144,11 @@ def _case(
         keys,
         Items(begins, tables),
         [torch.randn(n, dim, generator=draws) for n in counts],
-        Meta(stamps[:capacity], codes[:capacity], more[1], more[2]),
+        RowMetadata(stamps[:capacity], codes[:capacity], more[1], more[2]),
     )
 
 
-def _same(got: tuple[Source, Meta], expected: tuple[Source, Meta]) -> None:
+def _same(got: tuple[Source, RowMetadata], expected: tuple[Source, RowMetadata]) -> None:
     for name in ("rows", "extra"):
         a, b = getattr(got[0], name), getattr(expected[0], name)
         if b is not None:
@@ -248,7 +248,7 @@ def test_bags_spread_their_gradient(device: torch.device) -> None:
     case = _case([SGD(lr=0.1)], 8, _slots(n, 9))
     begins, tables = torch.tensor([0, 4, 4, 10], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     scales = torch.rand(n, generator=torch.Generator().manual_seed(5))
-    case.items = Items(begins, tables, offsets, scales, spread(offsets, 10, n))
+    case.items = Items(begins, tables, offsets, scales, items_of_positions(offsets, 10, n))
     wide = torch.randn(6, 30, generator=torch.Generator().manual_seed(6))
     for gradients in ([wide[:4, 3:11], wide[:0, :8], wide[:, 12:20]], [wide[:4, :8], None, wide[:, 8:16]]):
         case.gradients = gradients
@@ -322,10 +322,10 @@ def test_meta_may_be_two_columns_of_one_tensor(device: torch.device) -> None:
     update(
         source, case.layout, 0, group(case.slots.to(device)), Items(*(x if x is None else x.to(device) for x in
         vars(case.items).values())), [case.gradients[0].to(device)], case.keys.to(device),
-        [Coefficients((0.1,))], streams, None, STEP, 1.0, Meta(both[:, 0], both[:, 1]),
+        [Coefficients((0.1,))], streams, None, STEP, 1.0, RowMetadata(both[:, 0], both[:, 1]),
         torch.zeros(1, dtype=torch.int32, device=device),
     )  # type: ignore[arg-type, union-attr]  # fmt: skip
-    _same((Source(source.rows.cpu()), Meta(both[:, 0].cpu(), both[:, 1].cpu())), expected)
+    _same((Source(source.rows.cpu()), RowMetadata(both[:, 0].cpu(), both[:, 1].cpu())), expected)
 
 
 def test_what_cannot_be_updated_is_refused(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Time on a card, from one mark in its stream to the next; without one, on the host. And what its memory gives."""
+"""Times on the GPU, between two CUDA events; without a GPU, on the host. And the rates of its memory and of PCIe."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hotrow.bench.harness import Timing, timing
 from hotrow.undocumented import find
 
 IDLE_CYCLES = 2_000_000
-RATE_BYTES, WIRE_BYTES, RATE_TIMES = 2 << 30, 256 << 20, 10
+RATE_BYTES, PCIE_BYTES, RATE_TIMES = 2 << 30, 256 << 20, 10
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 
-def where() -> torch.device:
-    """The card, or the CPU under Triton's interpreter."""
+def bench_device() -> torch.device:
+    """The GPU, or the CPU under Triton's interpreter."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -31,8 +31,7 @@ def timed(
 ) -> Timing:
     """Seconds of call(input), one after another, without the first `warmup`.
 
-    A millisecond of idling on the device lies before each, so that the time to launch, which a training loop hides the
-    same way, is not in them.
+    The device idles for a millisecond before each call, so that the time to launch is hidden, as in a training loop.
     """
     cuda, clocks = device.type == "cuda", []
     for given in inputs:
@@ -48,25 +47,25 @@ def timed(
 
 
 def memory_rate(device: torch.device) -> float:
-    """Bytes a second that a plain copy on the device reads and writes, together."""
+    """Bytes a second that a copy on the device reads and writes, together."""
     size = RATE_BYTES if device.type == "cuda" else RATE_BYTES >> 7
-    here, there = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    took = timed(device, lambda _: there.copy_(here), range(RATE_TIMES), 2)
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    took = timed(device, lambda _: target.copy_(source), range(RATE_TIMES), 2)
     return 2 * size / took.median
 
 
-def wire_rate(device: torch.device) -> float:
+def pcie_rate(device: torch.device) -> float:
     """Bytes a second of a copy from pinned memory to the device."""
     cuda = device.type == "cuda"
-    size = WIRE_BYTES if cuda else WIRE_BYTES >> 4
+    size = PCIE_BYTES if cuda else PCIE_BYTES >> 4
     pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=cuda)
-    there = torch.zeros(size, dtype=torch.uint8, device=device)
-    took = timed(device, lambda _: there.copy_(pinned, non_blocking=True), range(RATE_TIMES), 2)
+    target = torch.zeros(size, dtype=torch.uint8, device=device)
+    took = timed(device, lambda _: target.copy_(pinned, non_blocking=True), range(RATE_TIMES), 2)
     return size / took.median
 
 
 def idle(cycles: int) -> None:
-    """Have the card do nothing for so many of its cycles, so that the host gets ahead of it."""
+    """Keep the device idle for this many of its cycles, so that the host gets ahead of it."""
     sleep = find("torch.cuda:_sleep", "Times on the card hold what the host takes to launch")
     if sleep is not None:
         sleep(cycles)

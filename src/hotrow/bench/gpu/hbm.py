@@ -1,7 +1,7 @@
-"""Hot rows in HBM: W-find, W-gpu and W-gpu-cached, beside the peers' figures for the same card and work (H200).
+"""Rows in HBM: W-find, W-gpu and W-gpu-cached, beside the peers' figures for the same GPU and work (H200).
 
 The peers' figures were measured on an H200 with torch 2.11 and CUDA 13.0: FBGEMM TBE 1.6.0 on static arrays and with
-its UVM cache, HierarchicalKV. Steps are timed with CUDA events around forward, backward and update; ids are drawn anew
+its UVM cache, HierarchicalKV. Steps are timed with CUDA events around forward, backward and update. Ids are drawn anew
 for every step, on the device, before the clock starts. HOTROW_BENCH_SCALE below 1 makes everything smaller.
 """
 
@@ -17,13 +17,13 @@ from torch import Tensor
 from hotrow import optim
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.bench.gpu import hbm_find
-from hotrow.bench.gpu.device_clock import wire_rate
+from hotrow.bench.gpu.device_clock import pcie_rate
 from hotrow.bench.harness import Result, lower
 from hotrow.config import Memory
 from hotrow.errors import OptionError
 from hotrow.nn import EmbeddingCollection
 from hotrow.table import Table
-from hotrow.tiers.hbm.slots import slot_bytes
+from hotrow.tiers.hbm.group_cache import slot_bytes
 
 TABLES, ROWS, DIM, IDS = 10, 4_000_000, 128, 104_857
 ALPHA = 1.05
@@ -42,11 +42,11 @@ OPTIMIZERS = {
     "rowwise_adagrad": optim.RowWiseAdagrad(lr=0.01),
     "adam": optim.Adam(lr=0.001),
 }
-FILL = 0.6  # of the slots, where all rows are to fit: two choices of eight ways hold that without a loss
+FILL = 0.6  # load of the slots where all rows must fit: two choices of eight ways hold that many without evicting
 
 
 def scale() -> float:
-    """How much of the whole work is done."""
+    """The part of the full workload that is run."""
     return float(os.environ.get("HOTROW_BENCH_SCALE", "1"))
 
 
@@ -83,7 +83,7 @@ class Ids:
 
 
 def collection(name: str, slots: int, rows: int) -> EmbeddingCollection:
-    """Ten tables, all keys with a row, room for `slots` rows in HBM."""
+    """Ten tables, a row for every key, `slots` slots in HBM."""
     optimizer = OPTIMIZERS[name]
     tables = [Table(f"t{t}", dim=DIM, features={f"f{t}": "none"}) for t in range(TABLES)]
     from hotrow.kernels.rows.layout import RowLayout
@@ -106,7 +106,7 @@ class Steps:
         self.gradients = [torch.randn(shape, device=ids.device, generator=generator) * 0.01 for _ in range(TABLES)]
 
     def warm(self, steps: int) -> None:
-        """Run without a clock."""
+        """Steps that are not timed."""
         for _ in range(steps):
             self._step(self.source.batch())
         torch.cuda.synchronize()
@@ -146,24 +146,24 @@ def _result(kind: str, where: str, milliseconds: list[float]) -> Result:
 
 
 def all_in_hbm(name: str) -> Iterator[Result]:
-    """W-gpu: every row has its place in HBM."""
+    """W-gpu: every row in HBM."""
     rows, ids = int(ROWS * scale()), int(IDS * scale())
     embeddings = collection(name, int(TABLES * rows / FILL), rows)
     steps = Steps(embeddings, Ids(rows, ids, embeddings.device))
-    bring_all(embeddings, rows, ids)
+    load_all_rows(embeddings, rows, ids)
     steps.warm(40)
-    before = embeddings.hot.report()["misses"] if embeddings.hot else 0
+    before = embeddings.hbm_cache.report()["misses"] if embeddings.hbm_cache else 0
     whole, forward = steps.time()
-    after = embeddings.hot.report()["misses"] if embeddings.hot else 0
+    after = embeddings.hbm_cache.report()["misses"] if embeddings.hbm_cache else 0
     yield _result(name, "all", whole)
     if name == "sgd":
         yield _result("forward", "all", forward)
     if after != before:
-        raise AssertionError(f"{after - before} ids were missing while every row was to be in HBM")
+        raise AssertionError(f"{after - before} ids were missing although every row fits in HBM")
 
 
-def bring_all(embeddings: EmbeddingCollection, rows: int, ids: int) -> None:
-    """Every row into HBM. Twice: large batches into an empty index drive a few out."""
+def load_all_rows(embeddings: EmbeddingCollection, rows: int, ids: int) -> None:
+    """Load every row into HBM, in two passes: large batches into an empty index evict a few."""
     everything = torch.arange(rows, device=embeddings.device)
     for begin in [*range(0, rows, ids)] * 2:
         keys = everything[begin : begin + ids]
@@ -173,17 +173,17 @@ def bring_all(embeddings: EmbeddingCollection, rows: int, ids: int) -> None:
 
 
 def cached(name: str, share: float) -> Iterator[Result]:
-    """W-gpu-cached: rows in host memory, room for a share of them in HBM; each step on its own."""
+    """W-gpu-cached: rows in host memory, slots for a share of them in HBM; one step at a time."""
     rows, ids = int(ROWS * scale()), int(IDS * scale())
     embeddings = collection(name, int(TABLES * rows * share), rows)
     steps = Steps(embeddings, Ids(rows, ids, embeddings.device))
     steps.warm(200)
-    assert embeddings.hot is not None
-    before = embeddings.hot.report()
+    assert embeddings.hbm_cache is not None
+    before = embeddings.hbm_cache.report()
     whole, _ = steps.time()
-    after = embeddings.hot.report()
+    after = embeddings.hbm_cache.report()
     yield _result(name, f"{share:.0%}", whole)
-    # What the wire alone would take, at the rate of a pinned copy now, both ways at once.
+    # The time of the transfers alone, at the rate of a pinned copy measured now, both directions at once.
     moved = (after["evictions"] - before["evictions"]) / 20 * embeddings.tables[0].store.width * 4
-    wire = moved / wire_rate(embeddings.device)
+    wire = moved / pcie_rate(embeddings.device)
     yield lower(f"hbm/{name}/{share:.0%}/wire", "ms", wire * 1e3, "step", statistics.median(whole))

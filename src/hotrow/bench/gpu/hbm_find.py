@@ -1,15 +1,15 @@
 """W-find: find and insert-and-evict in HBM beside HierarchicalKV's figures, and whether eight ways keep the right rows.
 
 An index of 128 Mi slots, a million keys a call, drawn uniformly from those present and fresh for every call, so that no
-cache helps; at loads 0.5, 0.75 and 1.0. HierarchicalKV (hkv) was measured on the same card with the same work; its
+cache helps; at loads 0.5, 0.75 and 1.0. HierarchicalKV (hkv) was measured on the same GPU with the same work; its
 figures are in HKV.
 
 The bytes that must move a key, over 4.3 TB/s: slots, 8 + 64 + 4 = 76 (57 billion keys/s); rows of dim 8, 140 (31) and
 of dim 32, 332 (13); insert-and-evict at dim 32, 640 to 900 with its sort (6.7 to 4.8). Random 64-byte reads over
-gigabytes reach about a third of that; anchors.md has 18 to 20 for slots alone and 8.7 with rows of dim 32.
+gigabytes reach about a third of that: 18 to 20 billion keys/s for slots alone, 8.7 with rows of dim 32.
 
-`hit_rate`: Zipf 1.05 draws over ten times the capacity go batch by batch through our cache and through an exact, fully
-associative one of the same size and policy; counted are the unique keys of each batch once both are full.
+`hit_rate`: batches of Zipf 1.05 draws over ten times the capacity go through our cache and through an exact, fully
+associative one of the same size and policy. The unique keys of each batch are counted once both caches are full.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from typing import Any
 
 import torch
 
-from hotrow.bench.gpu.device_clock import timed, where
+from hotrow.bench.gpu import hkv_operations
+from hotrow.bench.gpu.device_clock import bench_device, timed
+from hotrow.bench.gpu.hkv_operations import find_rows, insert_and_evict
 from hotrow.bench.harness import Result, Timing, higher
 from hotrow.kernels.index import find as find_module
-from hotrow.kernels.index import insert as insert_module
-from hotrow.kernels.index.dedup import compact, dedup
-from hotrow.kernels.index.find import find, find_rows
-from hotrow.kernels.index.insert import choose, erase, insert_and_evict, place
+from hotrow.kernels.index.dedup import compact_keys, dedup
+from hotrow.kernels.index.find import find
+from hotrow.kernels.index.insert import choose_slots, erase, insert_keys
 from hotrow.kernels.index.sets import POLICIES, WAYS, SetIndex
-from hotrow.kernels.index.touch import first_score, touch
+from hotrow.kernels.index.touch import initial_score, touch
 
 LOADS = (0.5, 0.75, 1.0)
 HKV = {
@@ -50,7 +51,7 @@ def results(
     draws: int = 1 << 18,
     batches: int = 80,
 ) -> Iterator[Result | str]:
-    """The rows, with a word on what is running before each."""
+    """The rows, each after a message that says what is running."""
     bench = Bench(capacity, keys, repeats)
     for i, load in enumerate(LOADS):
         yield f"filling {capacity:,} slots to {load:.0%}"
@@ -59,7 +60,12 @@ def results(
             yield f"{name} at load {load}"
             took = time_it(bench)
             yield higher(
-                f"hbm/{name}/{load}", "billion keys/s", keys / took.median / 1e9, "hkv", HKV[name][i], took.spread
+                f"hbm/{name}/{load}",
+                "billion keys/s",
+                keys / took.median / 1e9,
+                "hkv",
+                HKV[name][i],
+                took.items_of_positions,
             )
     del bench
     for policy in POLICIES:
@@ -72,7 +78,7 @@ class Bench:
     """An index that fills up, rows beside it, and the calls to time."""
 
     def __init__(self, capacity: int, keys: int, repeats: int) -> None:
-        self.device = where()
+        self.device = bench_device()
         self.index = SetIndex([capacity // WAYS], self.device)
         self.rows = {dim: torch.rand(self.index.capacity, dim, device=self.device) for dim in (8, 32)}
         self.begins = torch.tensor([0, keys], dtype=torch.int32, device=self.device)
@@ -102,8 +108,8 @@ class Bench:
         while (left := int(target - int(self.index.occupied().sum()))) > target / 1000:
             self.batch += 1
             new = dedup(self.fresh(min(max(left, self.keys), 1 << 22)))
-            slots = choose(self.index, new.keys, None, new.number, self.batch - 1)
-            place(self.index, new.keys, slots, new.number, self.batch, float(self.batch))
+            slots = choose_slots(self.index, new.keys, None, new.number, self.batch - 1).slots
+            insert_keys(self.index, new.keys, slots, new.number, self.batch, float(self.batch))
 
     def slots(self) -> Timing:
         """find alone."""
@@ -120,7 +126,7 @@ class Bench:
         )
 
     def inserts(self) -> Timing:
-        """insert_and_evict of absent keys; what it put into empty ways is taken out again, so that the load stays."""
+        """insert_and_evict of absent keys. Keys inserted into empty ways are erased again, so that the load stays."""
         values = torch.rand(self.keys, 32, device=self.device)
         inputs = [self.fresh(self.keys) for _ in range(self.warmup + self.repeats)]
         full = float(self.index.occupied().float().mean()) > 0.99
@@ -136,43 +142,44 @@ class Bench:
 
 def hit_rates(policy: str, capacity: int, draws: int, batches: int) -> tuple[float, float]:
     """Hit rates of our cache and of the fully associative one over the last half of the batches."""
-    device, keys = where(), 10 * capacity
+    device, keys = bench_device(), 10 * capacity
     caches = (SetCache(policy, capacity, device), FullCache(policy, capacity, keys, device))
-    hits, asked = [0, 0], 0
+    hits, requested = [0, 0], 0
     generator = torch.Generator(device).manual_seed(0)
     for t in range(1, batches + 1):
         unique = torch.unique(zipf(draws, keys, generator))
         found = [cache.batch(unique, t) for cache in caches]
         if t > batches // 2:
             hits = [a + b for a, b in zip(hits, found, strict=True)]
-            asked += len(unique)
+            requested += len(unique)
     if any(cache.filled() < 0.99 for cache in caches):
         raise RuntimeError(f"the caches are not full after {batches} batches of {draws} draws; give more batches")
-    return hits[0] / asked, hits[1] / asked
+    return hits[0] / requested, hits[1] / requested
 
 
 def zipf(n: int, keys: int, generator: torch.Generator) -> torch.Tensor:
-    """W-gpu's ids, not yet spread: 0 is the most frequent."""
+    """The ids of W-gpu before they are scattered over the key space: 0 is the most frequent."""
     u = torch.rand(n, dtype=torch.float64, device=generator.device, generator=generator)
     x: torch.Tensor = (u * ((keys + 1) ** (1 - ZIPF) - 1) + 1) ** (1 / (1 - ZIPF))
     return (x.long() - 1).clamp(0, keys - 1)
 
 
 class SetCache:
-    """Our index, as a tier would drive it."""
+    """Our index, used as the HBM tier uses it."""
 
     def __init__(self, policy: str, capacity: int, device: torch.device) -> None:
         self.index, self.policy = SetIndex([capacity // WAYS], device), policy
 
     def batch(self, keys: torch.Tensor, t: int) -> int:
-        """How many of the unique keys were there; all are afterwards, as far as their sets have room."""
+        """How many of the unique keys were present. Afterwards all are, except where their sets are full of pinned
+        keys."""
         begins = torch.tensor([0, len(keys)], dtype=torch.int32, device=keys.device)
         missing = torch.zeros(1, dtype=torch.int32, device=keys.device)
         slots = find(self.index, keys, begins, t, missing)
         count = int(missing)
-        new = dedup(keys[compact(slots, count)])
-        chosen = choose(self.index, new.keys, new.tables, new.number, t - 1, self.policy)
-        place(self.index, new.keys, chosen, new.number, t, first_score(t, self.policy, HALF_LIFE))
+        new = dedup(compact_keys(slots, count, keys, begins)[1])
+        chosen = choose_slots(self.index, new.keys, new.tables, new.number, t - 1, self.policy).slots
+        insert_keys(self.index, new.keys, chosen, new.number, t, initial_score(t, self.policy, HALF_LIFE))
         touch(self.index, slots, None, t, self.policy, HALF_LIFE)
         return len(keys) - count
 
@@ -182,7 +189,7 @@ class SetCache:
 
 @dataclass
 class FullCache:
-    """Exact and fully associative: the lowest scores of the whole cache leave, the batch's own keys never."""
+    """Exact and fully associative: evicts the lowest scores of the whole cache, never the batch's own keys."""
 
     policy: str
     capacity: int
@@ -201,13 +208,13 @@ class FullCache:
         """As SetCache.batch."""
         slots = self.slot_of[keys]
         held, new = slots[slots >= 0], keys[slots < 0]
-        now = torch.tensor(first_score(t, self.policy, HALF_LIFE), device=self.device)
+        now = torch.tensor(initial_score(t, self.policy, HALF_LIFE), device=self.device)
         self.scores[held] = torch.logaddexp2(self.scores[held], now) if self.policy == "lfu" else now
         order = self.scores.clone()
         order[held] = float("inf")
         taken = order.argsort(stable=True)[: min(len(new), self.capacity - len(held))]
-        gone = self.key_of[taken]
-        self.slot_of[gone[gone >= 0]] = -1
+        evicted = self.key_of[taken]
+        self.slot_of[evicted[evicted >= 0]] = -1
         new = new[: len(taken)]
         self.key_of[taken], self.slot_of[new], self.scores[taken] = new, taken, now
         return len(held)
@@ -217,7 +224,7 @@ class FullCache:
 
 
 def sweep(capacity: int = 128 << 20, keys: int = 1 << 20) -> Iterator[str]:
-    """How the block sizes do on this card at load 1.0, a line each: `for line in sweep(): print(line)`."""
+    """The speed of each block size on this GPU at load 1.0, a line each: `for line in sweep(): print(line)`."""
     bench = Bench(capacity, keys, REPEATS)
     bench.fill(1.0)
 
@@ -235,8 +242,8 @@ def sweep(capacity: int = 128 << 20, keys: int = 1 << 20) -> Iterator[str]:
     for block, warps in itertools.product((64, 128, 256, 512, 1024), (2, 4, 8)):
         yield line("find/slots", Bench.slots, find_module, BLOCK=block, WARPS=warps)
     for dim, elements, warps in itertools.product((8, 32), (1024, 2048, 4096, 8192), (2, 4, 8)):
-        values = {"BLOCK": 1024, "ROWS_ELEMENTS": elements, "ROWS_WARPS": warps}
-        yield line(f"find/dim{dim}", lambda b, dim=dim: b.values(dim), find_module, **values)  # type: ignore[misc]
+        values = {"FIND_BLOCK": 1024, "FIND_ELEMENTS": elements, "FIND_WARPS": warps}
+        yield line(f"find/dim{dim}", lambda b, dim=dim: b.values(dim), hkv_operations, **values)  # type: ignore[misc]
     for block, warps, elements in itertools.product((64, 128, 256, 512), (4, 8), (2048, 4096)):
-        sizes = {"BLOCK": block, "WARPS": warps, "SWAP_ELEMENTS": elements}
-        yield line("insert_and_evict", Bench.inserts, insert_module, **sizes)
+        sizes = {"INSERT_BLOCK": block, "INSERT_WARPS": warps, "SWAP_ELEMENTS": elements}
+        yield line("insert_and_evict", Bench.inserts, hkv_operations, **sizes)

@@ -1,11 +1,11 @@
-"""Every kernel of the HBM tier by itself, at W-gpu's sizes: its time beside what its bytes take at full speed.
+"""Every kernel of the HBM tier by itself, at W-gpu's sizes: its time beside the time that its bytes take at full speed.
 
 A million ids of ten tables (Zipf 1.05) of a million rows, dim 128, row-wise Adagrad's state; a tenth of the ids is
-missing. insert_and_evict is W-find's (hbm_find.py), and what only tells the host a number takes a launch's time. The
-bytes are those that must move: each input once, each output once, a row that is read at random once for every read.
-`memory` is what they take at the rate of a plain copy on this card, `wire` at that of a copy from pinned memory,
-measured in the same run; a ratio of 1 is as fast as can be. What sorts has `torch` for a peer: torch.unique or
-torch.sort of the same ids. Inputs are fresh for every call where a cache could help.
+missing. insert_and_evict is timed in hbm_find.py, and kernels that only copy a number to the host take a launch's time.
+The bytes are those that must move: each input once, each output once, a randomly read row once for every read. `memory`
+is their time at the rate of a copy on this GPU, `wire` at that of a copy from pinned memory, both measured in the same
+run; a ratio of 1 is as fast as possible. What sorts has `torch` for a peer: torch.unique or torch.sort of the same ids.
+Inputs are fresh for every call where a cache could help.
 
 HOTROW_BENCH_SCALE below 1 makes everything smaller.
 """
@@ -19,25 +19,32 @@ import torch
 from torch import Tensor
 
 from hotrow import optim
-from hotrow.bench.gpu.device_clock import memory_rate, timed, where, wire_rate
+from hotrow.bench.gpu.device_clock import bench_device, memory_rate, pcie_rate, timed
 from hotrow.bench.gpu.hbm import DIM, IDS, TABLES, Ids, scale
 from hotrow.bench.harness import Result, lower
 from hotrow.errors import OptionError
-from hotrow.kernels.index.admit import FIELDS, SLOTS, admit, answer, brief
 from hotrow.kernels.index.dedup import compact_keys, dedup
-from hotrow.kernels.index.find import Warmth, find
-from hotrow.kernels.index.insert import choose_in_order, place
+from hotrow.kernels.index.find import ScorePolicy, find
+from hotrow.kernels.index.insert import choose_slots, insert_keys
+from hotrow.kernels.index.miss_report import FIELDS, SLOTS, insert_fetched, report_misses, scatter_slots
 from hotrow.kernels.index.sets import WAYS, SetIndex
 from hotrow.kernels.index.touch import touch
 from hotrow.kernels.launch import INTERPRETED
-from hotrow.kernels.rows.finite import check
+from hotrow.kernels.rows.finite import check_finite
 from hotrow.kernels.rows.gather import gather
-from hotrow.kernels.rows.layout import Items, RowLayout, Source, spread
-from hotrow.kernels.rows.move import Lander, Puller, collect, deliver, reachable, unreachable
+from hotrow.kernels.rows.layout import Items, RowLayout, Source, items_of_positions
 from hotrow.kernels.rows.quantize import quantize, quantized
-from hotrow.kernels.rows.read import Lists, Staging, put, read
 from hotrow.kernels.rows.runs import group
-from hotrow.kernels.rows.update import Coefficients, Meta, update
+from hotrow.kernels.rows.serving_lookup import MissLists, StagedRows, lookup, scatter_staged
+from hotrow.kernels.rows.transfer import (
+    FetchedRowWriter,
+    HostRowReader,
+    collect,
+    deliver,
+    register_host_memory,
+    unregister_host_memory,
+)
+from hotrow.kernels.rows.update import Coefficients, RowMetadata, update
 
 ROWS, BAG, MISSING, WARMUP, REPEATS, FILLED = 1_000_000, 20, 10, 3, 15, 100_000
 RULES = {
@@ -52,8 +59,8 @@ TYPES = ("fp32", "fp16", "bf16")
 
 
 class Kernel(NamedTuple):
-    """What to time: calls with each of the inputs. `bound` is the bytes that must move, over `memory` or the `wire`; or
-    the call that does the same in torch."""
+    """What to time: `call` with each of the inputs. `bound` is the bytes that must move, over `memory` or the `wire`;
+    or a function that does the same in torch."""
 
     name: str
     call: Callable[[Any], Any]
@@ -64,11 +71,11 @@ class Kernel(NamedTuple):
 
 def results() -> Iterator[Result | str]:
     """The benchmark's figures."""
-    device = where()
+    device = bench_device()
     if device.type != "cuda" and not INTERPRETED:
         raise OptionError("hotrow bench kernels needs a GPU, and torch sees none")
-    yield "what this card's memory and its wire give"
-    rates = {"memory": memory_rate(device), "wire": wire_rate(device)}
+    yield "the rates of this GPU's memory and of PCIe"
+    rates = {"memory": memory_rate(device), "wire": pcie_rate(device)}
     for kernel in kernels(device):
         yield kernel.name
         took = timed(device, kernel.call, kernel.inputs, WARMUP)
@@ -87,7 +94,7 @@ def kernels(device: torch.device) -> Iterator[Kernel]:
     yield from moving(batch)
     for dtype in (*TYPES, "int8"):
         yield from gathering(batch, dtype)
-    yield Kernel("finite", lambda gradients: check(gradients, batch.flag), batch.gradients, batch.n * DIM * 4)
+    yield Kernel("finite", lambda gradients: check_finite(gradients, batch.flag), batch.gradients, batch.n * DIM * 4)
     yield Kernel("group", group, batch.slots, lambda slots: torch.sort(slots, stable=True))
     for name, rule in RULES.items():
         yield from updating(batch, name, rule, "fp32")
@@ -122,8 +129,8 @@ class Batch:
             tables = torch.arange(TABLES, dtype=torch.int32, device=self.device).repeat_interleave(
                 keys.numel() // TABLES
             )
-            slots = choose_in_order(self.index, keys, tables, None, 0).slots
-            place(self.index, keys, slots, None, 1, 1.0)
+            slots = choose_slots(self.index, keys, tables, None, 0).slots
+            insert_keys(self.index, keys, slots, None, 1, 1.0)
 
     @property
     def capacity(self) -> int:
@@ -140,9 +147,9 @@ class Batch:
 
 def finding(batch: Batch) -> Iterator[Kernel]:
     """Keys to slots, with pins and scores."""
-    warmth, numbers = Warmth("lfu", 512.0), iter(range(2, 1 << 30))
+    scoring, numbers = ScorePolicy("lfu", 512.0), iter(range(2, 1 << 30))
     yield Kernel(
-        "find", lambda keys: find(batch.index, keys, batch.begins, next(numbers), batch.flag.zero_(), warmth),
+        "find", lambda keys: find(batch.index, keys, batch.begins, next(numbers), batch.flag.zero_(), scoring),
         batch.keys, batch.n * (8 + 64 + 4 + 16),
     )  # fmt: skip
     yield Kernel(
@@ -152,7 +159,7 @@ def finding(batch: Batch) -> Iterator[Kernel]:
 
 
 def missing(batch: Batch) -> Iterator[Kernel]:
-    """What follows where a tenth of the ids is missing."""
+    """The steps after a search in which a tenth of the ids is missing."""
     n, count = batch.n, batch.n // MISSING
     absent = [
         torch.where(torch.arange(n, device=batch.device) % MISSING == 0, -1, slots).int() for slots in batch.slots
@@ -167,7 +174,7 @@ def missing(batch: Batch) -> Iterator[Kernel]:
     def torch_unique(given: Any) -> Any:
         return torch.unique(torch.stack([given[2].long(), given[1]]), dim=1, return_inverse=True, return_counts=True)
 
-    yield Kernel("dedup", lambda given: dedup(given[1], given[2], TABLES, rising=True), few, torch_unique)
+    yield Kernel("dedup", lambda given: dedup(given[1], given[2], TABLES, tables_sorted=True), few, torch_unique)
     # New keys, so that sets are full of others; nothing is placed, so the load stays.
     unique = [dedup(keys + (1 << 40), tables, TABLES) for _, keys, tables in few]
     real = int(unique[0].number)
@@ -175,32 +182,32 @@ def missing(batch: Batch) -> Iterator[Kernel]:
     marks = torch.zeros(batch.capacity, 2, dtype=torch.int32, device=batch.device)
 
     def choose(new: Any) -> Any:
-        return choose_in_order(batch.index, new.keys, new.tables, new.number, 1 << 30, "lfu")
+        return choose_slots(batch.index, new.keys, new.tables, new.number, 1 << 30, "lfu")
 
     yield Kernel("choose", choose, unique, real * (8 + 64 + 64 + 4))
     chosen = [(new, choose(new)) for new in unique]
     yield Kernel(
-        "describe", lambda given: brief(given[0], given[1], hosts, marks[:, 0], marks[:, 1], 0), chosen,
+        "describe", lambda given: report_misses(given[0], given[1], hosts, marks[:, 0], marks[:, 1], 0), chosen,
         real * (40 + 4 * FIELDS),
     )  # fmt: skip
-    briefs = [(new, brief(new, some, hosts, marks[:, 0], marks[:, 1], 0)) for new, some in chosen]
+    reports = [(new, report_misses(new, some, hosts, marks[:, 0], marks[:, 1], 0)) for new, some in chosen]
 
-    def answered(given: Any) -> None:
-        (positions, _, _), (new, found), out = given
-        answer(positions, new.inverse, found.ranks, found.field(SLOTS), out)
+    def scatter(given: Any) -> None:
+        (positions, _, _), (new, report), out = given
+        scatter_slots(positions, new.inverse, report.ranks, report.field(SLOTS), out)
 
-    yield Kernel("answer", answered, list(zip(few, briefs, absent, strict=True)), count * (4 * 5))
-    spare = SetIndex(batch.index.counts, batch.device)  # the batches' own index keeps its keys
-    coming = []
-    for new, found in briefs:
+    yield Kernel("answer", scatter, list(zip(few, reports, absent, strict=True)), count * (4 * 5))
+    spare = SetIndex(batch.index.counts, batch.device)  # so that the batches' own index keeps its keys
+    fetched = []
+    for new, report in reports:
         number = int(new.number)
-        places = torch.zeros(3, number, dtype=torch.int32, device=batch.device)
-        coming.append((found.keys[:number], found.field(SLOTS)[:number], places))
-    beside = hosts, marks[:, 0], marks[:, 1]
+        values = torch.zeros(3, number, dtype=torch.int32, device=batch.device)
+        fetched.append((report.keys[:number], report.field(SLOTS)[:number], values))
+    metadata = hosts, marks[:, 0], marks[:, 1]
     yield Kernel(
         "admit",
-        lambda given: admit(spare, beside, given[0], given[1], given[2], 3, 1.0),
-        coming,
+        lambda given: insert_fetched(spare, metadata, given[0], given[1], given[2], 3, 1.0),
+        fetched,
         real * (8 + 4 + 12 + 8 + 8 + 12),
     )
 
@@ -217,37 +224,37 @@ def moving(batch: Batch) -> Iterator[Kernel]:
     yield Kernel("collect", lambda some: collect(source, some, layout.width, buffer), slots, both)
     yield Kernel("deliver", lambda some: deliver(source, some, layout.width, buffer), slots, both)
     cuda = device.type == "cuda"
-    beside = [torch.zeros(batch.capacity, dtype=torch.int32, device=device) for _ in range(3)]
-    places = torch.zeros(3, count, dtype=torch.int32, pin_memory=cuda)
-    lander = Lander(source.rows, (beside[0], beside[1], beside[2]), layout.width)
+    metadata = [torch.zeros(batch.capacity, dtype=torch.int32, device=device) for _ in range(3)]
+    fetched = torch.zeros(3, count, dtype=torch.int32, pin_memory=cuda)
+    writer = FetchedRowWriter(source.rows, (metadata[0], metadata[1], metadata[2]), layout.width)
 
-    def land(some: Tensor) -> None:
-        lander.ask(some, places, 0, buffer)
-        lander()
+    def finish_fetch(some: Tensor) -> None:
+        writer.set_request(some, fetched, 0, buffer)
+        writer()
 
-    yield Kernel("land", land, slots, both + 24 * count)
+    yield Kernel("land", finish_fetch, slots, both + 24 * count)
     host = torch.zeros(batch.rows, layout.width)
-    reachable(host.data_ptr(), host.nbytes, device)
+    register_host_memory(host.data_ptr(), host.nbytes, device)
     try:
         bases = torch.full((TABLES,), host.data_ptr(), device=device)
-        puller = Puller(source.rows, bases, layout.width, layout.width, count)
-        below = [torch.randint(batch.rows, (count,), dtype=torch.int32, pin_memory=cuda) for _ in range(5)]
+        reader = HostRowReader(source.rows, bases, layout.width, layout.width, count)
+        host_slots = [torch.randint(batch.rows, (count,), dtype=torch.int32, pin_memory=cuda) for _ in range(5)]
         tables = torch.zeros(count, dtype=torch.int32, device=device)
 
         def pull(given: tuple[Tensor, Tensor]) -> None:
-            puller.ask(given[0], tables, given[1])
-            puller()
+            reader.set_request(given[0], tables, given[1])
+            reader()
 
-        asked = [(sides[i % 5], below[i % 5]) for i in range(batch.times)]
-        yield Kernel("pull", pull, asked, count * layout.width * 4, "wire")
+        requests = [(sides[i % 5], host_slots[i % 5]) for i in range(batch.times)]
+        yield Kernel("pull", pull, requests, count * layout.width * 4, "wire")
         if cuda:
             torch.cuda.synchronize()
     finally:
-        unreachable(host.data_ptr(), device)
+        unregister_host_memory(host.data_ptr(), device)
 
 
 def gathering(batch: Batch, dtype: str) -> Iterator[Kernel]:
-    """Rows to outputs: as they are, and pooled in bags of twenty."""
+    """Rows to outputs: one a position, and pooled in bags of twenty."""
     layout = RowLayout(DIM, (1,), dtype) if dtype != "int8" else quantized(RowLayout(DIM))
     source, n = Source(batch.table(layout)), batch.n
     ids, bags = n // TABLES, n // TABLES // BAG
@@ -291,7 +298,7 @@ def updating(batch: Batch, name: str, rule: Any, dtype: str) -> Iterator[Kernel]
         keys, runs = some
         update(
             source, layout, rule.code, runs, items, gradients, keys, coefficients, streams, streams, 7, 1.0,
-            Meta(marks[:, 0], marks[:, 1]), batch.flag.zero_(),
+            RowMetadata(marks[:, 0], marks[:, 1]), batch.flag.zero_(),
         )  # fmt: skip
 
     distinct, n = batch.unique(0), batch.n
@@ -305,7 +312,9 @@ def updating(batch: Batch, name: str, rule: Any, dtype: str) -> Iterator[Kernel]
     ids, bags = n // TABLES, n // TABLES // BAG
     begins = torch.arange(TABLES + 1, dtype=torch.int32, device=batch.device) * bags
     offsets = torch.arange(TABLES * bags + 1, dtype=torch.int32, device=batch.device) * BAG
-    items = Items(begins, batch.items.tables, offsets, None, spread(offsets, TABLES * bags, TABLES * bags * BAG))
+    items = Items(
+        begins, batch.items.tables, offsets, None, items_of_positions(offsets, TABLES * bags, TABLES * bags * BAG)
+    )
     cut = [
         tuple(torch.cat([part[: bags * BAG] for part in whole.split(ids)]) for whole in (keys, slots))
         for keys, slots in zip(batch.keys, batch.slots, strict=True)
@@ -318,25 +327,25 @@ def updating(batch: Batch, name: str, rule: Any, dtype: str) -> Iterator[Kernel]
 
 
 def serving(batch: Batch) -> Iterator[Kernel]:
-    """What a server's lane does: 1,024 examples of ten features, and rows that were missing."""
-    layout, device, room = RowLayout(DIM), batch.device, min(1024, batch.n // TABLES)
+    """A serving lane: the lookup of 1,024 examples of ten features, and the copy of rows that were missing."""
+    layout, device, capacity = RowLayout(DIM), batch.device, min(1024, batch.n // TABLES)
     rows = batch.table(layout)
-    lists, out = Lists(TABLES, room, device), torch.empty(room, TABLES * DIM, device=device)
+    lists, out = MissLists(TABLES, capacity, device), torch.empty(capacity, TABLES * DIM, device=device)
     columns = torch.arange(TABLES, dtype=torch.int32, device=device) * DIM
-    examples = torch.full((1,), room, dtype=torch.int32, device=device)
+    examples = torch.full((1,), capacity, dtype=torch.int32, device=device)
     clock = torch.zeros(2, dtype=torch.int32, device=device)
-    keys = [torch.stack([part[:room] for part in one.split(batch.n // TABLES)]) for one in batch.keys]
+    keys = [torch.stack([part[:capacity] for part in one.split(batch.n // TABLES)]) for one in batch.keys]
     yield Kernel(
         "read",
-        lambda some: read(
+        lambda some: lookup(
             batch.index, rows, layout, some, (batch.items.tables, columns), examples, clock, lists, out, "lfu"
         ),
-        keys, TABLES * room * (8 + 64 + 2 * DIM * 4),
+        keys, TABLES * capacity * (8 + 64 + 2 * DIM * 4),
     )  # fmt: skip
-    staging = Staging(room, DIM, device)
-    staging.places.copy_(torch.arange(room) * DIM)
-    staging.number.fill_(room)
-    yield Kernel("put", lambda _: put(out.view(-1), staging, layout), keys, room * (DIM * 4 + 8), "wire")
+    staging = StagedRows(capacity, DIM, device)
+    staging.places.copy_(torch.arange(capacity) * DIM)
+    staging.count.fill_(capacity)
+    yield Kernel("put", lambda _: scatter_staged(out.view(-1), staging, layout), keys, capacity * (DIM * 4 + 8), "wire")
     some = rows[: batch.n]
     yield Kernel(
         "quantize", lambda _: quantize(some, layout), keys,

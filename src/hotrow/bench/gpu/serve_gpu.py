@@ -6,7 +6,7 @@
                            samples/s of 270 rows)
     serve/gpu/graphs, lanes, join, mps    what each adds, beside doing without
 
-Keys are drawn with Zipf 1.05, a fresh batch every time, after the cache has settled. Towers run in tf32, as the peer of
+Keys are drawn with Zipf 1.05, a fresh batch every time, once the cache is warm. Towers run in tf32, as the peer of
 `rows` runs in half precision; `serve/gpu/fp32` is a batch of 1,024 rows in fp32.
 """
 
@@ -41,7 +41,7 @@ from hotrow.serve.execution.engine import Engine
 from hotrow.serve.processes.mps import Mps
 from hotrow.serve.repository.export import export
 from hotrow.table import Table
-from hotrow.tiers.hbm.slots import slot_bytes
+from hotrow.tiers.hbm.group_cache import slot_bytes
 
 TABLES, ROWS, DIM, DENSE, SHARE = 26, 400_000, 128, 13, 0.1
 SIZES = (32, 128, 1024, 4096, 16_384, 131_072)
@@ -57,13 +57,13 @@ def results() -> Iterator[Result | str]:
     sys.setswitchinterval(0.0005)  # as an engine process does
     try:
         yield "exporting the model"
-        plain = make_model(Path(folder) / "repository" / "dlrm")
+        torch_model = make_model(Path(folder) / "repository" / "dlrm")
         yield "loading it"
         engine = open_engine(folder)
         draw = Draw()
-        check(engine, plain, draw)
-        settle(engine, draw)
-        yield from by_size(engine, plain, draw)
+        check(engine, torch_model, draw)
+        warm_up_cache(engine, draw)
+        yield from by_size(engine, torch_model, draw)
         yield from additions(engine, draw, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -82,7 +82,7 @@ class Draw:
         return KeyedBatch({f"f{t}": Jagged(keys[t]) for t in range(TABLES)}, torch.rand(size, DENSE))
 
 
-class Plain(nn.Module):
+class TorchModel(nn.Module):
     """The same model as torch users write it."""
 
     def __init__(self, weights: list[Tensor], tower: nn.Module) -> None:
@@ -99,12 +99,12 @@ class Plain(nn.Module):
 
 
 def rows_of_a_table() -> int:
-    """Of each of the tables."""
+    """Rows of each table."""
     return int(ROWS * scale())
 
 
-def make_model(path: Path) -> Plain:
-    """Rows and tower, exported; and their plain twin."""
+def make_model(path: Path) -> TorchModel:
+    """Rows and tower, exported; and the same model in plain PyTorch."""
     rows = rows_of_a_table()
     embeddings = EmbeddingCollection([Table(f"t{t}", DIM, [f"f{t}"]) for t in range(TABLES)], optim.SGD(), seed=1)
     weights = []
@@ -114,7 +114,7 @@ def make_model(path: Path) -> Plain:
     torch.manual_seed(0)
     tower = DLRM(embeddings.features, dense_features=DENSE, bottom=(512, 256), top=(1024, 1024, 512, 256)).eval()
     export(Recommender(embeddings, tower), path)
-    return Plain(weights, tower)
+    return TorchModel(weights, tower)
 
 
 def open_engine(folder: str, sizes: Sequence[int] = SIZES, lanes: int = 1) -> Engine:
@@ -124,17 +124,17 @@ def open_engine(folder: str, sizes: Sequence[int] = SIZES, lanes: int = 1) -> En
     return Engine(path, memory=Memory(hbm=room), precision=PRECISION, ladder=sizes, lanes=lanes)
 
 
-def check(engine: Engine, plain: Plain, draw: Draw) -> None:
-    """The answers are those of the plain model, to what the precision gives."""
+def check(engine: Engine, torch_model: TorchModel, draw: Draw) -> None:
+    """The engine's logits are those of the torch model, within the precision."""
     batch = draw(777)
-    expected = plain(batch)
+    expected = torch_model(batch)
     apart = float((engine.answer(batch)[0] - expected).abs().max() / expected.abs().max())
     if apart > 0.02:
-        raise AssertionError(f"the engine's logits are {apart:.1e} of the largest from the plain model's")
+        raise AssertionError(f"the engine's logits are {apart:.1e} of the largest from the torch model's")
 
 
-def settle(engine: Engine, draw: Draw, seconds: float = 8.0) -> None:
-    """Run until the cache holds what is hot."""
+def warm_up_cache(engine: Engine, draw: Draw, seconds: float = 8.0) -> None:
+    """Run until the cache holds the hot rows."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         engine.answer(draw(4096))
@@ -150,15 +150,15 @@ def times(run: Callable[[KeyedBatch], Any], batches: list[KeyedBatch]) -> Any:
     return np.array(found)
 
 
-def by_size(engine: Engine, plain: Plain, draw: Draw) -> Iterator[Result | str]:
-    """Batches of every size, beside the cores."""
+def by_size(engine: Engine, torch_model: TorchModel, draw: Draw) -> Iterator[Result | str]:
+    """Batches of every size, beside torch on the CPU."""
     for size in SIZES:
         yield f"batches of {size:,}"
         count = 1000 if size == 1024 else 200 if size < 1024 else 30 if size < 100_000 else 6
         batches = [draw(size) for _ in range(count)]
         engine.answer(batches[0])
         ours = times(engine.answer, batches)
-        theirs = times(plain, batches[: max(3, count // 20)])
+        theirs = times(torch_model, batches[: max(3, count // 20)])
         spread = float(np.percentile(ours, 75) / np.median(ours) - 1)
         median = float(np.median(ours))
         yield lower(f"serve/gpu/batch/{size}", "ms", median, "torch on the cores", float(np.median(theirs)), spread)
@@ -167,7 +167,7 @@ def by_size(engine: Engine, plain: Plain, draw: Draw) -> Iterator[Result | str]:
 
 
 def additions(engine: Engine, draw: Draw, folder: str) -> Iterator[Result | str]:
-    """What graphs, lanes, joining and MPS each add."""
+    """The gain of graphs, lanes, joining and MPS, each beside doing without."""
     yield "what each part adds"
     batches = [draw(1024) for _ in range(200)]
     with_graphs = float(np.median(times(engine.answer, batches)))
@@ -186,7 +186,7 @@ def additions(engine: Engine, draw: Draw, folder: str) -> Iterator[Result | str]
     joined = times(engine.answer, [join(small[at : at + 64]) for at in range(0, 256, 64)]).sum()
     yield higher("serve/gpu/join", "k requests/s of 16 rows", 256 / joined, "one at a time", 256 / alone)
     more = open_engine(folder, sizes=(1024, 16_384), lanes=4)
-    settle(more, draw)
+    warm_up_cache(more, draw)
     speeds = {(size, count): parallel(more, draw, size, count) for size in (1024, 16_384) for count in (1, 2, 4)}
     more.close()
     for size in (1024, 16_384):
@@ -210,7 +210,7 @@ def join(batches: list[KeyedBatch]) -> KeyedBatch:
 
 
 def parallel(engine: Engine, draw: Draw, size: int, count: int, seconds: float = 1.5) -> float:
-    """Million rows a second of so many threads, each with its lane."""
+    """Million rows a second of `count` threads, each with its lane."""
     batches = [draw(size) for _ in range(400 if size < 4096 else 48)]
     ready, done = threading.Barrier(count + 1), [0] * count
     until = [0.0]
@@ -238,7 +238,7 @@ def parallel(engine: Engine, draw: Draw, size: int, count: int, seconds: float =
 
 
 def processes(folder: str, count: int, mps: Mps | None) -> float:
-    """Million rows a second, in batches of 1,024, of so many processes with an engine each."""
+    """Million rows a second, in batches of 1,024, of `count` processes with an engine each."""
     environment = dict(os.environ)
     if mps is not None:
         mps.start()
@@ -263,9 +263,9 @@ def processes(folder: str, count: int, mps: Mps | None) -> float:
 
 
 def worker(folder: str) -> None:
-    """One of them: says when it is ready, and waits to be told."""
+    """One of the processes: prints when it is ready, and starts on a line from stdin."""
     engine, draw = open_engine(folder, sizes=(1024, 4096)), Draw(os.getpid())
-    settle(engine, draw, 3.0)
+    warm_up_cache(engine, draw, 3.0)
     print("ready", flush=True)
     sys.stdin.readline()
     print(parallel(engine, draw, 1024, 1, 3.0), flush=True)

@@ -1,12 +1,12 @@
-"""Where a key lives: the hash that DRAM's shards use too, and the set that it picks.
+"""Which set holds a key: the hash that DRAM's shards use too, and the two sets that it picks.
 
-hash_key is core/hash/hash.h's: mix64(key + golden), a bijection of the 64-bit integers, so distinct keys never have
-one hash and `unhash` gives the key back. A table owns `count` sets from `first` on. A key may live in two of them: the
-high half of its hash, scaled to them, is its first choice (rising unsigned hash is rising set, so that keys sorted by
-hash read the index front to back), the low half its second.
+hash_key is that of core/hash/hash.h: mix64(key + golden), a bijection of the 64-bit integers, so distinct keys never
+have one hash and `unhash` gives the key back. A table owns `count` sets from `first` on, and a key may be in two of
+them. The high half of its hash, scaled to the number of sets, is its first choice; so keys sorted by unsigned hash read
+the index front to back. The low half is its second choice.
 
-A set is passed on as its *home*, set * 2 + (it is the first of its table): an empty way holds a key that can never
-live in its set (sets.py), and the first set has another one than the rest.
+A set is passed on as its *home*, set * 2 + (it is the first of its table): the key that marks an empty way (sets.py)
+differs between a table's first set and the others.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def unhash(x):
 
 @triton.jit
 def half_of(hash, SECOND: tl.constexpr):
-    """What of a hash picks the key's first or second choice of set."""
+    """The half of a hash that picks the key's first or second choice of set."""
     return hash & 0xFFFFFFFF if SECOND else hash >> 32
 
 
@@ -88,5 +88,5 @@ def home_of(half, first, count):
 
 @triton.jit
 def empty_key(home):
-    """What an empty way of a home holds."""
+    """The key that an empty way of a home holds."""
     return tl.where(home & 1 == 1, _HIGHEST, _LOWEST)

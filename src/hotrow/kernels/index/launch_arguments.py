@@ -1,8 +1,11 @@
-"""What a batch's search depends on beside its keys, on the device: a captured launch reads there what a plain one gets
-as numbers, and how many ids were missing is known there before the host has heard of it.
+"""Arguments of a batch's index kernels that may lie on the device.
 
-Terms are int64 [4]: the batch's number, the last settled batch, the last clean step, and the score of a new row (the
-bits of a float32).
+A captured graph replays its launches with fixed arguments. What changes from batch to batch is therefore read from
+device memory: int64 [4] of the batch's number, the last settled batch, the last clean step, and the score of a new row
+(the bits of a float32). A kernel's constexpr ON_DEVICE says whether it was given such a tensor or plain numbers.
+
+Likewise the number of missing ids is known on the device before the host has it: a kernel whose constexpr COUNTED is
+set reads the number of its real entries from `count`.
 """
 
 from __future__ import annotations
@@ -14,32 +17,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotrow.kernels.launch import fast
+from hotrow.kernels.launch import cached_launch
 
 BATCH, SETTLED, CLEAN, SCORE = (tl.constexpr(n) for n in range(4))
 
 
 @triton.jit
-def term(given, NUMBER: tl.constexpr, TERMS: tl.constexpr):
-    """A whole number, or one of the terms."""
-    if TERMS:
-        return tl.load(given + NUMBER).to(tl.int32)
+def argument(given, WHICH: tl.constexpr, ON_DEVICE: tl.constexpr):
+    """One argument: `given` is its value, or the address of all four."""
+    if ON_DEVICE:
+        return tl.load(given + WHICH).to(tl.int32)
     else:
         return given
 
 
 @triton.jit
-def held_word(given, TERMS: tl.constexpr):
-    """What `held` says of a row that the batch has pinned (sets.held_by)."""
-    if TERMS:
+def pin_and_score(given, ON_DEVICE: tl.constexpr):
+    """The word of a row that the batch has pinned: `given`, or made from the arguments (sets.pack_pin_and_score)."""
+    if ON_DEVICE:
         return (tl.load(given + SCORE) << 32) | tl.load(given + BATCH)
     else:
         return given
 
 
 @triton.jit
-def real_of(n, count, COUNTED: tl.constexpr):
-    """How many of n entries are real: all, or as many as `count` says; none where that is more than there is room."""
+def valid_count(n, count, COUNTED: tl.constexpr):
+    """How many of n entries are real: all; or the number at `count`, and none if that is more than n."""
     if COUNTED:
         real = tl.load(count)
         return tl.where(real <= n, real, 0)
@@ -47,26 +50,26 @@ def real_of(n, count, COUNTED: tl.constexpr):
         return n
 
 
-@fast
+@cached_launch
 @triton.jit(do_not_specialize=["address"])
-def _terms_kernel(terms, address):
+def _load_kernel(arguments, address):
     at = tl.arange(0, 4)
-    tl.store(terms + at, tl.load(address.to(tl.pointer_type(tl.int64)) + at))
+    tl.store(arguments + at, tl.load(address.to(tl.pointer_type(tl.int64)) + at))
 
 
-class Terms:
-    """Terms that the host says and the device reads when it comes to `read`."""
+class BatchArguments:
+    """The arguments of one batch after another: the host sets them, the device loads them when it reaches `load`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.there = torch.zeros(4, dtype=torch.int64, device=device)
-        self._said = torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._numbers = self._said.numpy()
+        self._on_device = torch.zeros(4, dtype=torch.int64, device=device)
+        self._pinned = torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._numbers = self._pinned.numpy()
 
-    def say(self, batch: int, settled: int, clean: int, score: float) -> None:
-        """Requires: the device has read what was said before."""
+    def set(self, batch: int, settled: int, clean: int, score: float) -> None:
+        """Requires: the device has loaded the last ones."""
         self._numbers[:] = batch, settled, clean, struct.unpack("<i", struct.pack("<f", score))[0]
 
-    def read(self) -> Tensor:
-        """The terms on the device, as they have been said when it comes here."""
-        _terms_kernel[(1,)](self.there, self._said.data_ptr())
-        return self.there
+    def load(self) -> Tensor:
+        """The arguments on the device, as they are set when the device reaches this launch."""
+        _load_kernel[(1,)](self._on_device, self._pinned.data_ptr())
+        return self._on_device

@@ -1,10 +1,11 @@
-"""The two ends of a batch's way to the rows below: what the host must know of its missing keys, and what is written
-when their rows have come.
+"""What the host must know of a batch's missing keys, and the index entries of their rows once those are fetched.
 
-`brief` puts keys, tables, sightings, chosen slots and what lies in those now into one buffer, so that one copy brings
-it down. `admit` takes what came up: keys go into the index, and slot below, step and count beside the row; then the
-positions that had missed learn their slots. Bytes a key: 36 out, 12 back, some 60 written at random; all of it is
-microseconds for a hundred thousand keys, and each call is one or two launches instead of a dozen.
+`report_misses` packs keys, tables, sightings, chosen slots and the rows in those slots into one buffer, so that one
+copy brings it to the host. `insert_fetched` writes the fetched rows' keys into the index, and DRAM slot, step and count
+beside each row. `scatter_slots` gives the positions that had missed their slots.
+
+Bytes a key: 36 to the host, 12 back, some 60 written at random: microseconds for a hundred thousand keys. Each function
+is one launch.
 """
 
 from __future__ import annotations
@@ -18,43 +19,43 @@ from torch import Tensor
 
 from hotrow.kernels.index.dedup import Unique
 from hotrow.kernels.index.insert import Chosen
-from hotrow.kernels.index.launch_arguments import CLEAN, real_of, term
-from hotrow.kernels.index.sets import SetIndex, held_by
-from hotrow.kernels.launch import cdiv, fast
+from hotrow.kernels.index.launch_arguments import CLEAN, argument, valid_count
+from hotrow.kernels.index.sets import SetIndex, pack_pin_and_score
+from hotrow.kernels.launch import cached_launch, cdiv
 
 BLOCK = 256
-FIELDS = 9  # int32 words a key: two of the key, then table, sightings, slot, and host, step, count of who is in it
+FIELDS = 9  # int32 words a key: two of the key, table, sightings, chosen slot; DRAM slot, step, count of the row there
 
 
-@fast
+@cached_launch
 @triton.jit(do_not_specialize=["n", "clean"])
-def _brief_kernel(
-    keys, tables, seen, chosen, order, number, hosts, steps, counts, out, out_keys, going, ranks, n, clean,
-    STRIDE: tl.constexpr, TERMS: tl.constexpr, BLOCK: tl.constexpr,
+def _report_kernel(
+    keys, tables, seen, chosen, order, number, hosts, steps, counts, out, out_keys, write_back, ranks, n, clean,
+    STRIDE: tl.constexpr, ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    clean = term(clean, CLEAN, TERMS)
+    clean = argument(clean, CLEAN, ON_DEVICE)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    place = tl.load(order + at, mask=inside, other=0)
-    slot = tl.load(chosen + place, mask=inside, other=-1)
-    there = slot >= 0
-    tl.store(ranks + place, at, mask=inside)
-    tl.store(out_keys + at, tl.load(keys + place, mask=inside, other=0), mask=inside)
-    tl.store(out + 2 * n + at, tl.load(tables + place, mask=inside, other=0), mask=inside)
-    tl.store(out + 3 * n + at, tl.load(seen + place, mask=inside, other=0), mask=inside)
+    source = tl.load(order + at, mask=inside, other=0)
+    slot = tl.load(chosen + source, mask=inside, other=-1)
+    has_slot = slot >= 0
+    tl.store(ranks + source, at, mask=inside)
+    tl.store(out_keys + at, tl.load(keys + source, mask=inside, other=0), mask=inside)
+    tl.store(out + 2 * n + at, tl.load(tables + source, mask=inside, other=0), mask=inside)
+    tl.store(out + 3 * n + at, tl.load(seen + source, mask=inside, other=0), mask=inside)
     tl.store(out + 4 * n + at, slot, mask=inside)
-    host, step = tl.load(hosts + slot, mask=there, other=-1), tl.load(steps + STRIDE * slot, mask=there, other=-1)
+    host, step = tl.load(hosts + slot, mask=has_slot, other=-1), tl.load(steps + STRIDE * slot, mask=has_slot, other=-1)
     tl.store(out + 5 * n + at, host, mask=inside)
     tl.store(out + 6 * n + at, step, mask=inside)
-    tl.store(going + at, tl.where((host >= 0) & (step > clean), slot, -1), mask=inside)
-    tl.store(out + 7 * n + at, tl.load(counts + STRIDE * slot, mask=there, other=0), mask=inside)
+    tl.store(write_back + at, tl.where((host >= 0) & (step > clean), slot, -1), mask=inside)
+    tl.store(out + 7 * n + at, tl.load(counts + STRIDE * slot, mask=has_slot, other=0), mask=inside)
     tl.store(out + 8 * n + at, tl.load(number) + at * 0, mask=inside)
 
 
-@fast
+@cached_launch
 @triton.jit(do_not_specialize=["n", "capacity", "word"])
-def _admit_kernel(
-    index_keys, held, hosts, steps, counts, keys, slots, places, n, capacity, word,
+def _insert_fetched_kernel(
+    index_keys, pins_and_scores, hosts, steps, counts, keys, slots, metadata, n, capacity, word,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -62,16 +63,16 @@ def _admit_kernel(
     slot = tl.load(slots + at, mask=inside, other=-1)
     mask = (slot >= 0) & (slot < capacity)
     tl.store(index_keys + slot, tl.load(keys + at, mask=mask, other=0), mask=mask)
-    tl.store(held + slot, tl.full([BLOCK], word, tl.int64), mask=mask)
-    tl.store(hosts + slot, tl.load(places + at, mask=mask, other=0), mask=mask)
-    tl.store(steps + STRIDE * slot, tl.load(places + n + at, mask=mask, other=0), mask=mask)
-    tl.store(counts + STRIDE * slot, tl.load(places + 2 * n + at, mask=mask, other=0), mask=mask)
+    tl.store(pins_and_scores + slot, tl.full([BLOCK], word, tl.int64), mask=mask)
+    tl.store(hosts + slot, tl.load(metadata + at, mask=mask, other=0), mask=mask)
+    tl.store(steps + STRIDE * slot, tl.load(metadata + n + at, mask=mask, other=0), mask=mask)
+    tl.store(counts + STRIDE * slot, tl.load(metadata + 2 * n + at, mask=mask, other=0), mask=mask)
 
 
-@fast
+@cached_launch
 @triton.jit(do_not_specialize=["n"])
-def _answer_kernel(positions, inverse, ranks, slots, out, count, n, COUNTED: tl.constexpr, BLOCK: tl.constexpr):
-    n = real_of(n, count, COUNTED)
+def _scatter_slots_kernel(positions, inverse, ranks, slots, out, count, n, COUNTED: tl.constexpr, BLOCK: tl.constexpr):
+    n = valid_count(n, count, COUNTED)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     rank = tl.load(ranks + tl.load(inverse + at, mask=inside, other=0), mask=inside, other=0)
@@ -79,75 +80,79 @@ def _answer_kernel(positions, inverse, ranks, slots, out, count, n, COUNTED: tl.
     tl.store(out + tl.load(positions + at, mask=inside, other=0), slot, mask=inside)
 
 
-class Brief(NamedTuple):
-    """Missing keys, all in one order: by table, then by set. What `told` holds after the number of keys is undefined.
+class MissReport(NamedTuple):
+    """Missing keys, all in one order: by table, then by set. Entries behind the number of keys are undefined.
 
-    told   int32 [FIELDS * n]  keys (int64 [n]), tables, sightings, chosen slots, their hosts, steps, counts, the number
-    going  int32 [n]           the chosen slots whose rows must go down, because they changed; -1 for the others
-    ranks  int32 [n]           where in that order each unique key of dedup() is
+    packed      int32 [FIELDS * n]  keys (int64 [n]), tables, sightings, chosen slots, the DRAM slots, steps and counts
+                                    of the rows there, the number of keys
+    write_back  int32 [n]           the chosen slots whose rows changed and must be written back; -1 for the others
+    ranks       int32 [n]           the rank of each unique key of dedup() in that order
     """
 
-    told: Tensor
-    going: Tensor
+    packed: Tensor
+    write_back: Tensor
     ranks: Tensor
 
     @property
     def keys(self) -> Tensor:
         """int64 [n]."""
-        return self.told[: 2 * self.going.numel()].view(torch.int64)
+        return self.packed[: 2 * self.write_back.numel()].view(torch.int64)
 
     def field(self, number: int) -> Tensor:
         """Tables are field 2, slots field 4."""
-        n = self.going.numel()
-        return self.told[number * n : (number + 1) * n]
+        n = self.write_back.numel()
+        return self.packed[number * n : (number + 1) * n]
 
 
 TABLES, SLOTS = 2, 4
 
 
-def brief(unique: Unique, chosen: Chosen, hosts: Tensor, steps: Tensor, counts: Tensor, clean: int | Tensor) -> Brief:
-    """What the host must know of missing keys. Rows of chosen slots changed if their step is after `clean`, a
-    number or terms."""
+def report_misses(
+    unique: Unique, chosen: Chosen, hosts: Tensor, steps: Tensor, counts: Tensor, clean: int | Tensor
+) -> MissReport:
+    """The report of missing keys. A row in a chosen slot changed if its step is after `clean`: a number, or the batch's
+    arguments on the device."""
     n = chosen.slots.numel()
-    told = torch.empty(FIELDS * n, dtype=torch.int32, device=chosen.slots.device)
-    found = Brief(told, torch.empty_like(chosen.slots), torch.empty_like(chosen.slots))
+    packed = torch.empty(FIELDS * n, dtype=torch.int32, device=chosen.slots.device)
+    report = MissReport(packed, torch.empty_like(chosen.slots), torch.empty_like(chosen.slots))
     if n:
-        _brief_kernel[(cdiv(n, BLOCK),)](
+        _report_kernel[(cdiv(n, BLOCK),)](
             unique.keys, unique.tables, unique.counts, chosen.slots, chosen.order, unique.number, hosts, steps, counts,
-            told, found.keys, found.going, found.ranks, n, clean, STRIDE=steps.stride(0),
-            TERMS=isinstance(clean, Tensor), BLOCK=BLOCK,
+            packed, report.keys, report.write_back, report.ranks, n, clean, STRIDE=steps.stride(0),
+            ON_DEVICE=isinstance(clean, Tensor), BLOCK=BLOCK,
         )  # fmt: skip
-    return found
+    return report
 
 
-def admit(
+def insert_fetched(
     index: SetIndex,
-    beside: tuple[Tensor, Tensor, Tensor],
+    metadata: tuple[Tensor, Tensor, Tensor],
     keys: Tensor,
     slots: Tensor,
-    places: Tensor,
+    values: Tensor,
     batch: int,
     score: float,
 ) -> None:
-    """Keys into their slots of the index, and places int32 [3, n] into `beside` (hosts, steps, counts).
+    """Write keys to their slots of the index, and values int32 [3, n] into `metadata` (DRAM slots, steps, counts).
 
-    Slots of -1 and those at or beyond the index's capacity are passed over.
+    Slots of -1 and those at or beyond the index's capacity are skipped.
     """
     n = slots.numel()
     if n:
-        _admit_kernel[(cdiv(n, BLOCK),)](
-            index.keys, index.held, *beside, keys, slots, places, n, index.capacity, held_by(batch, score),
-            STRIDE=beside[1].stride(0), BLOCK=BLOCK,
+        _insert_fetched_kernel[(cdiv(n, BLOCK),)](
+            index.keys, index.pins_and_scores, *metadata, keys, slots, values, n, index.capacity,
+            pack_pin_and_score(batch, score), STRIDE=metadata[1].stride(0), BLOCK=BLOCK,
         )  # fmt: skip
 
 
-def answer(
+def scatter_slots(
     positions: Tensor, inverse: Tensor, ranks: Tensor, slots: Tensor, out: Tensor, count: Tensor | None = None
 ) -> None:
-    """out[positions[i]] = slots[ranks[inverse[i]]], for all or the first `count`."""
+    """Give the positions that missed their slots: out[positions[i]] = slots[ranks[inverse[i]]], for all or the first
+    `count`."""
     n = positions.numel()
     if n:
-        _answer_kernel[(cdiv(n, BLOCK),)](
+        _scatter_slots_kernel[(cdiv(n, BLOCK),)](
             positions, inverse, ranks, slots, out, positions if count is None else count, n,
             COUNTED=count is not None, BLOCK=BLOCK,
         )  # fmt: skip

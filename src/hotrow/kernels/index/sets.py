@@ -1,18 +1,20 @@
 """The index of rows in HBM: sets of eight ways, whole 64-bit keys, several tables in one structure.
 
-slot = set * 8 + way, and a key's row lies in another array at its slot. A set's eight keys are 64 bytes that lie
-together, so a find costs one memory access, or two: a key whose first choice of set is well filled may live in its
-second (insert.py). So 60% of the slots fill up before any set overflows, and rows that all fit stay; with one choice of
-eight ways a few of a thousand drive each other out for ever at half that. Every int64 is a valid key: an empty way of a
-set holds a key that can never live in that set (the key whose hash is 0 lives in its table's first set, the one whose
-hash is 2^64 - 1 in its last; the first set uses the latter, all others the former). Hence a table has two sets or more.
+slot = set * 8 + way, and a key's row lies in another array at its slot. A set's eight keys are 64 contiguous bytes, so
+a find costs one memory access, or two: a key whose first choice of set is well filled may be in its second (insert.py).
+With two choices 60% of the slots fill before any set overflows; with one choice, a few keys of a thousand evict each
+other for ever at half that load.
 
-Per slot also: `pins`, the number of the last batch that holds the row, which must not be evicted while that number is
-above the last settled batch's; and `scores`, higher is hotter. They lie side by side, because both are written for a
-row that comes. Batches are numbered from 1; 0 is nobody.
+Every int64 is a valid key. An empty way therefore holds a key that can never be in its set: the key whose hash is 0
+belongs to its table's first set and the one whose hash is 2^64 - 1 to its last, so the first set uses the latter and
+all others the former. Hence a table has two sets or more.
 
-The object only owns the tensors. find.py reads it, insert.py and touch.py change it, on the caller's stream; two
-streams must be ordered by the caller. Nothing synchronises with the host.
+Per slot also: `pins`, the number of the last batch that uses the row, which must not be evicted while that number is
+above the last settled batch's; and `scores`, higher is hotter. They are adjacent, because an insert writes both.
+Batches are numbered from 1; 0 means not pinned.
+
+The object only owns the tensors. find.py reads them, insert.py and touch.py change them, on the caller's stream; the
+caller orders two streams. Nothing synchronises with the host.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from hotrow.errors import BatchError, OptionError
 from hotrow.kernels.index.key_hash import HIGHEST, LOWEST
 
 WAYS = 8
-SPILL = 5  # keys in its first choice from which on a new key considers its second
-CROWDED = 6  # ways that could be taken, below which a set is avoided
+SPILL = 5  # occupied ways in its first set from which on a new key considers its second
+CROWDED = 6  # available ways below which a set is avoided
 POLICIES = ("lru", "lfu")
 
 
@@ -42,12 +44,12 @@ class SetIndex:
         if self.sets * WAYS >= 1 << 30:
             raise OptionError(f"{self.sets * WAYS:,} slots are more than an index takes; split the tables over several")
         self.keys = torch.empty(self.sets, WAYS, dtype=torch.int64, device=device)
-        held = torch.empty(self.capacity, 2, dtype=torch.int32, device=device)
-        self.pins, self.scores = held[:, 0], held.view(torch.float32)[:, 1]
-        self.held = held.view(torch.int64).view(-1)  # both: the score's bits above the pin's
-        self.divide(sets_per_table)
+        pairs = torch.empty(self.capacity, 2, dtype=torch.int32, device=device)
+        self.pins, self.scores = pairs[:, 0], pairs.view(torch.float32)[:, 1]
+        self.pins_and_scores = pairs.view(torch.int64).view(-1)  # the score's bits above the pin's
+        self.repartition(sets_per_table)
 
-    def divide(self, sets_per_table: Sequence[int]) -> None:
+    def repartition(self, sets_per_table: Sequence[int]) -> None:
         """Give each table its number of sets, and forget every key. Requires: they are as many as there are."""
         counts = [int(count) for count in sets_per_table]
         if not counts or min(counts) < 2:
@@ -82,12 +84,12 @@ class SetIndex:
         return sum(part.numel() * part.element_size() for part in parts)
 
 
-def held_by(batch: int, score: float) -> int:
-    """What `held` says of a row that a batch has pinned, with its score: one store of eight bytes."""
+def pack_pin_and_score(batch: int, score: float) -> int:
+    """The word in `pins_and_scores` of a row that a batch has pinned, with its score: one store of eight bytes."""
     return int(struct.unpack("<q", struct.pack("<if", batch, score))[0])
 
 
-def check(name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int | None, device: torch.device) -> None:
+def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int | None, device: torch.device) -> None:
     """Requires: one dimension of `size` (where given), contiguous, this type, this device."""
     if tensor.dtype != dtype or tensor.device != device or tensor.dim() != 1 or not tensor.is_contiguous():
         raise BatchError(

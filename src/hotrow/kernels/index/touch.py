@@ -1,16 +1,15 @@
 """How hot a slot is after a batch used it.
 
 lru: the score is the number of the batch. lfu: every use counts 1 and halves every `half_life` batches. Instead of
-decaying all counts, a use at batch t weighs 2^(t / half_life) and nothing ever shrinks (forward decay); the score is
-the log2 of the sum, so it stays small: log2(2^score + 2^now), now = t / half_life, worked out as the larger plus
-log2(1 + 2^-difference). A key seen once has the score `now`, which is what place() is given for it, so all scores
-compare, new keys' too.
+decaying all counts, a use at batch t weighs 2^(t / half_life) and nothing ever shrinks (forward decay). The score is
+the log2 of the sum, so it stays small: log2(2^score + 2^now), now = t / half_life, computed as the larger plus log2(1 +
+2^-difference). A key seen once has the score `now` (`initial_score`), so all scores compare.
 
 float32 holds a score to 1/1000 while now is below 8,192: with half_life 1,000, eight million batches. Past that, uses
-that add less than the last bit are lost and hot rows count as a little less hot than they are.
+that add less than the last bit are lost, and hot rows count as slightly less hot than they are.
 
-Each slot is written by one thread (slots are unique), so the order of the threads does not matter; log2 and exp2 are
-the card's approximations, the same on every run of one card.
+Slots are unique, so each is written by one thread and the order of threads does not matter. log2 and exp2 are the GPU's
+approximations, the same on every run of one GPU.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ import triton
 import triton.language as tl
 
 from hotrow.errors import OptionError, choices
-from hotrow.kernels.index.sets import POLICIES, SetIndex, check
-from hotrow.kernels.launch import cdiv, fast
+from hotrow.kernels.index.sets import POLICIES, SetIndex, check_tensor
+from hotrow.kernels.launch import cached_launch, cdiv
 
 BLOCK, WARPS = 512, 4
 
 
 @triton.jit
-def warmed(old, now, LFU: tl.constexpr):
-    """The score of what had the score `old` and was used now."""
+def score_after_use(old, now, LFU: tl.constexpr):
+    """The score after a use, of a row that had the score `old`."""
     score = tl.zeros_like(old) + now
     if LFU:
         high = tl.maximum(old, score)
@@ -36,7 +35,7 @@ def warmed(old, now, LFU: tl.constexpr):
     return score
 
 
-@fast
+@cached_launch
 @triton.jit(do_not_specialize=["n", "capacity"])
 def touch_kernel(scores, slots, number, n, capacity, now, LFU: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -45,14 +44,14 @@ def touch_kernel(scores, slots, number, n, capacity, now, LFU: tl.constexpr, NUM
         real = tl.minimum(n, tl.load(number))
     slot = tl.load(slots + at, mask=at < real, other=-1)
     mask = (slot >= 0) & (slot < capacity)
-    score = warmed(tl.load(scores + 2 * slot, mask=mask, other=0.0), now, LFU)
+    score = score_after_use(tl.load(scores + 2 * slot, mask=mask, other=0.0), now, LFU)
     tl.store(scores + 2 * slot, score, mask=mask)
 
 
-def first_score(batch: int, policy: str, half_life: float) -> float:
+def initial_score(batch: int, policy: str, half_life: float) -> float:
     """The score of a row that is new in a batch.
 
-    >>> first_score(30, "lru", 10.0), first_score(30, "lfu", 10.0)
+    >>> initial_score(30, "lru", 10.0), initial_score(30, "lfu", 10.0)
     (30.0, 3.0)
     """
     if policy not in POLICIES:
@@ -63,15 +62,16 @@ def first_score(batch: int, policy: str, half_life: float) -> float:
 def touch(
     index: SetIndex, slots: torch.Tensor, number: torch.Tensor | None, batch: int, policy: str, half_life: float
 ) -> None:
-    """A batch used the first `number` (None: all) slots; those outside the index are passed over.
+    """Raise the scores of the first `number` (None: all) slots, which a batch used; slots outside the index are
+    skipped.
 
-    Requires: slots are unique. Rows that place() put in during the same batch stay out, because their first score
-    counts this use; or place() gives them score=-inf, and they get their first score here.
+    Requires: slots are unique, and not those of rows inserted in the same batch, whose initial score counts this use;
+    unless they were inserted with score=-inf, and get their initial score here.
     """
-    check("slots", slots, torch.int32, None, index.device)
+    check_tensor("slots", slots, torch.int32, None, index.device)
     if number is not None:
-        check("number", number, torch.int32, 1, index.device)
-    now = first_score(batch, policy, half_life)
+        check_tensor("number", number, torch.int32, 1, index.device)
+    now = initial_score(batch, policy, half_life)
     n = slots.numel()
     if n:
         touch_kernel[(cdiv(n, BLOCK),)](

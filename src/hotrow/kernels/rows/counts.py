@@ -1,7 +1,7 @@
 """How often a row was seen, in the 16-bit code of core/rows/row_header.h: 12 bits of mantissa, 4 of exponent.
 
-Exact up to 4,095, then within about 1%: a sighting that the mantissa cannot hold is rounded by a draw keyed by (seed,
-table, key, step), so the code is the same on the GPU, in DRAM and on SSD, whichever of them counted.
+Counts are exact up to 4,095, then within about 1%. What the mantissa cannot hold is rounded by a random draw keyed by
+(seed, table, key, step), so the code is the same whether the GPU, DRAM or SSD counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_EXPONENT = tl.constexpr(15)
 
 
 @triton.jit
-def seen_in_all(code, seen):
+def total_count(code, seen):
     """decode_count(code) + seen, uint32, of int32 numbers. Up to MANTISSA this is also the new code."""
     return ((code & MANTISSA) << (code >> 12)).to(tl.uint32) + seen.to(tl.uint32)
 
@@ -22,7 +22,7 @@ def seen_in_all(code, seen):
 @triton.jit
 def add_count(code, seen, stream, key, step):
     """The int32 code of decode_count(code) + seen. stream and key are int64, the rest int32; seen is 0 or more."""
-    total = seen_in_all(code, seen)
+    total = total_count(code, seen)
     exponent = tl.zeros_like(total)
     for _ in tl.static_range(MAX_EXPONENT):
         exponent += ((total >> exponent) > MANTISSA).to(tl.uint32)

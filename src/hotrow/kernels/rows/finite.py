@@ -1,10 +1,10 @@
-"""Is every gradient finite? One launch over all of a batch's matrices, at the speed of memory.
+"""Is every gradient finite? One launch over all matrices of a batch, at the speed of memory.
 
 A NaN or an infinity would go into rows and stay there, so a batch that has one changes nothing: the update reads the
-flag on the device and returns. The flag is sticky, it only ever becomes 1; whoever owns it clears it.
+flag on the device and returns. The flag only ever becomes 1; its owner clears it.
 
-Matrices without gaps are read as one stretch of numbers, others row by row. Bytes: each number once; W-gpu's 0.54 GB of
-gradients are 0.125 ms at 4.3 TB/s.
+Contiguous matrices are read as one run of numbers, others row by row. Bytes: each number once; the 0.54 GB of gradients
+of W-gpu take 0.125 ms at 4.3 TB/s.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.errors import GradientError
-from hotrow.kernels.launch import cdiv, fast, power_of_2
-from hotrow.kernels.rows.layout import TRITON, matrix_rows, small_table, with_columns_together
+from hotrow.kernels.launch import cached_launch, cdiv, power_of_2
+from hotrow.kernels.rows.layout import TRITON, cached_table, matrix_rows, with_contiguous_columns
 
 BLOCK = 8192  # numbers a program
-STRETCH = 1024  # numbers in a row of a matrix without gaps, whatever its own shape; what is left over is its tail
+FLAT_COLUMNS = (
+    1024  # a contiguous matrix is read in rows of this many numbers, whatever its shape; the rest is its tail
+)
 WARPS = 8
 
 
-@fast
+@cached_launch
 @triton.jit
 def _check_kernel(
     table, flag,
     MATRICES: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr,
     TYPE: tl.constexpr, ALIGNED: tl.constexpr, TAILS: tl.constexpr,
 ):  # fmt: skip
-    """Matrix m is table[m] = (address, row stride in bytes, rows, numbers behind them, program at which it ends)."""
+    """Matrix m is table[m] = (address, row stride in bytes, rows, numbers in the tail, program at which it ends)."""
     program = tl.program_id(0)
     every = tl.arange(0, PADDED)
     ends = tl.load(table + 5 * every + 4, mask=every < MATRICES, other=2147483647)
@@ -56,18 +58,20 @@ def _check_kernel(
         tl.store(flag, 1)
 
 
-def check(matrices: Sequence[Tensor], flag: Tensor) -> None:
+def check_finite(matrices: Sequence[Tensor], flag: Tensor) -> None:
     """flag, int32 [1], becomes 1 if any element of any matrix [n, d] is NaN or infinite. All of one type and d."""
-    given = [with_columns_together(matrix) for matrix in matrices if matrix.numel()]
+    given = [with_contiguous_columns(matrix) for matrix in matrices if matrix.numel()]
     if not given:
         return
     dtype, columns, device = given[0].dtype, given[0].shape[1], given[0].device
     size = dtype.itemsize
     flat = all(matrix.is_contiguous() for matrix in given)
     if flat:
-        columns = STRETCH
+        columns = FLAT_COLUMNS
     elif any(matrix.shape[1] != columns for matrix in given):
-        raise GradientError(f"gradients have {sorted({matrix.shape[1] for matrix in given})} columns; give one number")
+        raise GradientError(
+            f"gradients have {sorted({matrix.shape[1] for matrix in given})} columns; give all one width"
+        )
     if any(matrix.dtype is not dtype for matrix in given):
         raise GradientError(f"gradients are of types {sorted({str(matrix.dtype) for matrix in given})}; give one type")
     width = power_of_2(columns)
@@ -83,6 +87,6 @@ def check(matrices: Sequence[Tensor], flag: Tensor) -> None:
         aligned &= (address | stride) & 15 == 0
         tails |= tail > 0
     _check_kernel[(programs,)](
-        small_table(tuple(numbers), device), flag, MATRICES=len(given), PADDED=power_of_2(len(given)),
+        cached_table(tuple(numbers), device), flag, MATRICES=len(given), PADDED=power_of_2(len(given)),
         COLUMNS=columns, WIDTH=width, R=r, TYPE=TRITON[dtype], ALIGNED=aligned, TAILS=tails, num_warps=WARPS,
     )  # fmt: skip

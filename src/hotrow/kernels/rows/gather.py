@@ -1,12 +1,12 @@
 """Rows to outputs: slots in, one matrix a feature out, in one launch for all features of all tables of a group.
 
-A program holds R items. Without pooling it reads R slots, their rows, and writes them. With pooling it walks the R bags
-side by side, one position of each at a time, and reads ahead: the next positions' slots are asked for together with
-this step's rows, so that a step costs one trip to memory, not two. A bag is summed in the order of its positions by one
-accumulator, whatever R is; empty bags give zeros, and so do slots of -1.
+A program handles R items. Without pooling it reads R slots and their rows, and writes the rows. With pooling it walks R
+bags side by side, one position of each at a time, and loads the next positions' slots together with this step's rows,
+so that a step costs one trip to memory, not two. A bag is summed in the order of its positions by one accumulator,
+whatever R is; empty bags and slots of -1 give zeros.
 
-Items of a program mostly lie in one feature. It finds the first and the last by counting the features that end before
-them, and stores once for each in between.
+The items of a program mostly belong to one feature. The program finds its first and last feature by counting the
+features that end before its items, and stores once for each feature in between.
 
 Bytes that must move at dim 128, fp32: 512 in (less what L2 keeps of hot rows) and 512 out a row; W-gpu is 0.73 GB,
 0.17 ms at 4.3 TB/s.
@@ -16,30 +16,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hotrow.errors import BatchError
-from hotrow.kernels.launch import cdiv, fast, power_of_2
+from hotrow.kernels.launch import cached_launch, cdiv, power_of_2
 from hotrow.kernels.rows.layout import (
     TRITON,
     Items,
     RowLayout,
     Source,
+    loop_range,
     matrices,
     matrix_rows,
-    nothing,
+    negative_zeros,
     read_slots,
-    steps,
 )
 
 AHEAD = 4  # positions of a bag that are read at once
-LARGE = 16 << 20  # bytes of output that would push rows out of L2
+LARGE = 16 << 20  # bytes of output that would evict rows from L2
 
 
-@fast
+@cached_launch
 @triton.jit(do_not_specialize=["items", "capacity"])
 def _gather_kernel(
     rows, extra, slots, begins, offsets, scales, outputs, items, capacity,
@@ -71,7 +70,7 @@ def _gather_kernel(
     ends = tl.load(begins + 1 + features, mask=features < FEATURES, other=2147483647)
     feature = tl.sum((ends <= start).to(tl.int32), axis=0)
     last = tl.sum((ends <= tl.minimum(start + R, items) - 1).to(tl.int32), axis=0)
-    for at in steps(feature, last + 1):
+    for at in loop_range(feature, last + 1):
         first = tl.load(begins + at)
         here = (item >= first) & (item < tl.load(begins + at + 1))
         address = tl.load(outputs + 2 * at) + (item - first).to(tl.int64) * tl.load(outputs + 2 * at + 1)
@@ -94,10 +93,10 @@ def _pool(
     EXTRA_STRIDE: tl.constexpr, SCALED: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Sums of `count` positions from `begin` on, [R, BLOCK]."""
-    none = nothing(R, BLOCK)
+    none = negative_zeros(R, BLOCK)
     total = none
     ahead = _slots_ahead(slots, begin, count, AHEAD)
-    for done in steps(0, tl.max(count, axis=0), AHEAD):
+    for done in loop_range(0, tl.max(count, axis=0), AHEAD):
         values = ()
         for i in tl.static_range(AHEAD):
             value = read_slots(
@@ -123,14 +122,14 @@ def gather(
 ) -> None:
     """Fill one matrix [items of the feature, dim] a feature, of float32, float16 or bfloat16.
 
-    For benchmarks: `tile` is (items a program, warps), fitted to the dim by default; `past_cache`, whether outputs are
-    written so that they are the first to leave L2, by default where they are too many to stay there.
+    Benchmarks set `tile`, (items a program, warps), which by default follows the dim; and `past_cache`, whether outputs
+    are the first to be evicted from L2, by default where they are too large to stay in it.
     """
     count = items.count(slots.numel())
     features = items.tables.numel()
     if len(outputs) != features or sum(out.shape[0] for out in outputs) != count:
         raise BatchError(
-            f"{features} features with {count} items need as many outputs and rows in them, got "
+            f"{features} features with {count} items need as many outputs with as many rows in all, got "
             f"{len(outputs)} outputs with {[out.shape[0] for out in outputs]} rows"
         )
     if count == 0:
@@ -153,17 +152,6 @@ def gather(
 
 
 def default_tile(block: int, pooled: bool) -> tuple[int, int]:
-    """(items a program, warps). A warp holds 512 elements; 128 of bags, whose rows then are all asked for at once."""
+    """(items a program, warps). A warp holds 512 elements; 128 of bags, whose rows are then all loaded at once."""
     elements = 128 if pooled else 512
     return max(1, elements // block), max(1, min(8, block // elements))
-
-
-def pool_into_one(
-    source: Source, layout: RowLayout, slots: Tensor, offsets: Tensor | None, scales: Tensor | None = None
-) -> Tensor:
-    """gather of one feature into a new float32 matrix: the short form for tests and examples."""
-    count = slots.numel() if offsets is None else offsets.numel() - 1
-    begins = torch.tensor([0, count], dtype=torch.int32, device=slots.device)
-    out = torch.empty(count, layout.dim, device=slots.device)
-    gather(source, layout, slots, Items(begins, torch.zeros_like(begins[:1]), offsets, scales), [out])
-    return out

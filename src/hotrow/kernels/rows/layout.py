@@ -1,16 +1,16 @@
-"""Where a row's floats lie, where rows lie, and how a batch's positions become outputs.
+"""The layout of a row's floats, the addresses of rows, and how a batch's positions become outputs.
 
-A row is one piece of memory: its values, then the optimizer's state in fp32, padded to a stride of 16 bytes (32 when
-it is 256 bytes or longer, so that no row shares a sector of memory with another). fp16 and bf16 values are packed two,
-int8 ones four to a float; an int8 row has its scale and bias for state (quantize.py).
+A row is one piece of memory: its values, then the optimizer's state in fp32, padded to a stride of 16 bytes (32 if it
+is 256 bytes or longer, so that no row shares a sector of memory with another). fp16 and bf16 values are packed two,
+int8 values four to a float; an int8 row has its scale and bias for state (quantize.py).
 
-Slots below `capacity` are rows of the cache; those from `capacity` on are rows of the batch's own `extra`. Kernels take
-both in one launch. Equal key, equal slot, within a batch.
+Slots below `capacity` are rows of the cache; slots from `capacity` on are the batch's own `extra` rows. Kernels take
+both in one launch. Within a batch, equal keys have equal slots.
 
-A batch's positions are features one after another, and so are its *items*, which are what comes out: one a position, or
-one a bag. Matrices of different features (outputs, gradients) lie wherever their owner put them; their addresses go to
-the device as one small table. It is kept by value, because allocators hand out the same addresses step after step, so
-that mostly nothing is copied; otherwise it is one small copy from pinned memory, and the host never waits.
+A batch's positions are its features one after another, and so are its *items*, the outputs: one a position, or one a
+bag. Matrices of different features (outputs, gradients) may be anywhere; their addresses go to the device as one small
+table. Tables are cached by value: allocators hand out the same addresses step after step, so mostly nothing is copied.
+Otherwise it is one small copy from pinned memory, and the host never waits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hotrow.kernels.launch import INTERPRETED, power_of_2
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
 TRITON = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.uint8: tl.uint8}
-REMEMBERED = 512  # tables of addresses
+CACHED_TABLES = 512  # tables of numbers kept on devices
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class Source:
-    """Rows [capacity, stride] of the cache, and the rows that found no room in it for this batch.
+    """Rows [capacity, stride] of the cache, and `extra`: this batch's rows for which the cache had no slot.
 
-    `extra_layout` is theirs where it is another: rows of a cache of fp16 or int8 may have fp32 ones beside them. Only
-    `gather` takes such a source.
+    `extra_layout` is the layout of the extra rows where it differs: beside a cache of fp16 or int8 rows they may be
+    fp32. Only `gather` takes such a source.
     """
 
     rows: Tensor
@@ -122,13 +122,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Items:
-    """How positions become outputs. All on the device; `begins` and `offsets` never go down.
+    """How positions become outputs. All on the device; `begins` and `offsets` never decrease.
 
-    begins   int32 [F + 1]      first item of each feature
-    tables   int32 [F]          the table of each feature
-    offsets  int32 [items + 1]  positions of each item; None: item i is position i
-    scales   float32 [N]        what each position is multiplied by (weights, 1 / length); None: 1
-    item_of  int32 [N]          the item of each position (`spread`); needed by update where offsets are given
+    begins   int32 [F + 1]      first item of each feature tables   int32 [F]          the table of each feature offsets
+    int32 [items + 1]  positions of each item; None: item i is position i scales   float32 [N]        what each position
+    is multiplied by (weights, 1 / length); None: 1 item_of  int32 [N]          the item of each position
+    (`items_of_positions`); needed by update where offsets are given
     """
 
     begins: Tensor
@@ -142,10 +141,10 @@ class Items:
         return positions if self.offsets is None else self.offsets.numel() - 1
 
 
-def spread(offsets: Tensor, items: int, positions: int) -> Tensor:
+def items_of_positions(offsets: Tensor, items: int, positions: int) -> Tensor:
     """The item of each position, int32 [positions], without asking the device for a number.
 
-    >>> spread(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 3, 3).tolist()
+    >>> items_of_positions(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 3, 3).tolist()
     [0, 0, 2]
     """
     if offsets.numel() != items + 1:
@@ -167,13 +166,13 @@ class Matrices:
     missing: int
 
 
-def with_columns_together(matrix: Tensor) -> Tensor:
-    """The matrix, or a copy where its columns are not side by side, as in a gradient that autograd expanded."""
+def with_contiguous_columns(matrix: Tensor) -> Tensor:
+    """The matrix, or a copy where its columns are not contiguous, as in a gradient that autograd expanded."""
     return matrix if matrix.shape[1] == 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def matrices(tensors: Sequence[Tensor | None], columns: int, device: torch.device) -> Matrices:
-    """Describe matrices [any, columns] of one type, with columns side by side and rows anywhere."""
+    """Describe matrices [any, columns] of one type, with contiguous columns and rows anywhere."""
     dtype = next((tensor.dtype for tensor in tensors if tensor is not None), torch.float32)
     size, missing, ends = dtype.itemsize, 0, 0
     numbers: list[int] = []
@@ -193,18 +192,18 @@ def matrices(tensors: Sequence[Tensor | None], columns: int, device: torch.devic
         address, stride = (tensor.data_ptr(), strides[0] * size) if shape[0] else (0, 0)
         numbers += (address, stride)
         ends |= address | stride
-    return Matrices(small_table(tuple(numbers), device).view(-1, 2), ends & 15 == 0, dtype, missing)
+    return Matrices(cached_table(tuple(numbers), device).view(-1, 2), ends & 15 == 0, dtype, missing)
 
 
 _tables: dict[tuple[str, int, torch.dtype, tuple[int, ...]], Tensor] = {}
 
 
-def small_table(numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Some numbers on the device; the same tensor again when the same ones are asked for on the same stream."""
+def cached_table(numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers as a tensor on the device; the same tensor again for the same numbers on the same stream."""
     key = (device.type, raw_stream(device), dtype, (device.index or 0, *numbers))
     table = _tables.get(key)
     if table is None:
-        if len(_tables) >= REMEMBERED:
+        if len(_tables) >= CACHED_TABLES:
             _tables.clear()
         table = torch.tensor(numbers, dtype=dtype)
         if device.type == "cuda":
@@ -216,17 +215,17 @@ def small_table(numbers: tuple[int, ...], device: torch.device, dtype: torch.dty
 # --- for kernels ----------------------------------------------------------------------------------------------------
 
 
-def _interpreted_steps(*bounds: Any) -> range:
-    """range() of numbers that were loaded, which Triton 3.6's interpreter cannot do with numpy 2.4."""
+def _interpreted_range(*bounds: Any) -> range:
+    """range() of loaded numbers, which Triton 3.6's interpreter cannot do with numpy 2.4."""
     return range(*(int(bound.handle.data.item()) if isinstance(bound, tl.tensor) else int(bound) for bound in bounds))
 
 
-# A `while` would run in both, but only through a `for` does the compiler choose the layouts of what a loop carries.
-steps = _interpreted_steps if INTERPRETED else tl.range
+# A `while` would run in both, but the compiler chooses the layouts of a loop's variables only through a `for`.
+loop_range = _interpreted_range if INTERPRETED else tl.range
 
 
 @triton.jit
-def row_at(rows, extra, slots, capacity, STRIDE: tl.constexpr, HAS_EXTRA: tl.constexpr):
+def row_pointers(rows, extra, slots, capacity, STRIDE: tl.constexpr, HAS_EXTRA: tl.constexpr):
     """Pointers to the rows of slots. A slot below 0 has none: mask it."""
     at = slots.to(tl.int64)
     place = rows + at * STRIDE
@@ -255,11 +254,11 @@ def read_slots(
     """Values of slots [R] as fp32 [R, D]; 0 where a slot is below 0. With EXTRA_STRIDE > 0, extra rows are fp32."""
     here = (slot >= 0)[:, None] & wanted[None, :]
     if EXTRA_STRIDE == 0:
-        return read_values(row_at(rows, extra, slot, capacity, STRIDE, HAS_EXTRA), column, here, TYPE, STATE)
-    aside = slot.to(tl.int64) - capacity
-    own = (aside >= 0)[:, None]
+        return read_values(row_pointers(rows, extra, slot, capacity, STRIDE, HAS_EXTRA), column, here, TYPE, STATE)
+    extra_slot = slot.to(tl.int64) - capacity
+    own = (extra_slot >= 0)[:, None]
     kept = read_values(rows + slot.to(tl.int64) * STRIDE, column, here & ~own, TYPE, STATE)
-    other = read_values(extra + aside * EXTRA_STRIDE, column, here & own, tl.float32, 0)
+    other = read_values(extra + extra_slot * EXTRA_STRIDE, column, here & own, tl.float32, 0)
     return tl.where(own, other, kept)
 
 
@@ -273,6 +272,6 @@ def matrix_rows(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def nothing(R: tl.constexpr, D: tl.constexpr):
-    """-0.0, to which adding x gives x for every x: what sums start from, so that they equal sums that start at x."""
+def negative_zeros(R: tl.constexpr, D: tl.constexpr):
+    """The start of sums: -0.0 + x is x for every x, so a sum has the bits of one that starts at its first term."""
     return tl.full([R, D], -2147483648, tl.int32).to(tl.float32, bitcast=True)

@@ -1,10 +1,9 @@
 """int8 rows for serving: a quarter of the bytes, read-only.
 
-Each row has its own scale and bias: value = code * scale + bias, codes 0 to 255, bias the row's smallest value and
-scale its span over 255, so that the error of a value is at most half a scale (and its rounding). A row of equal values
-has scale 0 and is exact. Codes are packed four to a float, scale and bias follow as two floats of state, so the rows
-are rows like any others: gather reads them with a RowLayout of dtype "int8", pools them in fp32, and there is no
-update.
+Each row has its own scale and bias: value = code * scale + bias, codes 0 to 255. The bias is the row's smallest value
+and the scale its span over 255, so a value's error is at most half a scale (and its rounding). A row of equal values
+has scale 0 and is exact. Codes are packed four to a float, and scale and bias follow as two floats of state. `gather`
+reads such rows with a RowLayout of dtype "int8" and pools them in fp32; there is no update.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotrow.kernels.launch import cdiv, fast
+from hotrow.kernels.launch import cached_launch, cdiv
 from hotrow.kernels.rows.layout import RowLayout, Source, read_values
 
-ELEMENTS = 512  # of a program of one warp
+ELEMENTS = 512  # of a one-warp program
 
 
 def quantized(layout: RowLayout) -> RowLayout:
@@ -29,7 +28,7 @@ def quantized(layout: RowLayout) -> RowLayout:
     return RowLayout(layout.dim, (2,), "int8")
 
 
-@fast
+@cached_launch
 @triton.jit(do_not_specialize=["count"])
 def _quantize_kernel(
     rows, out, count,
@@ -45,8 +44,8 @@ def _quantize_kernel(
     high = tl.max(tl.where(wanted, value, float("-inf")), axis=1)
     scale = tl.div_rn(tl.where(real, high - low, 0.0), tl.full([R], 255.0, tl.float32))
     bias = tl.where(real, low, 0.0)
-    share = tl.div_rn(value - bias[:, None], tl.where(scale > 0, scale, 1.0)[:, None] + tl.zeros([R, D], tl.float32))
-    code = tl.minimum(tl.maximum(share + 0.5, 0.0), 255.0).to(tl.uint8)
+    scaled = tl.div_rn(value - bias[:, None], tl.where(scale > 0, scale, 1.0)[:, None] + tl.zeros([R, D], tl.float32))
+    code = tl.minimum(tl.maximum(scaled + 0.5, 0.0), 255.0).to(tl.uint8)
     place = out + row.to(tl.int64) * OUT_STRIDE
     tl.store(place.to(tl.pointer_type(tl.uint8))[:, None] + column[None, :], code, mask=wanted)
     tl.store(place + OUT_STATE, scale, mask=real)

@@ -1,12 +1,11 @@
 """The update rules on a tile of rows: values w [R, D], summed gradient g [R, D], state, and coefficients c[i] [R].
 
-The same operations in the same order as core/optim/rules.h, with correctly rounded square roots and divisions, and
-launched with enable_fp_fusion=False: given the same summed gradient, the bits are those of the core and of
-optim.py's rules. Columns beyond the dim hold zeros on the way in and are never stored.
+The same operations in the same order as core/optim/rules.h, with correctly rounded square roots and divisions, launched
+with enable_fp_fusion=False: given the same summed gradient, the bits are those of the core and of optim.py's rules.
+Columns beyond the dim are zero on input and never stored.
 
-sum_of_squares keeps the core's order too, over eight lanes each in rising order, which is across threads here. Turning
-the tile through shared memory costs ten instructions a row of 128 over the plain shuffle tree, so there is no need for
-an order of its own.
+sum_of_squares keeps the core's order too: eight lanes, each in rising order. Here that order crosses threads, and
+transposing the tile through shared memory costs ten instructions a row of 128 more than a shuffle tree would.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ COEFFICIENTS = 8
 
 
 def state_parts(rule: int) -> int:
-    """Parts of the state that are as wide as the row; row-wise Adagrad's single number is none."""
+    """The number of state parts as wide as the row; row-wise Adagrad's single number does not count."""
     return (0, 1, 0, 2, 2, 2)[rule]
 
 
@@ -90,7 +89,7 @@ def row_wise_adagrad(w, g, sum, c, DIM: tl.constexpr, R: tl.constexpr, D: tl.con
 
 @triton.jit
 def adam(w, g, m, v, c, DECAY: tl.constexpr):
-    """c: step size, 1 / sqrt(second bias), eps, b1, 1 - b1, b2, 1 - b2, kept share."""
+    """c: step size, 1 / sqrt(second bias), eps, b1, 1 - b1, b2, 1 - b2, the kept part of w."""
     m = c[3][:, None] * m + c[4][:, None] * g
     v = c[5][:, None] * v + c[6][:, None] * g * g
     if DECAY:
@@ -107,6 +106,6 @@ def ftrl(w, g, z, n, c):
     root = tl.sqrt_rn(n)
     z = z + (g - (root - old_root) * rate * w)
     shrunk = tl.where(z > 0, z - l1, z + l1)
-    # Columns beyond the dim may divide by 0; nobody reads them.
+    # Columns beyond the dim may divide by 0; they are never stored.
     value = tl.div_rn(shrunk * -1.0, (beta + root) * rate + l2)
     return tl.where(tl.abs(z) <= l1, 0.0, value), z, n

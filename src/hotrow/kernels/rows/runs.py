@@ -1,14 +1,13 @@
-"""Positions grouped by row: a stable sort of the slots, then where each row's run begins.
+"""Positions grouped by row: a stable sort of the slots, then the start of each row's run.
 
-The update needs, for every unique row, its positions in batch order. torch's stable sort of the int32 slots gives them
-(0.16 ms of 1,048,570 on H200); two small kernels turn the sorted slots into runs: one counts the runs that begin in
-each block, the other numbers them, each block adding up the counts of those before it. How many runs there are stays on
-the device: everything has room for N, and readers look at `number`.
+The update needs every unique row's positions in batch order. torch's stable sort of the int32 slots gives them (0.16 ms
+for 1,048,570 on an H200). Two small kernels turn sorted slots into runs: one counts the runs that begin in each block,
+the other numbers them, each block adding up the counts of the blocks before it. The number of runs stays on the device:
+every output has N entries, and readers look at `number`. Slots of -1 sort first and make one run, which the update
+skips.
 
-Slots of -1 sort first and make one run, which the update skips.
-
-A sort is a dozen launches. Where batches have one size, as with one id a feature, `Grouper` records them once and has
-the device replay them: one launch for the host.
+A sort is a dozen launches. Where batches have one size, as with one id a feature, `Grouper` captures them once and
+replays the graph: one launch for the host.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.errors import BatchError
-from hotrow.kernels.graph_capture import captured
-from hotrow.kernels.launch import cdiv, fast
-from hotrow.kernels.rows.layout import steps
+from hotrow.kernels.graph_capture import capture_graph
+from hotrow.kernels.launch import cached_launch, cdiv
+from hotrow.kernels.rows.layout import loop_range
 
 BLOCK = 4096
-COUNTS = 1024  # of the blocks before, read at once
-RECORDED = 8  # batches of one size after which the launches are recorded
+COUNTS = 1024  # counts of earlier blocks read at once
+CAPTURE_AFTER = 8  # batches of one size before the launches are captured
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of equal slots, by rising slot. What lies behind `number` runs is undefined.
+    """Runs of equal slots, by rising slot. Entries behind `number` runs are undefined.
 
     order    int64 [N]      positions, sorted by slot, within a slot in batch order
     starts   int32 [N + 1]  run r is order[starts[r] : starts[r + 1]]
@@ -56,7 +55,7 @@ def _heads(sorted_slots, at, n):
     return slot, (at < n) & ((at == 0) | (slot != before))
 
 
-@fast
+@cached_launch
 @triton.jit(do_not_specialize=["n"])
 def _count_kernel(sorted_slots, counts, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -64,14 +63,14 @@ def _count_kernel(sorted_slots, counts, n, BLOCK: tl.constexpr):
     tl.store(counts + tl.program_id(0), tl.sum(head.to(tl.int32), axis=0))
 
 
-@fast
+@cached_launch
 @triton.jit(do_not_specialize=["n"])
 def _number_kernel(
     sorted_slots, counts, starts, slots, run_of, number, n, BLOCK: tl.constexpr, COUNTS: tl.constexpr
 ):  # fmt: skip
     block = tl.program_id(0)
     earlier = tl.zeros([COUNTS], tl.int32)
-    for first in steps(0, block, COUNTS):
+    for first in loop_range(0, block, COUNTS):
         other = first + tl.arange(0, COUNTS)
         earlier += tl.load(counts + other, mask=other < block, other=0)
     before = tl.sum(earlier, axis=0)
@@ -108,10 +107,10 @@ def group(slots: Tensor) -> Runs:
 
 
 class Grouper:
-    """group(), for batch after batch. What it returns holds until it is called again."""
+    """group() for batch after batch, captured once sizes repeat. A result is valid until the next call."""
 
     def __init__(self) -> None:
-        self.sizes = 0  # calls in a row with one size
+        self.repeats = 0  # calls in a row with one size
         self.slots = torch.empty(0, dtype=torch.int32)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs: Runs | None = None
@@ -120,21 +119,21 @@ class Grouper:
         """Runs of int32 slots [N]."""
         if slots.device.type != "cuda" or slots.numel() == 0:
             return group(slots)
-        self.sizes = self.sizes + 1 if slots.shape == self.slots.shape else 0
-        if self.sizes == 0:
+        self.repeats = self.repeats + 1 if slots.shape == self.slots.shape else 0
+        if self.repeats == 0:
             self.slots, self.graph = slots, None
-        if self.sizes < RECORDED:
+        if self.repeats < CAPTURE_AFTER:
             return group(slots)
         if self.graph is None:
-            self._record(slots)
+            self._capture(slots)
         else:
             self.slots.copy_(slots)
         assert self.graph is not None and self.runs is not None
         self.graph.replay()
         return self.runs
 
-    def _record(self, slots: Tensor) -> None:
+    def _capture(self, slots: Tensor) -> None:
         self.slots = slots.clone()
-        with captured(slots.device) as graph:
+        with capture_graph(slots.device) as graph:
             self.runs = group(self.slots)
         self.graph = graph

@@ -1,9 +1,10 @@
-"""fp32 to fp16 and bf16 by chance: up with the probability of the part that is cut off, so that small updates count.
+"""Stochastic rounding of fp32 to fp16 and bf16: a value is rounded up with the probability of the part that is cut off,
+so that small updates count on average.
 
 Element e of a row uses word e % 4 of philox block e / 4, counter (key low, key high, step, block), key = the table's
-rounding stream: the bits depend on (seed, table, key, step, element) alone, not on slots, tiles or other rows. The low
-16 bits decide for bf16 and the low 13 for fp16, added below the last bit that stays. Below fp16's smallest normal
-number the same is done in steps of 2^-24.
+rounding stream. So the bits depend on (seed, table, key, step, element) alone, not on slots, tiles or other rows. The
+low 16 random bits decide for bf16 and the low 13 for fp16; they are added below the last bit that stays. Below fp16's
+smallest normal number the step is 2^-24.
 
 A finite value stays finite: beyond the largest it becomes the largest. Infinities and NaN stay what they are.
 """
@@ -25,7 +26,7 @@ def draws(stream, key, step, R: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def round_by_chance(value, bits, TYPE: tl.constexpr):
+def stochastic_round(value, bits, TYPE: tl.constexpr):
     """The bit patterns, int16, of fp32 values rounded to TYPE (fp16 or bf16) with uint32 bits."""
     x = value.to(tl.uint32, bitcast=True)
     size = x & 0x7FFFFFFF
