@@ -47,7 +47,7 @@ def test_sizes_are_multiples_of_the_quantum_and_thousands_of_sizes_are_thinned()
 
 
 def test_a_ladder_changes_only_for_a_gain():
-    traffic = Traffic(buckets=2, least=10, quantum=1)
+    traffic = Traffic(buckets=2, min_batches=10, quantum=1)
     for _ in range(50):
         traffic.count(Shape(50))
     assert traffic.propose(Ladder((52, 64))) == Ladder((52, 64)), "4% is not worth a compilation"
@@ -57,13 +57,13 @@ def test_a_ladder_changes_only_for_a_gain():
 
 
 def test_little_traffic_proposes_nothing():
-    traffic = Traffic(least=10)
+    traffic = Traffic(min_batches=10)
     traffic.count(Shape(3))
     assert traffic.propose(Ladder((64,))) == Ladder((64,))
 
 
 def test_old_traffic_fades():
-    traffic = Traffic(buckets=1, least=8, quantum=1)
+    traffic = Traffic(buckets=1, min_batches=8, quantum=1)
     for _ in range(16):
         traffic.count(Shape(100))
     now = traffic.propose(Ladder((128,)))
@@ -76,7 +76,7 @@ def test_old_traffic_fades():
 
 
 def test_lengths_are_learned_beside_rows():
-    traffic = Traffic(buckets=1, lengths=2, least=10, quantum=1)
+    traffic = Traffic(buckets=1, lengths=2, min_batches=10, quantum=1)
     for length in (5, 5, 5, 40) * 5:
         traffic.count(Shape(10, (length,)))
     assert traffic.propose(Ladder((64,), ((64,),))) == Ladder((10,), ((5, 40),))

@@ -259,7 +259,7 @@ def test_sizes_that_depend_on_data_are_cut_around_before_anything_is_halved():
 def test_a_search_is_given_up_after_so_many_compilations(graph):
     compiler = Refuses(graph, names(graph))
     with pytest.raises(CannotCutError, match="given up after 12 compilations: boom"):
-        search(lambda: graph, BUCKET, compiler, tries=12)
+        search(lambda: graph, BUCKET, compiler, attempts=12)
     assert compiler.tries == 12
 
 

@@ -1,15 +1,16 @@
-"""The cache of compiled towers: a folder of this machine and this user, never of a repository.
+"""The cache of compiled towers: a private folder of this machine and user, never part of a repository.
 
-An artifact is machine code, so a folder that someone else may write to is refused: it must belong to the user who
-runs the server, with mode 0700, and be no link. `<key>.pt2` is AOTInductor's package, `<key>.json` says what it is,
-with its sha256; the package is written under another name and renamed before its note is, so that a note without a
-whole package cannot be. A package that does not match its note is removed, counted, and built again.
+An artifact is machine code, so a folder that another user may write to is refused: it must belong to the user who runs
+the server, have mode 0700, and not be a link. `<key>.pt2` is AOTInductor's package and `<key>.json` its description
+with its sha256. The package is written under another name and renamed before the description is, so a description
+always has a whole package. A package that does not match its description is removed, counted and built again.
 
-The key is a hash of everything the machine code depends on: the graph (without the weights: they are inputs), the
-shape, the threads it was generated for, the versions of torch, triton and the C++ compiler, and the CPU's flags or
-the GPU's name and capability. `max_bytes` is kept by removing what was used longest ago.
+The key is a hash of everything that the machine code depends on: the graph (without weights, which are inputs), the
+shape, the number of threads, the versions of torch, triton and the C++ compiler, and the CPU's flags or the GPU's name
+and capability. Above `max_bytes` the least recently used packages are removed.
 
-Any thread and several processes may use one folder; the last one to write a key wins, and both have the same content.
+Any number of threads and processes may use one folder. If two write the same key, the last one stays; both packages do
+the same.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ class ArtifactCache:
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int = 1 << 30) -> None:
         self.folder = Path(folder)
         self.max_bytes = max_bytes
-        self.damaged = 0  # packages that did not match their note
+        self.damaged = 0  # packages that did not match their description
         _make_private(self.folder)
 
     def path(self, key: str) -> Path:
-        """Where the package of a key is, or will be."""
+        """The path of a key's package, which may not exist yet."""
         return self.folder / f"{key}.pt2"
 
     def find(self, key: str) -> Path | None:
-        """A whole package, or None. Counts as a use."""
+        """The path of a whole package, or None. Counts as a use."""
         metadata = self.metadata(key)
         if metadata is None or "sha256" not in metadata:
             return None
@@ -63,7 +64,7 @@ class ArtifactCache:
         return path
 
     def add(self, key: str, built: Path, metadata: dict[str, Any]) -> Path:
-        """Take a package that was built in this folder under another name."""
+        """Add a package that was built in this folder under another name."""
         path, digest = self.path(key), _sha256(built)
         size = built.stat().st_size
         os.replace(built, path)
@@ -72,12 +73,12 @@ class ArtifactCache:
         return path
 
     def quarantine(self, key: str, reason: str) -> None:
-        """Remove a package that computes something else, and remember why so that it is not built again."""
+        """Remove a package that computes other results, and record the reason so that it is not built again."""
         self._remove(key)
         self._write(key, {"quarantined": reason, "built": time.time()})
 
     def metadata(self, key: str) -> dict[str, Any] | None:
-        """What is known of a key; None if nothing, or nothing readable."""
+        """The description of a key; None if there is none that can be read."""
         try:
             metadata = json.loads((self.folder / f"{key}.json").read_text())
         except (OSError, ValueError):
@@ -88,7 +89,7 @@ class ArtifactCache:
         self.remember(f"{key}.json", metadata)
 
     def remember(self, name: str, value: Any) -> None:
-        """Write a small JSON file whole or not at all."""
+        """Write a small JSON file atomically."""
         scratch = self.folder / f"{name}.{os.getpid()}.tmp"
         try:
             scratch.write_text(json.dumps(value))
@@ -104,7 +105,7 @@ class ArtifactCache:
             return None
 
     def _remove(self, key: str) -> None:
-        for path in (self.folder / f"{key}.json", self.path(key)):  # the note first
+        for path in (self.folder / f"{key}.json", self.path(key)):  # the description first
             path.unlink(missing_ok=True)
 
     def _trim(self, keep: str) -> None:
@@ -123,7 +124,7 @@ class ArtifactCache:
 
     @property
     def bytes(self) -> int:
-        """What all packages take."""
+        """The size of all packages."""
         return sum(path.stat().st_size for path in self.folder.glob("*.pt2"))
 
 
@@ -136,19 +137,19 @@ def default_folder() -> Path:
 
 
 def key_of(digest: str, shape: Shape, device: torch.device, threads: int) -> str:
-    """The name under which the machine code of a graph at a shape is kept."""
+    """The cache key of a graph's machine code at a shape."""
     parts = [FORMAT, digest, str(shape), device.type, threads, *toolchain(device)]
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
 def compiler() -> str | None:
-    """The C++ compiler that AOTInductor will call, or None."""
+    """The path of the C++ compiler that AOTInductor will call, or None."""
     return shutil.which(os.environ.get("CXX") or "g++")
 
 
 @lru_cache(maxsize=8)
 def toolchain(device: torch.device) -> tuple[str, ...]:
-    """Versions and hardware that machine code depends on."""
+    """The versions and hardware that machine code depends on."""
     try:
         from triton import __version__ as triton
     except ImportError:
@@ -157,14 +158,14 @@ def toolchain(device: torch.device) -> tuple[str, ...]:
     version = "none"
     if found:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            answer = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30)
-            version = answer.stdout.partition("\n")[0]
+            output = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30)
+            version = output.stdout.partition("\n")[0]
     hardware = _gpu(device) if device.type == "cuda" else _cpu()
     return (torch.__version__, triton, version, platform.machine(), hardware)
 
 
 def _cpu() -> str:
-    """The vector extensions torch found, and all flags: generated code is built for this very CPU."""
+    """The vector extensions that torch uses and the CPU's flags: code is generated for exactly this CPU."""
     flags = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -184,7 +185,9 @@ def _make_private(folder: Path) -> None:
             folder.mkdir(mode=0o700)
         found = folder.lstat()
     except OSError as error:
-        raise StorageError(f"the compile cache {str(folder)!r} cannot be made: {error}; give another folder") from None
+        raise StorageError(
+            f"the compile cache {str(folder)!r} cannot be created: {error}; give another folder"
+        ) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise OptionError(
             f"the compile cache {str(folder)!r} holds machine code, so it must be a folder of user "

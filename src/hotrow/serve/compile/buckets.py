@@ -1,16 +1,15 @@
-"""Buckets: which padded shapes are worth compiling, and how a batch is cut over those that have been.
+"""Buckets: which padded shapes are worth compiling, and how a batch is split over those that have been compiled.
 
-A `Ladder` says which shapes we want: sizes for the rows, and for each sequence its lengths. It is learned from
-traffic by least padded work: `least_padding` is an exact dynamic programme over the sizes seen (O(buckets *
-sizes^2), sizes thinned to at most 256), rows and lengths each by themselves. `Traffic` counts what comes and
-proposes a new ladder; it keeps the old one until the new would save `GAIN` of its work, because every new bucket
-costs a compilation.
+A `Ladder` lists the wanted shapes: sizes for the rows, and lengths for each sequence. It is learned from traffic by
+minimal padded work. `least_padding` is an exact dynamic program over the sizes seen (O(buckets * sizes^2), with at most
+256 sizes), separately for rows and lengths. `Traffic` counts shapes and proposes a new ladder only if it saves GAIN of
+the work, because every new bucket costs a compilation.
 
-A `Plan` says how one batch runs on what is compiled now: parts, each on a bucket or (bucket None) on the original
-graph. It is the cheapest by measured seconds among: pad to one bucket, buckets then a rest, or the original graph
-for all. A batch of more rows than the largest bucket is split into largest buckets and a rest.
+`plan` says how one batch runs on the buckets that are compiled now: a list of parts, each on a bucket or (bucket None)
+on the original graph. It is the cheapest by measured seconds of: padding to one bucket, several buckets and a rest, or
+the original graph for all. A batch with more rows than the largest bucket is split into largest buckets and a rest.
 
-All values here are frozen but `Traffic`, which has a lock.
+All values are frozen except `Traffic`, which has a lock.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from dataclasses import dataclass, field
 from hotrow.errors import OptionError
 from hotrow.serve.graph.tower_graph import Shape
 
-SIZES = 256  # distinct sizes that the dynamic programme looks at
-GAIN = 0.1  # a new ladder must save this part of the work
-PART_SECONDS = 30e-6  # what one more part costs beside its run: slices of every input, one concatenation
-MOST_PARTS = 4  # beside the largest bucket's
+SIZES = 256  # the most distinct sizes in the dynamic program
+GAIN = 0.1  # a new ladder must save this fraction of the work
+PART_SECONDS = 30e-6  # cost of one more part besides its run: slicing every input, one concatenation
+MOST_PARTS = 4  # besides those on the largest bucket
 Cost = Callable[[int], float]
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """The shapes we want compiled: every size of rows with every length.
+    """The shapes that should be compiled: every number of rows with every length.
 
     >>> Ladder((64, 256)).cover(Shape(100))
     Shape(rows=256, lengths=())
@@ -48,7 +47,9 @@ class Ladder:
     def __post_init__(self) -> None:
         for name, sizes in (("rows", self.rows), *((f"lengths[{i}]", s) for i, s in enumerate(self.lengths))):
             if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-                raise OptionError(f"a ladder's {name} are {sizes!r}; give sizes of at least 1, rising, each once")
+                raise OptionError(
+                    f"a ladder's {name} are {sizes!r}; give sizes of at least 1 in increasing order, each once"
+                )
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -56,9 +57,9 @@ class Ladder:
         return tuple(Shape(r, lengths) for r in self.rows for lengths in itertools.product(*self.lengths))
 
     def cover(self, shape: Shape) -> Shape | None:
-        """The bucket that a batch should have: the smallest that holds it, the largest for more rows than that.
+        """The bucket for a batch: the smallest that it can be padded to, or the largest if it has more rows than that.
 
-        None when a sequence is longer than all lengths: that one stays with the original graph.
+        None if a sequence is longer than all lengths; the original graph runs such a batch.
         """
         lengths = []
         for sizes, length in zip(self.lengths, shape.lengths, strict=True):
@@ -71,7 +72,7 @@ class Ladder:
 
     @classmethod
     def doubling(cls, rows: int, lengths: Sequence[int] = ()) -> Ladder:
-        """Powers of two from 16 up to at least `rows`: what one starts with, before traffic says better.
+        """Powers of two from 16 up to at least `rows`: the ladder to start with, before any traffic.
 
         >>> Ladder.doubling(100).rows
         (16, 32, 64, 128)
@@ -89,11 +90,11 @@ def _doubling(first: int, last: int) -> tuple[int, ...]:
 def least_padding(
     counts: Mapping[int, float], most: int, cost: Cost | None = None, quantum: int = 1
 ) -> tuple[tuple[int, ...], float]:
-    """At most `most` sizes such that padding every size seen up to the next of them costs least, and that cost.
+    """At most `most` bucket sizes to which the sizes in `counts` are padded at the least total cost, and that cost.
 
-    `counts` is size → how often. `cost` gives what one run of a size costs; without it, its size. Sizes are
-    multiples of `quantum`. Exact among those: f(k, j) = the least cost of the j smallest sizes with k buckets, the
-    last one at the j-th.
+    `counts` maps a size to how often it came. `cost` is the cost of one run at a size; by default the size itself.
+    Bucket sizes are multiples of `quantum`. The result is exact among those, by dynamic programming: f(k, j) = the
+    least cost of the j smallest sizes with k buckets, the last one at the j-th.
 
     >>> least_padding({1: 10, 100: 10, 101: 1}, 2)
     ((1, 101), 1121.0)
@@ -129,7 +130,7 @@ def least_padding(
 
 
 def padded_cost(counts: Mapping[int, float], sizes: Sequence[int], cost: Cost | None = None) -> float:
-    """What the sizes seen cost on these buckets; more than the largest runs on several of it and a rest."""
+    """The cost of the counted sizes on these buckets. A size above the largest runs on several of it and a rest."""
     total = 0.0
     for size, count in counts.items():
         whole, rest = divmod(size, sizes[-1])
@@ -139,7 +140,7 @@ def padded_cost(counts: Mapping[int, float], sizes: Sequence[int], cost: Cost | 
 
 
 def _thin(counts: Mapping[int, float], quantum: int) -> Counter[int]:
-    """Sizes up to a multiple of the quantum; the quantum doubles until there are few enough of them."""
+    """Round sizes up to multiples of the quantum, which is doubled until there are at most SIZES of them."""
     while True:
         thinned: Counter[int] = Counter()
         for size, count in counts.items():
@@ -152,32 +153,32 @@ def _thin(counts: Mapping[int, float], quantum: int) -> Counter[int]:
 
 @dataclass
 class Traffic:
-    """Counts the shapes that come, and learns a ladder from them. Any thread may call it."""
+    """Counts the shapes of batches and learns a ladder from them. Any thread may call it."""
 
     buckets: int = 8  # of rows
     lengths: int = 3  # of each sequence
     quantum: int = 8
-    fade: float = 0.5  # what is left of a count after each proposal: old traffic matters less and less
-    least: int = 200  # batches before a proposal
+    decay: float = 0.5  # each proposal multiplies the counts by this, so older traffic weighs less
+    min_batches: int = 200  # before a proposal
     seen: Counter[Shape] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def count(self, shape: Shape) -> None:
-        """One batch of that shape came."""
+        """Count a batch of this shape."""
         with self._lock:
             self.seen[shape] += 1
 
-    def propose(self, now: Ladder, cost: Cost | None = None) -> Ladder:
-        """The ladder to have from here on: `now`, unless another saves enough of its work."""
+    def propose(self, current: Ladder, cost: Cost | None = None) -> Ladder:
+        """The ladder to use from now on: `current`, unless another one saves enough work."""
         with self._lock:
             seen = Counter(self.seen)
-            if seen.total() < self.least:
-                return now
+            if seen.total() < self.min_batches:
+                return current
             for shape in list(self.seen):
-                self.seen[shape] = int(self.seen[shape] * self.fade)
+                self.seen[shape] = int(self.seen[shape] * self.decay)
             self.seen = +self.seen
         lengths = []
-        for axis, sizes in enumerate(now.lengths):
+        for axis, sizes in enumerate(current.lengths):
             work: Counter[int] = Counter()
             for shape, count in seen.items():
                 work[shape.lengths[axis]] += count * shape.rows
@@ -185,22 +186,22 @@ class Traffic:
         rows: Counter[int] = Counter()
         for shape, count in seen.items():
             rows[shape.rows] += count
-        return Ladder(_better(rows, now.rows, self.buckets, cost, self.quantum), tuple(lengths))
+        return Ladder(_better(rows, current.rows, self.buckets, cost, self.quantum), tuple(lengths))
 
 
 def _better(
-    counts: Mapping[int, float], now: tuple[int, ...], most: int, cost: Cost | None, quantum: int
+    counts: Mapping[int, float], current: tuple[int, ...], most: int, cost: Cost | None, quantum: int
 ) -> tuple[int, ...]:
     if not +Counter(counts):  # type: ignore[type-var]
-        return now
+        return current
     proposed, _ = least_padding(counts, most, cost, quantum)
-    would, does = padded_cost(counts, proposed, cost), padded_cost(counts, now, cost)
-    return proposed if would < does * (1 - GAIN) else now
+    new_cost, old_cost = padded_cost(counts, proposed, cost), padded_cost(counts, current, cost)
+    return proposed if new_cost < old_cost * (1 - GAIN) else current
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a batch, in order: on a bucket, or (None) on the original graph."""
+    """The next rows of a batch, and the bucket that runs them (None: the original graph)."""
 
     rows: int
     bucket: Shape | None
@@ -208,18 +209,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured seconds: of each bucket's artifact, and of the original graph at some shapes."""
+    """Measured seconds of each bucket's artifact, and of the original graph at some shapes."""
 
     buckets: Mapping[Shape, float] = field(default_factory=dict)
     original: Mapping[Shape, float] = field(default_factory=dict)
 
     def of_original(self, shape: Shape) -> float:
-        """Seconds of the original graph, on the line through the two nearest measurements; inf without any."""
+        """Estimated seconds of the original graph, on the line through the two nearest measurements; inf without
+        any."""
         points = sorted((at.work, seconds) for at, seconds in self.original.items())
         if not points:
             return float("inf")
         if len(points) == 1 or points[0][0] == points[-1][0]:
-            return points[0][1] * max(0.5, shape.work / points[0][0])  # small batches cost more than their share
+            return points[0][1] * max(0.5, shape.work / points[0][0])  # small batches cost more per row
         high = min(max(bisect.bisect_left(points, (shape.work, 0.0)), 1), len(points) - 1)
         (x0, y0), (x1, y1) = points[high - 1], points[high]
         line = y0 + (y1 - y0) * (shape.work - x0) / max(1, x1 - x0)
@@ -235,21 +237,21 @@ def plan(shape: Shape, live: Iterable[Shape], costs: Costs) -> tuple[Part, ...]:
     >>> [part.rows for part in plan(Shape(300), costs.buckets, costs)]
     [256, 44]
     """
-    fitting: dict[int, Shape] = {}  # rows → the cheapest bucket of so many rows whose lengths are enough
+    usable: dict[int, Shape] = {}  # rows → the cheapest bucket with that many rows whose lengths suffice
     for bucket in live:
         if bucket.covers_lengths(shape.lengths):
-            best = fitting.get(bucket.rows)
+            best = usable.get(bucket.rows)
             if best is None or costs.buckets[bucket] < costs.buckets[best]:
-                fitting[bucket.rows] = bucket
-    if not fitting:
+                usable[bucket.rows] = bucket
+    if not usable:
         return (Part(shape.rows, None),)
-    sizes = sorted(fitting)
+    sizes = sorted(usable)
     whole, rest = divmod(shape.rows, sizes[-1])
-    largest = fitting[sizes[-1]]
+    largest = usable[sizes[-1]]
     parts = [Part(sizes[-1], largest)] * whole
     seconds = whole * (costs.buckets[largest] + PART_SECONDS)
     if rest:
-        more, tail = _cheapest(rest, MOST_PARTS, sizes, fitting, costs, shape.lengths)
+        more, tail = _cheapest(rest, MOST_PARTS, sizes, usable, costs, shape.lengths)
         seconds, parts = seconds + more, parts + tail
     if costs.of_original(shape) <= seconds - PART_SECONDS * bool(whole):
         return (Part(shape.rows, None),)
@@ -257,19 +259,19 @@ def plan(shape: Shape, live: Iterable[Shape], costs: Costs) -> tuple[Part, ...]:
 
 
 def _cheapest(
-    rows: int, most: int, sizes: list[int], fitting: Mapping[int, Shape], costs: Costs, lengths: tuple[int, ...]
+    rows: int, most: int, sizes: list[int], usable: Mapping[int, Shape], costs: Costs, lengths: tuple[int, ...]
 ) -> tuple[float, list[Part]]:
-    """Seconds and parts of a rest that is smaller than the largest bucket."""
-    padded = fitting[sizes[bisect.bisect_left(sizes, rows)]]
+    """Seconds and parts of the cheapest plan for a rest that is smaller than the largest bucket."""
+    padded = usable[sizes[bisect.bisect_left(sizes, rows)]]
     best, parts = costs.buckets[padded], [Part(rows, padded)]
     eager = costs.of_original(Shape(rows, lengths))
     if eager < best:
         best, parts = eager, [Part(rows, None)]
     if most > 1:
         for size in sizes[: bisect.bisect_left(sizes, rows)]:
-            begin = costs.buckets[fitting[size]] + PART_SECONDS
+            begin = costs.buckets[usable[size]] + PART_SECONDS
             if begin < best:
-                tail, more = _cheapest(rows - size, most - 1, sizes, fitting, costs, lengths)
+                tail, more = _cheapest(rows - size, most - 1, sizes, usable, costs, lengths)
                 if begin + tail < best:
-                    best, parts = begin + tail, [Part(size, fitting[size]), *more]
+                    best, parts = begin + tail, [Part(size, usable[size]), *more]
     return best, parts

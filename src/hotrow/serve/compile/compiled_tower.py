@@ -1,18 +1,18 @@
-"""Loading an artifact and calling it without holding Python's lock.
+"""Loads an artifact and runs it without holding Python's interpreter lock.
 
-torch's own loader keeps the interpreter lock for the whole run (measured on torch 2.13: a second thread got 262
-turns during 300 runs, against 9,238 with what is below), so two lanes on a CPU would take turns. An AOTInductor
-library has a plain C interface (torch/csrc/inductor/aoti_runtime/interface.h), and ctypes drops the lock around a
-foreign call. So on a CPU we open the library ourselves: handles of the inputs are made in one call of torch's, the
-run steals them, and the outputs' handles are stolen back. `lanes` runs may go on at once; each has its own model
+torch's own loader keeps the interpreter lock during the whole run (torch 2.13: a second thread got 262 turns during 300
+runs, against 9,238 with the loader here), so two lanes on a CPU would take turns. An AOTInductor library has a C
+interface (torch/csrc/inductor/aoti_runtime/interface.h), and ctypes releases the lock around a foreign call. So on a
+CPU the library is loaded here: one call of torch makes handles of the inputs, the run takes ownership of them, and the
+handles of the outputs are turned into tensors. Up to `lanes` runs may go on at once; each uses a model of its own
 inside the library.
 
-An artifact that calls ops for which torch has no C function needs torch's proxy executor, and so torch's loader. So
-does CUDA, where a run only launches: there every thread has a loader of its own, without locks, as CUDA graphs want
-it.
+An artifact with ops that have no C function in torch needs torch's proxy executor, and so torch's loader. So does CUDA,
+where a run only launches kernels: there every thread has a loader of its own without locks, as CUDA graph capture
+needs.
 
-torch documents neither the C interface nor the handles. They are used with the torch versions that were tested; with
-another, torch's loader runs the artifact, and where that has changed too, the original graph answers.
+torch documents neither the C interface nor the handles. They are used with the torch versions that were tested. With
+another version torch's loader runs the artifact; if that has changed too, the original graph answers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from hotrow.errors import HotRowError
 from hotrow.undocumented import ChangedError, describe, is_tested, look_up, warn_once
 
 Runner = Callable[[Sequence[Tensor]], Tensor]  # weights, then inputs
-PieceRunner = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # what a piece reads; what it gives
-Handles = tuple[Callable[[list[Tensor]], list[Any]], Callable[[Any], Tensor]]  # from tensors, and back to one
-WHOLE = "model"  # the name, in its package, of an artifact of a whole tower
+PieceRunner = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # from a piece's inputs to its outputs
+Handles = tuple[
+    Callable[[list[Tensor]], list[Any]], Callable[[Any], Tensor]
+]  # from tensors to handles, and from a handle to its tensor
+WHOLE = "model"  # the name of a whole tower's artifact in its package
 SLOWER = "Compiled towers are run by torch's own loader: the same results, but the lanes of a CPU take turns"
 
 
@@ -60,13 +62,13 @@ def load_piece(path: Path, piece: str, device: torch.device, lanes: int) -> Piec
                 warn_once(f"{describe('torch', f'compiles libraries of another interface ({error})')}. {SLOWER}")
         return _PackageRunner(path, piece, device)
     except ChangedError:
-        raise  # to compile it again would not help
+        raise  # compiling it again would not help
     except (OSError, RuntimeError, zipfile.BadZipFile, AttributeError) as error:
         raise ArtifactError(f"the artifact {path.name} cannot be loaded: {error}") from None
 
 
 def _find_handles() -> Handles | None:
-    """What makes handles of tensors and tensors of handles; None if this torch may do it in another way."""
+    """The functions from tensors to handles and back; None if this torch may have changed them."""
     try:
         if not is_tested("torch"):
             raise ChangedError(describe("torch", "may have another C interface of AOTInductor"))
@@ -104,7 +106,7 @@ class _LibraryRunner:
             raise ArtifactError(f"the artifact {path.name} cannot be set up")
         count = ctypes.c_size_t()
         if count_outputs(self._container, ctypes.byref(count)):
-            raise ArtifactError(f"the artifact {path.name} does not say how many tensors it gives")
+            raise ArtifactError(f"the artifact {path.name} does not say how many tensors it returns")
         self._outputs = count.value
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -121,7 +123,7 @@ class _LibraryRunner:
 
 
 def _open(path: Path, piece: str) -> ctypes.CDLL:
-    """The library out of its package; its file is gone again once it is open."""
+    """Load the library from its package. Its file is deleted as soon as it is loaded."""
     with zipfile.ZipFile(path) as package, tempfile.TemporaryDirectory(prefix="hotrow-") as scratch:
         name = next(iter(_files(package, piece, ".so")), None)
         if name is None:
@@ -134,9 +136,9 @@ def _open(path: Path, piece: str) -> ctypes.CDLL:
 class _PackageRunner:
     def __init__(self, path: Path, piece: str, device: torch.device) -> None:
         self._path, self._piece, self._device = path, piece, device
-        self._alone = device.type == "cuda"
+        self._per_thread = device.type == "cuda"
         self._lane = threading.local()
-        self._shared = None if self._alone else self._load()
+        self._shared = None if self._per_thread else self._load()
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         run = self._shared
@@ -147,10 +149,12 @@ class _PackageRunner:
         return run(list(tensors))
 
     def _load(self) -> Callable[[list[Tensor]], list[Tensor]]:
-        # The model itself cannot be called: it wants to know a nesting of inputs, which our flat graphs do not have.
+        # The model itself cannot be called: it expects nested inputs, and our graphs are flat.
         load_package = look_up("torch._inductor.package:load_package")
         index = -1 if self._device.index is None else self._device.index
-        model = load_package(os.fspath(self._path), self._piece, run_single_threaded=self._alone, device_index=index)
+        model = load_package(
+            os.fspath(self._path), self._piece, run_single_threaded=self._per_thread, device_index=index
+        )
         run: Callable[[list[Tensor]], list[Tensor]] | None = getattr(getattr(model, "loader", None), "boxed_run", None)
         if run is None:
             raise ChangedError(describe("torch", "loads artifacts that have no loader.boxed_run"))

@@ -1,20 +1,20 @@
-"""The manager of compilation in the server: a queue of shapes, one thread, and the process that does the work.
+"""The compile manager in the server: a queue of shapes, one thread, and a process that compiles.
 
-`request(shape)` returns at once. The manager's thread takes one shape after another: what the cache has is used,
-what it lacks is compiled by a process of low priority (compiler_process.py). Then `adopt` (of towers.py)
-loads, compares and times the artifact, and says whether it takes traffic. A shape ends in one state and stays there
-until a restart:
+`request(shape)` returns at once. The manager's thread takes one shape after another. It uses the cached artifact if
+there is one; otherwise a process of low priority compiles it (compiler_process.py). Then `adopt` (Towers._adopt) loads,
+compares and times the artifact and says whether it takes traffic. Each shape ends in one state, until a restart:
 
     live       it takes traffic
-    slower     it computes the same, but the original graph is as fast
-    mismatch   it computes something else: quarantined in the cache, and not built again
+    slower     its results are right, but it is not faster than the original graph
+    mismatch   its results differ: it is quarantined in the cache and not built again
     failed     the compiler refused all of it, took longer than `limit` seconds, or its process died twice
 
-What the compiler refuses whole is cut (graph_partition.py): each attempt at a cut is a job of that process too. A
-search has TRIES attempts and, after the first, `limit` seconds for all of them; then the shape stays on the original
-graph. A time limit or a death ends it at once. What one shape's search found, or did not find, holds for all shapes of
-the graph. A damaged package is built again. Compilations take turns over all models and processes that share a cache
-folder, by a lock on it: one costs a core and a gigabyte. A process that has had nothing to do for a minute is ended.
+A graph that the compiler refuses as a whole is partitioned (graph_partition.py); each attempt is a job of the same
+process. A search has MOST_ATTEMPTS attempts and, after the first, `limit` seconds for all of them; then the shape stays
+on the original graph. A time limit or a death ends the search at once. Its result holds for all shapes of the graph. A
+damaged package is built again.
+A lock on the cache folder allows one compilation at a time over all models and processes that share it, because one
+takes a core and a gigabyte. A process that was idle for a minute is ended.
 """
 
 from __future__ import annotations
@@ -47,26 +47,28 @@ from hotrow.undocumented import ChangedError
 
 log = logging.getLogger("hotrow.serve")
 
-ATTEMPTS = 2  # of a process that dies; a refusal or a time limit is final at once
+ATTEMPTS = 2  # for a job whose process dies; a refusal or a time limit is final
 IDLE_SECONDS = 60.0
-Adopt = Callable[[Shape, Path | None, Cut | None], tuple[str, str]]  # → state and why; None: not compiled; not cut
+Adopt = Callable[
+    [Shape, Path | None, Cut | None], tuple[str, str]
+]  # returns state and reason; None: no artifact; not partitioned
 
 
 @dataclass
 class Compilations:
-    """What became of the shapes, for metrics and for people."""
+    """The state of every requested shape, for metrics and people."""
 
-    states: dict[Shape, str] = field(default_factory=dict)  # queued, compiling, or how it ended
+    states: dict[Shape, str] = field(default_factory=dict)  # queued, compiling, or a final state
     reasons: dict[Shape, str] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)  # of every compilation
+    seconds: list[float] = field(default_factory=list)  # of each compilation
     died: int = 0
-    reused: int = 0  # taken from the cache
-    tries: int = 0  # jobs of the compile process
-    pieces: dict[Shape, int] = field(default_factory=dict)  # that were compiled
+    reused: int = 0  # artifacts found in the cache
+    tries: int = 0  # jobs sent to the compile process
+    pieces: dict[Shape, int] = field(default_factory=dict)  # compiled pieces
     eager: dict[Shape, tuple[str, ...]] = field(default_factory=dict)  # ops that stay eager
 
     def count(self, *states: str) -> int:
-        """How many shapes are in one of these states."""
+        """How many shapes are in any of these states."""
         return sum(state in states for state in list(self.states.values()))
 
 
@@ -85,16 +87,16 @@ class Compiler:
         self._closing = False
         self._process: _Process | None = None
         self._saved: TowerGraph | None = None
-        self._excluded: tuple[str, ...] | None = None  # nodes that were found to be refused
-        self._cannot_compile = ""  # why no shape will be compiled
-        self._last_logged = ""  # the last reason in the log
+        self._excluded: tuple[str, ...] | None = None  # nodes that the search found to be refused
+        self._cannot_compile = ""  # why no shape can be compiled
+        self._last_logged = ""  # the reason that was logged last
         self._thread = threading.Thread(target=self._work, name="compile-manager", daemon=True)
         self._thread.start()
         if self.missing:
             log.warning("%s; towers are served without compilation", self.missing)
 
     def request(self, shape: Shape) -> bool:
-        """Ask for a shape; False if it was asked for before."""
+        """Queue a shape; False if it was requested before."""
         with self._changed:
             if shape in self.compilations.states or self._closing:
                 return False
@@ -103,7 +105,7 @@ class Compiler:
         return True
 
     def wait(self, shapes: list[Shape], seconds: float | None = None) -> bool:
-        """Until all of them ended in some state; False if the time is over before."""
+        """Wait until all shapes are in a final state; False if `seconds` pass first."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: (
@@ -113,7 +115,7 @@ class Compiler:
             )
 
     def close(self) -> None:
-        """End the process, whatever it does, and the thread."""
+        """Kill the process, whatever it does, and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -134,28 +136,28 @@ class Compiler:
             except ChangedError as error:
                 state, why = "failed", str(error)
                 self._cannot_compile = why
-            except Exception as error:  # a full disk, say: this shape stays eager, the next may work
+            except Exception as error:  # for example a full disk: this shape stays eager, the next may work
                 state, why = "failed", f"{type(error).__name__}: {error}"
             if state in ("failed", "mismatch"):
-                if why != self._last_logged:  # once, where it holds for all shapes
+                if why != self._last_logged:  # a reason that holds for all shapes is logged once
                     log.warning("bucket %s stays on the original graph: %s: %s", shape, state, why)
                 self._last_logged = why
-                if self._device.type == "cuda":  # even so, all its kernels can be launched at once
+                if self._device.type == "cuda":  # the original graph can still be captured as a CUDA graph
                     with contextlib.suppress(Exception):
                         why = f"{why}; captured: {' '.join(self._adopt(shape, None, None))}"
             self._end(shape, state, why)
         self._end_process()
 
     def _obtain(self, shape: Shape) -> tuple[str, str]:
-        """From the cache or a compilation, then into service."""
+        """Take the artifact from the cache or compile it, then put it in service."""
         key = key_of(self._graph.digest, shape, self._device, self._threads)
         metadata = self._cache.metadata(key)
         if metadata and "quarantined" in metadata:
             return "mismatch", str(metadata["quarantined"])
         path = self._cache.find(key)
         if path is not None:
-            with contextlib.suppress(ArtifactError, CannotCutError):  # what cannot be loaded any more is built again
-                ended = self._into_service(shape, path, key)
+            with contextlib.suppress(ArtifactError, CannotCutError):  # an artifact that cannot be loaded is built again
+                ended = self._put_in_service(shape, path, key)
                 self.compilations.reused += 1
                 return ended
         if self.missing:
@@ -165,28 +167,28 @@ class Compiler:
         with self._compile_lock():
             if self._closing:
                 return "failed", "the server is closing"
-            path = self._cache.find(key)  # another process may have been at it
+            path = self._cache.find(key)  # another process may have built it
             why = ""
             if path is None:
                 path, why = self._compile(shape, key)
-        return ("failed", why) if path is None else self._into_service(shape, path, key)
+        return ("failed", why) if path is None else self._put_in_service(shape, path, key)
 
-    def _into_service(self, shape: Shape, path: Path, key: str) -> tuple[str, str]:
+    def _put_in_service(self, shape: Shape, path: Path, key: str) -> tuple[str, str]:
         excluded = (self._cache.metadata(key) or {}).get("aside")
-        made = None
+        partition = None
         if excluded is not None:
             self._excluded = tuple(excluded)
-            made = cut(self._read_back(), shape, self._excluded)
+            partition = cut(self._read_back(), shape, self._excluded)
         self.compilations.pieces[shape], self.compilations.eager[shape] = (
-            (len(made.pieces), made.ops) if made else (1, ())
+            (len(partition.pieces), partition.ops) if partition else (1, ())
         )
-        state, why = self._adopt(shape, path, made)
+        state, why = self._adopt(shape, path, partition)
         if state == "mismatch":
             self._cache.quarantine(key, why)
         return state, why
 
     def _compile(self, shape: Shape, key: str) -> tuple[Path | None, str]:
-        """Whole, or as much of it as the compiler takes."""
+        """Compile the whole graph, or the pieces that the compiler takes."""
         self._set(shape, "compiling")
         built = self._cache.folder / f"{key}.{uuid.uuid4().hex}.building.pt2"
         job = {
@@ -221,45 +223,45 @@ class Compiler:
             built.unlink(missing_ok=True)
 
     def _attempt(self, job: dict[str, Any], seconds: float) -> Refusal | None:
-        """One job, twice if the process dies. What no cut will mend raises _FinalError."""
+        """Send a job, again if the process dies. Raises _FinalError if no other partition would help."""
         for _ in range(ATTEMPTS):
             self.compilations.tries += 1
-            answer = self._send_job(job, seconds)
-            if answer is not None:
+            reply = self._send_job(job, seconds)
+            if reply is not None:
                 break
             self.compilations.died += 1
             if self._closing:
                 raise _FinalError("the server is closing")
         else:
             raise _FinalError("the compile process died; see compiler.log in the cache folder")
-        if answer["ok"]:
+        if reply["ok"]:
             return None
-        if answer.get("changed"):
-            raise CannotCutError(str(answer["error"]))
-        if answer.get("over"):
+        if reply.get("changed"):
+            raise CannotCutError(str(reply["error"]))
+        if reply.get("over"):
             raise _FinalError(f"it took longer than limit={self._limit:g} seconds")
-        if answer.get("final"):
-            raise _FinalError(str(answer["error"]))
-        return Refusal(str(answer["error"]), tuple(answer["ops"]), tuple(answer["nodes"]))
+        if reply.get("final"):
+            raise _FinalError(str(reply["error"]))
+        return Refusal(str(reply["error"]), tuple(reply["ops"]), tuple(reply["nodes"]))
 
     def _read_back(self) -> TowerGraph:
-        """The graph as the compile process reads it: names of nodes may change on the way through a file."""
+        """The graph as the compile process reads it: saving and loading may rename nodes."""
         if self._saved is None:
             self._saved = TowerGraph.load(self._program())
         return self._saved
 
     def _send_job(self, job: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        """The answer to a job; None if the process died."""
+        """The reply to a job; None if the process died."""
         if self._process is None or not self._process.alive:
             self._end_process()
             self._process = _Process(self._cache.folder)
-        answer = self._process.ask(job, max(0.0, seconds), lambda: self._closing)
-        if answer is None or answer.get("over"):
+        reply = self._process.run(job, max(0.0, seconds), lambda: self._closing)
+        if reply is None or reply.get("over"):
             self._end_process()
-        return answer
+        return reply
 
     def _program(self) -> Path:
-        """A file with the graph: the repository's, or our own copy."""
+        """A file with the graph: the repository's, or a copy in the cache."""
         if self._graph.path is None:
             path = self._cache.folder / f"{self._graph.digest[:32]}.program"
             if not path.exists():
@@ -271,7 +273,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def _compile_lock(self):  # type: ignore[no-untyped-def]
-        """One compilation at a time in this cache folder."""
+        """Allow one compilation at a time in this cache folder."""
         with (self._cache.folder / "turn.lock").open("w") as lock:
             while not self._closing:
                 try:
@@ -299,11 +301,11 @@ class Compiler:
 
 
 class _FinalError(Exception):
-    """Why a shape is not compiled, which no cut will mend."""
+    """Why a shape is not compiled; no other partition would help."""
 
 
 class _Process:
-    """The compiling process and the two pipes to it."""
+    """The compile process and the pipes to and from it."""
 
     def __init__(self, folder: Path) -> None:
         scratch = folder / "inductor"
@@ -315,27 +317,35 @@ class _Process:
             "TORCHINDUCTOR_CACHE_DIR": os.fspath(scratch),
         }
         environment.pop("TRITON_INTERPRET", None)
-        theirs, ours = None, None
-        ours, theirs = os.pipe()
-        with (folder / "compiler.log").open("wb") as told:
+        read_end, write_end = os.pipe()
+        with (folder / "compiler.log").open("wb") as log_file:
             self.process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "hotrow.serve.compile.compiler_process", "--reply", str(theirs)],
+                [
+                    sys.executable,
+                    "-W",
+                    "ignore",
+                    "-m",
+                    "hotrow.serve.compile.compiler_process",
+                    "--reply",
+                    str(write_end),
+                ],
                 stdin=subprocess.PIPE,
-                stdout=told,
-                stderr=told,
-                pass_fds=(theirs,),
+                stdout=log_file,
+                stderr=log_file,
+                pass_fds=(write_end,),
                 env=environment,
-                start_new_session=True,  # so that it ends together with the compilers it calls
+                start_new_session=True,  # a process group, which is killed with the compilers it started
             )
-        os.close(theirs)
-        self._answers = ours
+        os.close(write_end)
+        self._replies = read_end
 
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def ask(self, job: dict[str, Any], seconds: float, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """Wait for the answer. `over` in it says that the time was over, and that the process must end."""
+    def run(self, job: dict[str, Any], seconds: float, stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """Send a job and wait for its reply. With `over` in it, the time limit passed and the process must be
+        killed."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(job).encode() + b"\n")
@@ -348,13 +358,13 @@ class _Process:
                 return None
             if time.monotonic() > until:
                 return {"ok": False, "over": True}
-            if select.select([self._answers], [], [], 0.2)[0]:
-                block = os.read(self._answers, 1 << 16)
+            if select.select([self._replies], [], [], 0.2)[0]:
+                block = os.read(self._replies, 1 << 16)
                 if not block:
                     return None
                 line += block
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -363,4 +373,4 @@ class _Process:
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
-        os.close(self._answers)
+        os.close(self._replies)

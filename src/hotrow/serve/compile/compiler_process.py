@@ -1,20 +1,20 @@
-"""The process that compiles: `python -m hotrow.serve.compile.compiler_process --reply FD`, started by compiler.py.
+"""The compile process: `python -m hotrow.serve.compile.compiler_process --reply FD`, started by compiler.py.
 
-One job a line on stdin (JSON: program, rows, lengths, device, threads, schemas, out, and for pieces: aside), one answer
-a line on the file descriptor FD (ok, seconds, error; of a refusal also ops and nodes). It compiles one tower at one
-static shape with AOTInductor, whole or cut around the nodes named in `aside` (graph_partition.py), and writes the
-package to `out`, a name that nobody reads until the manager has renamed it. It stays between jobs, because the first
-one pays for importing the compiler and for its precompiled headers, and ends when stdin does. Pieces that were compiled
-for a shape are kept for its next job, which is one more attempt at it.
+It reads one job per line on stdin (JSON: program, rows, lengths, device, threads, schemas, out, and for pieces: aside)
+and writes one reply per line to the file descriptor FD (ok, seconds, error; for a refusal also ops and nodes). A job
+compiles one tower at one static shape with AOTInductor, as a whole or partitioned around the nodes named in `aside`
+(graph_partition.py), and writes the package to `out`, which nobody reads until the manager has renamed it. The process
+stays between jobs, because the first job pays for importing the compiler and for its precompiled headers. It ends with
+stdin. Pieces compiled for a shape are kept for its next job, which is another attempt at the same shape.
 
-The server may have ops that this process lacks. They are declared here by their `schemas`, so that the graph can be
-read, and cut around; no more is known of them.
+The server may have ops that this process lacks. They are declared here from their `schemas`, so that the graph can be
+read and partitioned around them.
 
-torch documents neither the functions that compile here nor their options. Without one of them the answer says
+torch documents neither the functions used here to compile nor their options. If one is missing, the reply says
 `changed`, and the original graph serves every shape.
 
-It takes what others leave: nice 19, idle I/O, one thread of torch's and one of the compiler's. It dies with the
-server's thread that started it.
+The process has low priority: nice 19, idle I/O, one thread of torch and one of the compiler. It dies with the thread of
+the server that started it.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ import psutil  # type: ignore[import-untyped]
 from hotrow.child_process import end_with_parent
 from hotrow.undocumented import ChangedError, describe, look_up
 
-OPTIONS = {"aot_inductor.package": True, "cpp.threads": 1}  # of the compiler; a job has its own number of threads
+OPTIONS = {"aot_inductor.package": True, "cpp.threads": 1}  # of the compiler; each job sets its own cpp.threads
 
 
 def main() -> None:
-    """Answer jobs until stdin ends."""
+    """Run jobs until stdin ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--reply", type=int, required=True)
     reply = os.fdopen(parser.parse_args().reply, "w", buffering=1)
-    os.dup2(2, 1)  # what compilers print belongs to the log
+    os.dup2(2, 1)  # what compilers print goes to the log
     lower_priority()
     serve(sys.stdin, reply)
 
 
 def lower_priority() -> None:
-    """Lowest priority for CPU and disk, and an end when the server ends."""
+    """Take the lowest priority for CPU and disk, and end with the server."""
     os.nice(19)
     with contextlib.suppress(psutil.Error, AttributeError, OSError, ValueError):
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
@@ -56,32 +56,32 @@ def lower_priority() -> None:
 
 
 class RefusedError(Exception):
-    """A graph, or a piece of it, that was not compiled."""
+    """The compiler refused a graph or a piece of it."""
 
     def __init__(self, why: str, ops: Collection[str] = (), nodes: Collection[str] = ()) -> None:
         super().__init__(why)
-        self.answer = {"ok": False, "error": why, "ops": sorted(ops), "nodes": list(nodes)}
+        self.reply = {"ok": False, "error": why, "ops": sorted(ops), "nodes": list(nodes)}
 
 
 def serve(jobs: TextIO, reply: TextIO) -> None:
-    """One line in, one line out."""
-    bench = JobCompiler()
+    """Read one job per line and write one reply per line."""
+    compiler = JobCompiler()
     for line in jobs:
         begin = time.monotonic()
         try:
-            bench.compile(json.loads(line))
-            answer: dict[str, Any] = {"ok": True}
+            compiler.compile(json.loads(line))
+            result: dict[str, Any] = {"ok": True}
         except RefusedError as refused:
-            answer = refused.answer
+            result = refused.reply
         except ChangedError as error:
-            answer = {"ok": False, "error": str(error), "changed": True}
-        except Exception as error:  # no program, no space: no other cut will help
-            answer = {"ok": False, "error": _short(error), "final": True}
-        reply.write(json.dumps({**answer, "seconds": time.monotonic() - begin}) + "\n")
+            result = {"ok": False, "error": str(error), "changed": True}
+        except Exception as error:  # no graph file, no disk space: no other partition would help
+            result = {"ok": False, "error": _short(error), "final": True}
+        reply.write(json.dumps({**result, "seconds": time.monotonic() - begin}) + "\n")
 
 
 class JobCompiler:
-    """What stays between jobs: ops that were declared, and pieces of the last shape."""
+    """Compiles jobs. Between jobs it keeps the declared ops, and the compiled pieces of the last shape."""
 
     def __init__(self) -> None:
         self._declared: dict[str, Any] = {}
@@ -89,7 +89,7 @@ class JobCompiler:
         self._pieces: dict[tuple[str, ...], list[Any]] = {}
 
     def compile(self, job: dict[str, Any]) -> None:
-        """Write the package of `job`."""
+        """Compile `job` and write its package."""
         import torch
 
         check_compiler()
@@ -111,9 +111,9 @@ class JobCompiler:
             ]  # shapes matter
             _package(job["out"], {WHOLE: _compile(graph.module, inputs, job, ())})
             return
-        here = (job["program"], shape, job["device"], job["threads"])
-        if here != self._last:
-            self._last, self._pieces = here, {}
+        shape_key = (job["program"], shape, job["device"], job["threads"])
+        if shape_key != self._last:
+            self._last, self._pieces = shape_key, {}
         files = {}
         for piece in cut(graph, shape, excluded).pieces:
             if piece.nodes not in self._pieces:
@@ -124,7 +124,7 @@ class JobCompiler:
             _package(job["out"], files)
 
     def _declare(self, schemas: Mapping[str, str]) -> list[str]:
-        """Ops that this process knows by name alone."""
+        """Declare ops that this process lacks; returns those it knows by their declaration only."""
         import torch
 
         for op, schema in schemas.items():
@@ -138,7 +138,7 @@ class JobCompiler:
 
 
 def check_compiler() -> None:
-    """Raise ChangedError where torch's compiler lacks what is used of it."""
+    """Raise ChangedError if torch's compiler lacks a function or an option that is used here."""
     look_up("torch._inductor:aot_compile")
     look_up("torch._inductor.package:package_aoti")
     for option in sorted(set(OPTIONS) - set(look_up("torch._inductor:list_options")())):
@@ -150,7 +150,7 @@ def _package(path: str, files: Mapping[str, Any]) -> None:
 
 
 def _compile(module: Any, inputs: list[Any], job: Mapping[str, Any], nodes: Collection[str]) -> Any:
-    """The files of a module at the shapes of `inputs`."""
+    """Compile a module at the shapes of `inputs`; returns its files."""
     import torch
 
     aot_compile = look_up("torch._inductor:aot_compile")
@@ -160,13 +160,13 @@ def _compile(module: Any, inputs: list[Any], job: Mapping[str, Any], nodes: Coll
         with torch.no_grad():
             return aot_compile(module, tuple(inputs), options=options)
     except OSError:
-        raise  # a full disk: another cut would not help
-    except Exception as error:  # whatever a compiler may raise
+        raise  # a full disk: another partition would not help
+    except Exception as error:  # a compiler may raise anything
         raise RefusedError(_short(error), _named(error) & ops, nodes) from None
 
 
 def _named(error: BaseException | None) -> set[str]:
-    """Ops that an error and its causes name as what they were at."""
+    """Ops that an error or its causes name as their target."""
     named: set[str] = set()
     while error is not None:
         named.update(re.findall(r"target\s*[:=]\s*(?:torch\.ops\.)?(\w+\.\w+\.\w+)", str(error)))
@@ -175,7 +175,7 @@ def _named(error: BaseException | None) -> set[str]:
 
 
 def _short(error: Exception) -> str:
-    """The first line that says something."""
+    """The first line that is not blank."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:500]
 

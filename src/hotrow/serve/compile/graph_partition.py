@@ -1,27 +1,27 @@
-"""Pieces: a tower that cannot be compiled whole is cut; what the compiler takes is compiled, the rest stays eager.
+"""Graph partition: a tower that cannot be compiled as a whole is partitioned into compiled pieces and eager ops.
 
-`cut(graph, shape, aside)` gives the graph at one bucket's shape as a module that calls pieces in order. Sizes that the
-bucket decides become numbers first, so that only tensors pass from piece to piece. Eager are the nodes named in
-`aside`, nodes with sizes that depend on data, and nodes that call other graphs; a node goes into the first piece of
-its kind after all that it reads, so that branches share pieces:
+`cut(graph, shape, excluded)` turns the graph at one bucket's shape into a module that calls its parts in order. Sizes
+that the bucket decides become numbers first, so only tensors pass between parts. Eager are the nodes named in
+`excluded`, nodes whose sizes depend on data, and nodes that call other graphs. A node goes into the first part of its
+kind after all that it reads, so branches share parts:
 
-    0 eager (reads inputs alone) → 1 compiled → 2 eager → 3 compiled → ...
+    0 eager (reads inputs only) → 1 compiled → 2 eager → 3 compiled → ...
 
-Both processes read the graph from one file and cut it with the same function, so a list of names says all: the compile
-process gets it in a job, the artifact's note keeps it, and the server puts the artifacts into the same module. All
-pieces of a bucket lie in one package under the bucket's one key; weights are inputs of the pieces that read them.
+The server and the compile process read the graph from one file and partition it with this function, so a list of names
+is enough to describe a partition: the job has it (as `aside`), the artifact's description keeps it, and the server puts
+the artifacts into the same module. All pieces of a bucket are in one package under the bucket's key; weights are inputs
+of the pieces that read them.
 
-`search` finds the names. It is logic alone, in the manager's thread; each `attempt` is a job of the compile process.
-The whole is tried first, then
-    ops that the compiler named in its refusal are put aside, all nodes of them;
-    if it named none, the shortest beginning of the refused piece that is refused as well is found by halves, and its
-    last node is put aside,
-until all pieces compile, nothing is left, or TRIES are spent. What was found holds for the graph's other buckets.
+`search` finds the names. It runs in the manager's thread; each `attempt` is a job of the compile process. It tries the
+whole graph first. Then, until all pieces compile, nothing is left, or MOST_ATTEMPTS are used, it excludes
+    all nodes of the ops that the compiler named in its refusal, or
+    if it named none, the last node of the shortest prefix of the refused piece that is refused too, found by bisection.
+The result holds for the graph's other buckets.
 
-What comes from another piece is checked and made contiguous before machine code reads it: an op may return what its
-declaration does not say. A graph that writes into tensors in place is not cut, since pieces may run in another order.
-`assemble` uses a Cut up; any thread may then call the runner. (torch's CapabilityBasedPartitioner was tried: no fewer
-pieces over random cuts of four towers, and it leaves the order of eager nodes between them to us.)
+An input from another part is checked and made contiguous before machine code reads it, because an op may return other
+sizes than its declaration says. A graph that writes into tensors in place is not partitioned, since parts may run in
+another order. `assemble` takes over a Cut; then any thread may call the runner. torch's CapabilityBasedPartitioner was
+tried: over random cuts of four towers it made no fewer pieces, and it leaves the order of eager nodes to its caller.
 """
 
 from __future__ import annotations
@@ -42,49 +42,49 @@ from hotrow.serve.graph.graph_rewrite import ASSERTS_METADATA
 from hotrow.serve.graph.tower_graph import Operator, Shape, TowerGraph, schema_of
 from hotrow.undocumented import ChangedError, describe
 
-MOST_ATTEMPTS = 20  # compilations of one search: two culprits among 60 nodes, found by halves
-ALIGNED = 16  # bytes: generated code may assume as much of its inputs
+MOST_ATTEMPTS = 20  # compilations of one search: enough to find two refused nodes among 60 by bisection
+ALIGNED = 16  # bytes; generated code may assume this alignment of its inputs
 Sizes = tuple[int, ...]
 _SIZE_CHECKS = ("aten._assert_scalar.default", "aten.sym_constrain_range")
 
 
 class CannotCutError(HotRowError, RuntimeError):
-    """A tower of which nothing will be compiled, and why."""
+    """No part of a tower can be compiled; the message says why."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the graph to compile: `reads` are sizes and types, `made` tells which come from another piece."""
+    """A part of the graph to compile: sizes and types of its inputs, and which of them another piece computes."""
 
     name: str
     module: fx.GraphModule
     nodes: tuple[str, ...]
     reads: tuple[tuple[Sizes, torch.dtype], ...]
-    made: tuple[bool, ...]
+    computed: tuple[bool, ...]
 
     def as_tuple(self) -> fx.GraphModule:
-        """The module, for a compiler: giving a tuple, also of one tensor."""
+        """The module as the compiler wants it: it returns a tuple, even of one tensor."""
         module = fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
-        given = _output(module)
-        if not isinstance(given.args[0], tuple):
-            given.args = ((given.args[0],),)
+        output = _output(module)
+        if not isinstance(output.args[0], tuple):
+            output.args = ((output.args[0],),)
             module.recompile()
         return module
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The graph at one shape: `module` calls eager parts and `pieces` in order."""
+    """The partitioned graph at one shape: `module` calls the eager parts and `pieces` in order."""
 
     module: fx.GraphModule
     pieces: tuple[Piece, ...]
-    ops: tuple[str, ...]  # that stay eager
-    uncapturable: str  # why a CUDA graph cannot hold it, or nothing
+    ops: tuple[str, ...]  # run eagerly
+    uncapturable: str  # why it cannot be captured as a CUDA graph, or empty
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What the compile process said: `ops` it named, `nodes` of the piece it was at (none: the whole graph)."""
+    """A refusal of the compiler: the `ops` that it named, and the refused piece's `nodes` (none: the whole graph)."""
 
     why: str
     ops: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ class Refusal:
 
 
 def cut(graph: TowerGraph, shape: Shape, excluded: Collection[str] = ()) -> Cut:
-    """The graph at `shape`, cut around the nodes named in `aside` and those that are known to stay eager."""
+    """Partition the graph at `shape` around the nodes named in `excluded` and those that must stay eager."""
     fixed, known = _fix_sizes(graph, shape)
     calls = [node for node in fixed.nodes if node.op == "call_function"]
     _refuse_writes(calls)
@@ -100,7 +100,7 @@ def cut(graph: TowerGraph, shape: Shape, excluded: Collection[str] = ()) -> Cut:
     parts, why = _number_parts(calls, eager), uncapturable(eager, known)
     tensors = {node for node in calls if _is_op(node) and isinstance(node.meta.get("val"), (Tensor, tuple, list))}
     for node in fixed.nodes:
-        node.meta = {}  # symbols, which split_module would pass from piece to piece
+        node.meta = {}  # symbolic sizes, which split_module would pass between pieces
     split = split_module(
         fx.GraphModule(graph.module, fixed),
         nn.Module(),
@@ -118,7 +118,7 @@ def cut(graph: TowerGraph, shape: Shape, excluded: Collection[str] = ()) -> Cut:
 
 
 def assemble(cut: Cut, runners: Mapping[str, PieceRunner]) -> Runner:
-    """A function of weights and inputs that runs pieces by `runners` and the rest as it is. Uses `cut` up."""
+    """A function of weights and inputs that runs pieces by `runners` and the rest eagerly. It takes over `cut`."""
     for piece in cut.pieces:
         setattr(cut.module, piece.name, _Compiled(piece, runners[piece.name]))
     run = cut.module.forward
@@ -135,49 +135,49 @@ def search(
     shape: Shape,
     attempt: Callable[[tuple[str, ...] | None], Refusal | None],
     known: tuple[str, ...] | None = None,
-    tries: int = MOST_ATTEMPTS,
+    attempts: int = MOST_ATTEMPTS,
 ) -> tuple[str, ...] | None:
-    """Names to put aside so that the rest compiles, None for the whole graph; the last attempt was made with them.
+    """The names of nodes to exclude so that the rest compiles, or None if the whole graph does.
 
-    `attempt` compiles (None: the whole) and says what was refused. Starts from `known`, of another shape. Raises
-    CannotCutError.
+    `attempt` compiles without the given nodes (None: the whole graph) and returns what was refused; the last attempt
+    was made with the result. The search starts from `known`, the result for another shape. Raises CannotCutError.
     """
     refusal = attempt(known)
     if refusal is None:
         return known
-    first, left = refusal.why, [tries - 1]
+    first, attempts_left = refusal.why, [attempts - 1]
     nodes = {node.name: _op(node) for node in graph().module.graph.nodes if _is_op(node)}
     excluded = set(known or ())
 
     def again(names: Collection[str]) -> Refusal | None:
-        if not left[0]:
-            raise CannotCutError(f"given up after {tries} compilations: {first}")
-        left[0] -= 1
+        if not attempts_left[0]:
+            raise CannotCutError(f"given up after {attempts} compilations: {first}")
+        attempts_left[0] -= 1
         return attempt(tuple(name for name in nodes if name in names))
 
     try:
-        made = cut(graph(), shape, excluded)
+        partition = cut(graph(), shape, excluded)
     except CannotCutError as error:
         raise CannotCutError(f"{first}; {error}") from None
-    whole = known is None and bool(made.ops)  # of which parts are known to stay eager: around them it was not tried
+    whole = known is None and bool(partition.ops)  # the whole was tried; a partition around its eager ops was not yet
     while refusal is not None:
         found = {name for name, op in nodes.items() if op in refusal.ops} - excluded
         if not found and not whole:
-            tried = refusal.nodes or [name for piece in made.pieces for name in piece.nodes]
-            found = _culprits([name for name in nodes if name in tried], nodes, again)
+            tried = refusal.nodes or [name for piece in partition.pieces for name in piece.nodes]
+            found = _refused_nodes([name for name in nodes if name in tried], nodes, again)
         whole = False
         excluded |= found
-        made = cut(graph(), shape, excluded)
-        if not made.pieces:
+        partition = cut(graph(), shape, excluded)
+        if not partition.pieces:
             raise CannotCutError(f"no part of the tower can be compiled: {first}")
         refusal = again(excluded)
     return tuple(name for name in nodes if name in excluded)
 
 
-def _culprits(
+def _refused_nodes(
     refused: list[str], nodes: Mapping[str, str], again: Callable[[Collection[str]], Refusal | None]
 ) -> set[str]:
-    """Nodes to put aside of a piece that is refused for no reason the compiler named."""
+    """The nodes to exclude from a refused piece for which the compiler named no op, found by bisection."""
     good, bad = 0, len(refused)
     while bad - good > 1:
         middle = (good + bad) // 2
@@ -193,23 +193,25 @@ def _culprits(
 
 
 def uncapturable(nodes: Iterable[fx.Node], known: Mapping[str, Any] | None = None) -> str:
-    """Why a CUDA graph cannot hold these nodes, as far as their declarations tell; nothing if it may."""
+    """Why these nodes cannot be captured as a CUDA graph by their declarations; empty if nothing is against it."""
     unsafe = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe)
     for node in sorted(nodes, key=lambda node: node.name):
         if any(tag in getattr(node.target, "tags", ()) for tag in unsafe):
-            return f"{_op(node)} needs the host, so no CUDA graph holds it"
+            return f"{_op(node)} needs the host, so it cannot be in a CUDA graph"
         if known is not None and isinstance(node.meta.get("val"), Tensor) and known.get(node.name) is None:
-            return f"the sizes of {_op(node)} depend on data, so no CUDA graph holds it"
+            return f"the sizes of {_op(node)} depend on data, so it cannot be in a CUDA graph"
     return ""
 
 
 class _Compiled(nn.Module):
-    """A piece's artifact in its place."""
+    """Calls a piece's artifact in place of its graph."""
 
     def __init__(self, piece: Piece, run: PieceRunner) -> None:
         super().__init__()
         self._run, self._name = run, piece.name
-        self._made = [(at, *read) for at, (read, made) in enumerate(zip(piece.reads, piece.made, strict=True)) if made]
+        self._made = [
+            (at, *read) for at, (read, computed) in enumerate(zip(piece.reads, piece.computed, strict=True)) if computed
+        ]
         self._one = not isinstance(_output(piece.module).args[0], tuple)
 
     def forward(self, *tensors: Tensor) -> Tensor | Sequence[Tensor]:
@@ -228,15 +230,15 @@ class _Compiled(nn.Module):
 
 
 def _fix_sizes(graph: TowerGraph, shape: Shape) -> tuple[fx.Graph, dict[str, Any]]:
-    """A copy of the graph with numbers for all sizes that `shape` decides, and what each node gives: sizes and type,
-    a list of them, or None where they are not known."""
+    """A copy of the graph in which all sizes that `shape` decides are numbers; and each node's output: sizes and type,
+    a list of them, or None if they are unknown."""
     fixed = copy.deepcopy(graph.module.graph)
-    places = [node for node in fixed.nodes if node.op == "placeholder"]
+    placeholders = [node for node in fixed.nodes if node.op == "placeholder"]
     symbols: dict[Any, int] = {}
-    for node, given in zip(places[len(graph.weights) :], graph.inputs, strict=True):
-        for size, fits in zip(node.meta["val"].shape, given.sizes(shape), strict=True):
+    for node, given in zip(placeholders[len(graph.weights) :], graph.inputs, strict=True):
+        for size, value in zip(node.meta["val"].shape, given.sizes(shape), strict=True):
             if isinstance(size, torch.SymInt):
-                symbols[size.node.expr] = fits
+                symbols[size.node.expr] = value
     known: dict[str, Any] = {}
     for node in list(fixed.nodes):
         number = _number(node.meta.get("val"), symbols)
@@ -251,14 +253,15 @@ def _fix_sizes(graph: TowerGraph, shape: Shape) -> tuple[fx.Graph, dict[str, Any
 
 
 def _is_met(node: fx.Node) -> bool:
-    """Whether it asserts what is known by now: types, which the engine has checked, or sizes that became numbers."""
+    """Whether the node only asserts what is known: types, which the engine has checked, or sizes that became
+    numbers."""
     if str(node.target) == ASSERTS_METADATA:
         return True
     return str(node.target).startswith(_SIZE_CHECKS) and not node.all_input_nodes
 
 
 def _put_number(node: fx.Node, number: float) -> None:
-    """In all places where `node` is read."""
+    """Replace `node` by a number wherever it is read."""
 
     def put(seen: fx.Node) -> Any:
         return number if seen is node else seen
@@ -295,20 +298,20 @@ def _given(value: Any, symbols: Mapping[Any, int]) -> Any:
 def _refuse_writes(calls: Sequence[fx.Node]) -> None:
     for node in calls:
         if isinstance(node.target, Operator) and schema_of(node.target).is_mutable:
-            raise CannotCutError(f"the tower calls {_op(node)}, which writes in place, so it is not cut into pieces")
+            raise CannotCutError(f"the tower calls {_op(node)}, which writes in place, so it is not partitioned")
 
 
 def _compilable(node: fx.Node, known: Mapping[str, Any]) -> bool:
-    """Whether a compiler could take it: tensors of known sizes in and out."""
+    """Whether a compiler could take the node: its inputs and outputs are tensors of known sizes."""
     if node.target is operator.getitem:
-        return True  # goes with what it reads
+        return True  # it stays with the node that it reads
     return isinstance(node.target, Operator) and all(
         known.get(seen.name) is not None and seen.op != "get_attr" for seen in (node, *node.all_input_nodes)
     )
 
 
 def _number_parts(calls: Sequence[fx.Node], eager: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """Each node's part: even ones are eager, odd ones are compiled, and none reads from a later one."""
+    """The number of each node's part. Even parts are eager, odd parts are compiled; no part reads from a later one."""
     parts: dict[fx.Node, int] = {}
     for node in calls:
         first = max((parts[seen] for seen in node.all_input_nodes if seen in parts), default=0)
@@ -320,15 +323,15 @@ def _number_parts(calls: Sequence[fx.Node], eager: Collection[fx.Node]) -> dict[
 
 
 def _piece(call: fx.Node, module: nn.Module, known: Mapping[str, Any]) -> Piece | None:
-    """None for one that computes nothing, or reads nothing: it is left as it is."""
+    """A part as a piece to compile; None if it computes nothing or reads nothing, so that it stays eager."""
     assert isinstance(module, fx.GraphModule)
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     computes = any(isinstance(node.target, Operator) and not getattr(node.target, "is_view", False) for node in calls)
     if not computes or not call.args:
         return None
     reads = tuple(known[node.name] for node in module.graph.nodes if node.op == "placeholder")
-    made = tuple(isinstance(seen, fx.Node) and seen.op != "placeholder" for seen in call.args)
-    return Piece(str(call.target), module, tuple(node.name for node in calls), reads, made)
+    computed = tuple(isinstance(seen, fx.Node) and seen.op != "placeholder" for seen in call.args)
+    return Piece(str(call.target), module, tuple(node.name for node in calls), reads, computed)
 
 
 def _output(module: fx.GraphModule) -> fx.Node:

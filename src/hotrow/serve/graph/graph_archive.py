@@ -1,16 +1,17 @@
-"""A tower's graph on disk: torch.export's archive, without anything in it that could run code when it is read.
+"""A tower's graph on disk: torch.export's archive, limited to contents that cannot run code when they are read.
 
-`torch.export.save` writes a zip with the graph as JSON, weights and constants as raw bytes, and example inputs. Reading
-it back is not safe as it stands. Looked at in torch 2.11 to 2.13, `torch.export.load` unpickles, without a check, the
-example inputs (when the checked way fails), weights and constants that say `use_pickle`, and custom objects; it gives
-the expressions of shapes to sympy, which evaluates text as Python; a node's target may be any function that torch has;
-and the description of the inputs may name a module to import. So:
+`torch.export.save` writes a zip file with the graph as JSON, weights and constants as raw bytes, and example inputs.
+Reading it back is unsafe. In torch 2.11 to 2.13, `torch.export.load` unpickles without a check the example inputs (when
+the checked way fails), weights and constants marked `use_pickle`, and custom objects. It gives the expressions of
+shapes to sympy, which evaluates text as Python. A node's target may be any function of torch, and the description of
+the inputs may name a module to import. So:
 
-- what we write has no weights (they are inputs of the graph, and lie beside it as safetensors) and no example inputs;
-- `check` reads an archive with Python's zipfile and json first, and refuses whatever is not a graph of ATen operators
+- what we write has no weights (they are inputs of the graph, and are saved beside it as safetensors) and no example
+  inputs;
+- `check` first reads an archive with Python's zipfile and json, and refuses everything except a graph of ATen operators
   over plain tensors and containers. Only then does torch read it.
 
-Paths of the machine that exported (stack traces) are taken out before writing.
+Stack traces, which contain paths of the exporting machine, are removed before writing.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def pack(program: ExportedProgram) -> bytes:
 
 
 def unpack(data: bytes, where: object) -> ExportedProgram:
-    """The graph of an archive that `check` has nothing against; `where` is its name, for the error."""
+    """The graph of an archive that passes `check`. `where` is its name for errors."""
     clean = check(data, where)
     try:
         program = torch.export.load(io.BytesIO(clean))
@@ -99,9 +100,9 @@ def unpack(data: bytes, where: object) -> ExportedProgram:
 
 
 def check(data: bytes, where: object) -> bytes:
-    """Refuse an archive that is more than a graph of ATen operators; returns one with just what was looked at.
+    """Refuse an archive that holds more than a graph of ATen operators; returns one with exactly the checked files.
 
-    It is packed anew because two readers of zip files need not see the same files in a forged one.
+    It is packed again because two readers may see different files in a forged zip file.
     """
     clean = io.BytesIO()
     try:
@@ -114,7 +115,7 @@ def check(data: bytes, where: object) -> bytes:
         _check_files(files, where)
     except RepositoryError:
         raise
-    except Exception as error:  # zipfile and json have many words for "this is not one of mine"
+    except Exception as error:  # zipfile and json raise many kinds of errors
         raise RepositoryError(f"{where} is corrupt: {error!r}; export the model again") from None
     with zipfile.ZipFile(clean, "w") as archive:
         for name, contents in files.items():
@@ -125,8 +126,8 @@ def check(data: bytes, where: object) -> bytes:
 def _check_files(files: dict[str, bytes], where: object) -> None:
     for name in files:
         inside = name.removeprefix("data/constants/")
-        plain = name in _META or name in (_GRAPH, _WEIGHTS, _CONSTANTS, _EXAMPLES)
-        if not plain and not (name != inside and _CONSTANT.fullmatch(inside)):
+        expected = name in _META or name in (_GRAPH, _WEIGHTS, _CONSTANTS, _EXAMPLES)
+        if not expected and not (name != inside and _CONSTANT.fullmatch(inside)):
             raise _refuse(where, f"it has a file {name!r}")
     if files.get(_EXAMPLES):
         raise _refuse(where, "it has example inputs, which are pickled")
@@ -157,7 +158,7 @@ def _check_value(key: str, value: Any, where: object) -> None:
 
 
 def _walk(value: Any) -> Iterator[tuple[str, Any]]:
-    """All keys of all dicts inside, with their values."""
+    """All keys of all nested dicts, with their values."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield key, item
@@ -191,8 +192,8 @@ def _is_expression(text: Any) -> bool:
         token = _TOKEN.match(text, at)
         if token is None:
             return False
-        word = token[1]
-        if (word[0].isalpha() or word[0] == "_") and word not in _FUNCTIONS and not _SYMBOL.fullmatch(word):
+        name = token[1]
+        if (name[0].isalpha() or name[0] == "_") and name not in _FUNCTIONS and not _SYMBOL.fullmatch(name):
             return False
         at = token.end()
     return True
@@ -200,5 +201,5 @@ def _is_expression(text: Any) -> bool:
 
 def _refuse(where: object, why: str) -> RepositoryError:
     return RepositoryError(
-        f"{where} is not a tower that HotRow exported: {why}. Nothing of it was run; export the model again"
+        f"{where} is not a tower that HotRow exported: {why}. None of it was run; export the model again"
     )

@@ -1,12 +1,10 @@
-"""The original graph as it is run: the same tower by fewer and quicker calls.
+"""Graph rewrites: the same tower with fewer and faster calls. They are applied on loading; nothing is compiled.
 
-A saved graph is a list of torch's operators. Two runs of them are replaced when it is loaded, and nothing is compiled:
+    on a CPU   stack → bmm with its transpose → select the triangle → cat   one call (core/serve/dot_interaction.h)
+    on a GPU   linear → relu                                               one cuBLAS launch, the same bits
 
-    on a CPU   stack → bmm with itself → the triangle picked → cat    one call (core/serve/dot_interaction.h)
-    on a GPU   linear → relu                                          one launch of cuBLAS, the same bits
-
-A pattern that is not exactly that is left alone. Logits are those of the operators to the last bits of a float32: sums
-of a dot product are added in another order.
+A pattern that differs in any way is left as it is. Dot products are summed in another order, so logits differ from the
+original operators' in the last bits of a float32.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ ASSERTS_METADATA = "aten._assert_tensor_metadata.default"  # what torch.export p
 
 
 def pair_dots(lead: Tensor | None, vectors: Sequence[Tensor]) -> Tensor:
-    """[rows, width of lead + pairs]: the dot products of all pairs of vectors [rows, dim], (1,0), (2,0), (2,1), ...
+    """The columns of `lead`, then the dot products of all pairs of vectors [rows, dim]: (1,0), (2,0), (2,1), ...
 
     >>> pair_dots(torch.tensor([[7.0]]), [torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 3.0]])])
     tensor([[7., 2.]])
@@ -35,29 +33,32 @@ def pair_dots(lead: Tensor | None, vectors: Sequence[Tensor]) -> Tensor:
     rows, dim = vectors[0].shape
     count, lead_width = len(vectors), 0 if lead is None else lead.shape[1]
     out = torch.empty(rows, lead_width + count * (count - 1) // 2)
-    held, leads = _as_float32(vectors), _as_float32([] if lead is None else [lead])  # until the core has read them
-    places = [(vector.data_ptr(), vector.stride(0)) for vector in held]
+    held, leads = (
+        _as_float32(vectors),
+        _as_float32([] if lead is None else [lead]),
+    )  # kept alive until the core has read them
+    addresses = [(vector.data_ptr(), vector.stride(0)) for vector in held]
     at, stride = (leads[0].data_ptr(), leads[0].stride(0)) if leads else (0, 0)
-    _core.pair_dots(places, dim, at, stride, lead_width, rows, out.data_ptr())
+    _core.pair_dots(addresses, dim, at, stride, lead_width, rows, out.data_ptr())
     return out
 
 
 def _as_float32(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """As the core reads them: float32, the elements of a row side by side."""
+    """The tensors in the layout that the core reads: float32 with contiguous rows."""
     if all(vector.dtype is torch.float32 and vector.stride(1) == 1 for vector in vectors):
         return vectors
     return [vector.float().contiguous() for vector in vectors]
 
 
 def copy_of(program: ExportedProgram) -> fx.GraphModule:
-    """A graph to change, over the same arguments in order."""
+    """A copy of the graph that may be changed, with the same arguments in the same order."""
     graph = copy.deepcopy(program.graph)
     graph.set_codegen(fx.graph.CodeGen())
     return fx.GraphModule(program.graph_module, graph)
 
 
 def join_pairs(module: fx.GraphModule, program: ExportedProgram) -> int:
-    """Have the core compute the pairs of a graph on a CPU; returns how many such places there were."""
+    """Replace the dot products of pairs by calls of the core, for a CPU; returns how many were replaced."""
     joined = 0
     for node in list(module.graph.nodes):
         found = _pairs(node, program)
@@ -73,15 +74,15 @@ def join_pairs(module: fx.GraphModule, program: ExportedProgram) -> int:
 
 
 def _pairs(pick: fx.Node, program: ExportedProgram) -> Sequence[fx.Node] | None:
-    """The vectors whose pairs this node picks out of their Gram matrix; None for other nodes."""
+    """The vectors whose pairs this node selects from their Gram matrix; None for other nodes."""
     flat = _of(pick, ATEN.index_select.default)
     product = _of(flat, ATEN.flatten.using_ints)
     stacked = _of(product, ATEN.bmm.default)
     vectors = _of(stacked, ATEN.stack.default)
     if vectors is None or pick.args[1] != 1 or flat.args[1:] != (1,) or stacked.args[1:] != (1,):
         return None
-    turned = product.args[1]
-    if turned.target is not ATEN.transpose.int or turned.args != (stacked, 1, 2):
+    transposed = product.args[1]
+    if transposed.target is not ATEN.transpose.int or transposed.args != (stacked, 1, 2):
         return None
     values = [vector.meta["val"] for vector in vectors]
     if any(value.dim() != 2 or value.dtype is not torch.float32 for value in values):
@@ -95,12 +96,12 @@ def _pairs(pick: fx.Node, program: ExportedProgram) -> Sequence[fx.Node] | None:
 
 
 def _of(node: Any, target: Any) -> Any:
-    """What a call of `target` reads first; None for others, so that chains end there."""
+    """The first argument of a call of `target`; None for other nodes, so that a chain of calls ends there."""
     return node.args[0] if isinstance(node, fx.Node) and node.target is target else None
 
 
 def _lead(pick: fx.Node) -> tuple[fx.Node | None, fx.Node]:
-    """What the pairs are put behind, where that is all that becomes of them, and the last node of it all."""
+    """The tensor that the pairs are appended to, if that is their only use, and the last node of the pattern."""
     users = list(pick.users)
     user = users[0] if len(users) == 1 else pick
     if user.target is not ATEN.cat.default or user.args[1:] != (1,):
@@ -109,8 +110,8 @@ def _lead(pick: fx.Node) -> tuple[fx.Node | None, fx.Node]:
     if not isinstance(parts, (list, tuple)) or len(parts) != 2 or parts[1] is not pick:
         return None, pick
     lead = parts[0]
-    fits = isinstance(lead, fx.Node) and lead.meta["val"].dim() == 2 and lead.meta["val"].dtype is torch.float32
-    return (lead, user) if fits else (None, pick)  # type: ignore[return-value]
+    usable = isinstance(lead, fx.Node) and lead.meta["val"].dim() == 2 and lead.meta["val"].dtype is torch.float32
+    return (lead, user) if usable else (None, pick)  # type: ignore[return-value]
 
 
 def _constant(node: Any, program: ExportedProgram) -> Tensor | None:
@@ -122,10 +123,10 @@ def _constant(node: Any, program: ExportedProgram) -> Tensor | None:
 
 
 def join_activations(module: fx.GraphModule) -> int:
-    """Have the product of a layer on a GPU end with its ReLU; returns how many."""
+    """Fuse linear layers with the ReLU after them, for a GPU; returns how many."""
     graph, joined = module.graph, 0
-    both_at_once = find("torch:ops.aten._addmm_activation.default", "A layer and its ReLU are two launches on a GPU")
-    if both_at_once is None:
+    fused = find("torch:ops.aten._addmm_activation.default", "A layer and its ReLU are two launches on a GPU")
+    if fused is None:
         return 0
     for relu in list(graph.nodes):
         layer = relu.args[0] if relu.target is ATEN.relu.default else None
@@ -135,10 +136,10 @@ def join_activations(module: fx.GraphModule) -> int:
             continue
         rows, weight, bias = layer.args
         with graph.inserting_before(relu):
-            turned = graph.call_function(ATEN.t.default, (weight,))
-            both = graph.call_function(both_at_once, (bias, rows, turned))
-        both.meta = dict(relu.meta)
-        relu.replace_all_uses_with(both)
+            transposed = graph.call_function(ATEN.t.default, (weight,))
+            call = graph.call_function(fused, (bias, rows, transposed))
+        call.meta = dict(relu.meta)
+        relu.replace_all_uses_with(call)
         joined += 1
     return _done(module, joined)
 

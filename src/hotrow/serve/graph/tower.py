@@ -1,14 +1,13 @@
-"""The tower as a graph: made by torch.export, with every size that traffic decides left free and the weights outside.
+"""The tower as a graph: exported by torch.export, with every batch-dependent size free and the weights as inputs.
 
-The graph takes (weights, vectors, dense): weights are inputs, so new ones need neither an export nor a compilation.
-The number of rows is free from 1 up, and so is the length of each sequence. What is saved is compared with the tower
-itself first, over several sizes: a tower that torch.export cuts down to the example's size is refused by name.
+The graph takes (weights, vectors, dense). Weights are inputs, so new weights need neither an export nor a compilation.
+The number of rows is free from 1 up, and so is the length of each sequence. Before it is saved, the graph is compared
+with the tower over several sizes: a tower that torch.export specialised to the example's size is refused by name.
 
-`OriginalTower` runs the graph operator by operator, or by quicker calls of the same (graph_rewrite.py). It is always
-there and always right; compiled buckets (serve/compile/buckets.py) are measured against it. Any thread may call `run`;
-`replace_weights` swaps all weights at once, and a run that has begun ends with those it began with. The graph is called
-with its arguments in order and not through `ExportedProgram.module()`, which checks its inputs again at every call: the
-engine has checked them.
+`OriginalTower` runs the graph operator by operator, with the rewrites of graph_rewrite.py. It always exists and is
+always right; compiled buckets are compared with it. Any thread may call `run`. `replace_weights` replaces all weights
+at once, and a run that has begun keeps the weights that it began with. The graph is called with its arguments in order,
+not through `ExportedProgram.module()`, which would check at every call the inputs that the engine has checked already.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ CHECKED = ((1, 1), (2, 3), (7, 1), (5, 4))  # rows and length of sequences
 
 
 class Tower(Protocol):
-    """What the engine runs: the original graph here, or buckets of it."""
+    """What the engine runs: the original graph, or compiled buckets of it."""
 
     def run(self, vectors: Mapping[str, Tensor], dense: Tensor | None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class TowerInputs:
-    """What a tower is fed, in the collection's order: width by feature, which are sequences, and dense columns."""
+    """A tower's inputs, in the collection's order: width by feature, which features are sequences, dense columns."""
 
     widths: dict[str, int]
     sequences: frozenset[str]
@@ -47,13 +46,13 @@ class TowerInputs:
 
     @staticmethod
     def of(embeddings: EmbeddingCollection, dense: int) -> TowerInputs:
-        """What this collection gives."""
+        """The inputs that this collection produces."""
         widths = {f: rows.table.dim for rows in embeddings.tables for f in rows.table.poolings}
         return TowerInputs(widths, frozenset(embeddings.sequences), dense)
 
     @property
     def names(self) -> list[str]:
-        """The vectors' names, in order; a sequence's mask follows it.
+        """The names of the vectors in order. The mask of a sequence follows it.
 
         >>> TowerInputs({"seen": 4, "user": 4}, frozenset({"seen"}), 0).names
         ['seen', 'seen_mask', 'user']
@@ -61,7 +60,7 @@ class TowerInputs:
         return [name for feature in self.widths for name in self._with_mask(feature)]
 
     def example(self, rows: int, length: int = 1, seed: int = 0) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Vectors and dense features of such a size, drawn without touching torch's random state."""
+        """Random vectors and dense features of a size, drawn without changing torch's random state."""
         draw = torch.Generator().manual_seed(seed)
         vectors = {}
         for feature, width in self.widths.items():
@@ -74,7 +73,7 @@ class TowerInputs:
         return vectors, torch.randn(rows, self.dense, generator=draw) if self.dense else None
 
     def free_sizes(self) -> dict[str, dict[int, Any]]:
-        """Which dimensions of the vectors may change, for torch.export."""
+        """The dimensions of the vectors that may change, for torch.export."""
         rows, sizes = Dim("rows", min=1), {}
         for number, feature in enumerate(self.widths):
             sizes[feature] = {0: rows}
@@ -91,7 +90,7 @@ class TowerInputs:
 
 @dataclass(frozen=True)
 class Traced:
-    """A tower's graph, its weights by name, names that share another's weights, and how many logits a row has."""
+    """A tower's graph, its weights by name, names tied to another weight, and the number of logits per row."""
 
     program: ExportedProgram
     weights: dict[str, Tensor]
@@ -100,7 +99,7 @@ class Traced:
 
 
 def trace(tower: nn.Module, inputs: TowerInputs) -> Traced:
-    """The graph of a tower in eval mode, on the CPU, in float32. The tower itself is left as it is."""
+    """Export a tower's graph in eval mode, on the CPU, in float32. The tower itself is not changed."""
     tower = copy.deepcopy(tower).cpu().float().eval().requires_grad_(False)
     weights, tied = split_weights(tower)
     vectors, dense = inputs.example(3, 5)
@@ -124,7 +123,7 @@ def trace(tower: nn.Module, inputs: TowerInputs) -> Traced:
 
 
 def split_weights(tower: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tower's weights, each once, and the names that share one with an earlier name."""
+    """The tower's weights, each once, and the names that are tied to an earlier name."""
     weights: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -140,7 +139,7 @@ def split_weights(tower: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 class _WeightsAsInputs(nn.Module):
-    """The tower with its weights as an argument. It hides the tower from torch.export, which would save them."""
+    """The tower with its weights as an argument. It hides the tower from torch.export, which would save its weights."""
 
     tower: nn.Module
 
@@ -154,8 +153,8 @@ class _WeightsAsInputs(nn.Module):
 
 
 def _drop_assertions(program: ExportedProgram) -> None:
-    """Take out what asserts that tensors are as they were at export: on another device they would all be wrong, and
-    what comes in is checked before."""
+    """Remove assertions on tensors' metadata at export. They would all fail on another device, and the engine checks
+    the inputs before."""
     graph = program.graph_module.graph
     for node in list(graph.nodes):
         if str(node.target) == graph_rewrite.ASSERTS_METADATA:
@@ -184,7 +183,7 @@ def _compare(tower: nn.Module, graph: OriginalTower, inputs: TowerInputs) -> Non
 
 
 class OriginalTower:
-    """A saved graph with its weights, run as it is."""
+    """A saved graph with its weights."""
 
     def __init__(
         self,
@@ -210,15 +209,15 @@ class OriginalTower:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The weights of now, by name. A value: it is replaced whole, never changed."""
+        """The current weights by name. The dictionary is replaced whole, never changed."""
         return self._weights
 
     def run(
         self, vectors: Mapping[str, Tensor], dense: Tensor | None, weights: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Logits, [rows] or [rows, tasks], with the weights of now, or some that `weights` gave before.
+        """Logits, [rows] or [rows, tasks], with the current weights, or with an earlier value of `self.weights`.
 
-        Requires: vectors of the widths it was made for, on its device.
+        Requires: vectors of the widths that the graph was exported with, on its device.
         """
         chosen = self._weights if weights is None else weights
         arguments = [*self._constants, *chosen.values(), *[vectors[name] for name in self._names]]
@@ -229,21 +228,21 @@ class OriginalTower:
         return logits
 
     def join_activations(self) -> int:
-        """On a GPU: have the product of a layer end with its ReLU (graph_rewrite.py). Returns how many."""
+        """On a GPU: fuse linear layers with their ReLU (graph_rewrite.py). Returns how many."""
         joined = graph_rewrite.join_activations(self._module)
         self._call = self._module.forward
         return joined
 
     def replace_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Run with other weights from the next call on. All of them, or none: one that does not fit changes nothing."""
+        """Use other weights from the next call on. If one of them is wrong, none is changed."""
         self.set_weights(self.prepare_weights(state))
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:
-        """Run with what `fit` gave."""
+        """Use what `prepare_weights` returned."""
         self._weights = weights
 
     def prepare_weights(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights of a tower's state dict as this graph takes them, or an error that names the first wrong one."""
+        """A tower's state dict as this graph takes it, or an error that names the first wrong weight."""
         for name in state:
             if name not in self._weights and name not in self.tied:
                 raise OptionError(f"the tower has no weight {name!r}; {choices(name, self._weights)}")
@@ -263,19 +262,19 @@ class OriginalTower:
         return weights
 
     def _check_arguments(self) -> None:
-        """The graph takes what `run` gives it."""
+        """Check that the graph takes the tensors that `run` passes."""
         wanted = sum(1 for node in self.program.graph.nodes if node.op == "placeholder")
         given = len(self._constants) + len(self._weights) + len(self._names) + bool(self.inputs.dense)
         outputs = self.program.graph_signature.output_specs
         if wanted != given or len(outputs) != 1:
             raise RepositoryError(
-                f"the tower's graph takes {wanted} tensors and gives {len(outputs)}, but its manifest names {given} "
+                f"the tower's graph takes {wanted} tensors and returns {len(outputs)}, but its manifest names {given} "
                 "and one; export the model again"
             )
 
 
 def _constants(program: ExportedProgram) -> list[Tensor]:
-    """What the graph takes before its inputs, in order."""
+    """The constants that the graph takes before its inputs, in order."""
     users, values = set(program.graph_signature.user_inputs), []
     for spec in program.graph_signature.input_specs:
         if getattr(spec.arg, "name", None) in users:

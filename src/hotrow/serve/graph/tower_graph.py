@@ -1,17 +1,16 @@
-"""TowerGraph: the tower as exported, seen as one flat function of its weights and its inputs.
+"""TowerGraph: an exported tower as one flat function of its weights and its inputs.
 
-torch.export lifts parameters, buffers and constants to inputs of its graph, and an exported version's graph has its
-weights as an argument from the start (serve/graph/tower.py). We keep it that way: the original graph
-and everything that is compiled from it are functions `f(weights, inputs) -> logits`. So an artifact holds no
-weights, new weights need no compilation, and a run that took the old weights keeps them to its end: weights are one
-tuple, and whoever swaps it does so between two reads of one name. (AOTInductor's own constant buffers were looked at
-and dropped: an update writes to each artifact in turn, so two buckets could answer one batch with different
-weights.)
+torch.export turns parameters, buffers and constants into inputs of its graph, and an exported version's graph has its
+weights as an argument from the start (tower.py). So the original graph and everything compiled from it are functions
+`f(weights, inputs) -> logits`. An artifact holds no weights, and new weights need no compilation. Weights are one tuple
+that is replaced between two reads of one name, so a run keeps the weights that it began with. (AOTInductor's own
+constant buffers were tried and dropped: an update writes to each artifact in turn, so two buckets could answer one
+batch with different weights.)
 
-An input's dimensions are numbers, or free: the first input's first dimension is `rows`, every other free one is a
-`length` (of histories), numbered in the order of the inputs. A `Shape` gives values to the free ones.
+The dimensions of an input are numbers, or free. The first dimension of the first input is `rows`; every other free one
+is a `length` of a sequence, numbered in the order of the inputs. A `Shape` gives values to the free dimensions.
 
-A TowerGraph never changes after it was made; any thread may call it.
+A TowerGraph never changes after its construction; any thread may call it.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from hotrow.serve.graph import graph_rewrite
 from hotrow.undocumented import ChangedError, describe
 
 Weights = tuple[Tensor, ...]
-Operator: type[Any] = type(torch.ops.aten.relu.default)  # with its types of arguments
+Operator: type[Any] = type(torch.ops.aten.relu.default)  # an operator with one signature
 
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """Rows of a batch, and the lengths its sequences are padded to.
+    """The rows of a batch and the lengths that its sequences are padded to.
 
     >>> Shape(50), Shape(50, (20,))
     (Shape(rows=50, lengths=()), Shape(rows=50, lengths=(20,)))
@@ -47,16 +46,16 @@ class Shape:
     lengths: tuple[int, ...] = ()
 
     def covers(self, other: Shape) -> bool:
-        """Whether `other` can be padded to this."""
+        """Whether `other` can be padded to this shape."""
         return self.rows >= other.rows and self.covers_lengths(other.lengths)
 
     def covers_lengths(self, lengths: Sequence[int]) -> bool:
-        """Whether sequences of these lengths can be padded to this."""
+        """Whether sequences of these lengths can be padded to this shape."""
         return all(mine >= theirs for mine, theirs in zip(self.lengths, lengths, strict=True))
 
     @property
     def work(self) -> int:
-        """What a run costs, in rows and positions: the measure of padding."""
+        """The cost of a run in rows and positions, as a measure of padding."""
         return self.rows * (1 + sum(self.lengths))
 
     def __str__(self) -> str:
@@ -72,17 +71,17 @@ class Input:
     axes: tuple[int | None, ...]
 
     def sizes(self, shape: Shape) -> tuple[int, ...]:
-        """The tensor's sizes when the batch has that shape."""
+        """The tensor's sizes in a batch of that shape."""
         return tuple(shape.rows if a is None else a if a >= 0 else shape.lengths[-1 - a] for a in self.axes)
 
     @property
     def jagged(self) -> bool:
-        """Whether it has a length."""
+        """Whether it has a length axis."""
         return any(axis is not None and axis < 0 for axis in self.axes)
 
 
 class TowerGraph:
-    """An exported tower: `weights` as they were saved, `inputs` it reads, and a digest that weights do not change."""
+    """An exported tower: its saved `weights`, the `inputs` it reads, and a digest that does not depend on weights."""
 
     def __init__(self, program: torch.export.ExportedProgram, path: str | os.PathLike[str] | None = None) -> None:
         signature = program.graph_signature
@@ -107,8 +106,8 @@ class TowerGraph:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TowerGraph:
-        """Read what torch.export.save wrote."""
-        with open(path, "rb") as file:  # of a path, torch.export.load warns where it does not end with .pt2
+        """Read a file that torch.export.save wrote."""
+        with open(path, "rb") as file:  # given a path, torch.export.load warns unless it ends with .pt2
             return cls(torch.export.load(file), path)
 
     @classmethod
@@ -132,23 +131,23 @@ class TowerGraph:
 
     @property
     def custom_ops(self) -> dict[str, str]:
-        """Ops that are not torch's own, and their schemas: another process may not know them."""
+        """Ops that are not torch's own, with their schemas: another process may lack them."""
         ops = [node.target for node in self.module.graph.nodes if isinstance(node.target, Operator)]
         return {str(op): str(schema_of(op)) for op in ops if op.namespace not in ("aten", "prims")}
 
     def flatten(self, vectors: Mapping[str, Tensor], dense: Tensor | None) -> list[Tensor]:
-        """The tensors in the graph's order. Vectors that the tower does not read are left out."""
+        """The tensors in the graph's order, without vectors that the tower does not read."""
         flat: list[Tensor] = []
-        for place, given in zip(self._input_names, self.inputs, strict=True):
-            tensor = dense if place is None else vectors.get(place)
+        for name, given in zip(self._input_names, self.inputs, strict=True):
+            tensor = dense if name is None else vectors.get(name)
             if tensor is None:
                 have = ", ".join(vectors) or "none"
-                raise BatchError(f"the tower reads {given.name!r}, which did not come; there are vectors of: {have}")
+                raise BatchError(f"the tower reads {given.name!r}, which the batch lacks; it has vectors of: {have}")
             flat.append(tensor)
         return flat
 
     def shape_of(self, inputs: Sequence[Tensor]) -> Shape:
-        """What shape these inputs have."""
+        """The shape of these inputs."""
         lengths = [0] * self.lengths
         if self.lengths:
             for given, tensor in zip(self.inputs, inputs, strict=True):
@@ -183,7 +182,7 @@ class TowerGraph:
 
 
 def schema_of(op: Any) -> Any:
-    """The types of an operator's arguments and which of them it writes to. torch does not document where it is."""
+    """An operator's schema: its arguments' types and which it writes to. torch does not document the attribute."""
     schema = getattr(op, "_schema", None)
     if schema is None:
         raise ChangedError(describe("torch", "has operators without _schema"))
@@ -191,9 +190,9 @@ def schema_of(op: Any) -> Any:
 
 
 def _rewritten(program: torch.export.ExportedProgram, module: torch.fx.GraphModule) -> Callable[..., Any]:
-    """What runs the graph: on a CPU with fewer calls (serve/graph/graph_rewrite.py)."""
-    made = [node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder"]
-    if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in made):
+    """The function that runs the graph, on a CPU with rewrites (graph_rewrite.py)."""
+    values = [node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder"]
+    if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values):
         return module.forward
     rewritten = torch.fx.GraphModule(module, copy.deepcopy(module.graph))
     graph_rewrite.join_pairs(rewritten, program)
@@ -201,7 +200,7 @@ def _rewritten(program: torch.export.ExportedProgram, module: torch.fx.GraphModu
 
 
 def _without_none(program: torch.export.ExportedProgram) -> torch.fx.GraphModule:
-    """The graph without arguments that were None at export; nothing reads them, but a call would have to pass them."""
+    """The graph without arguments that were None at export. Nothing reads them, but a call would have to pass them."""
     module = graph_rewrite.copy_of(program)
     for node in list(module.graph.nodes):
         if node.op == "placeholder" and not node.users and node.meta.get("val") is None:
@@ -220,7 +219,7 @@ def _drawn(given: Input, sizes: tuple[int, ...], generator: torch.Generator) -> 
 
 
 def _arguments(program: torch.export.ExportedProgram) -> dict[str, Any]:
-    """The numbers of the user inputs, by argument: weights (where they are one), vectors and dense."""
+    """Positions of the user inputs by argument: weights (if they are an argument), vectors and dense."""
     spec = program.call_spec.in_spec
     args, kwargs = spec.unflatten(range(spec.num_leaves))
     both = len(args) > 1 and isinstance(args[0], dict) and isinstance(args[1], dict)
@@ -228,7 +227,7 @@ def _arguments(program: torch.export.ExportedProgram) -> dict[str, Any]:
 
 
 def _given_weights(program: torch.export.ExportedProgram) -> dict[str, Tensor]:
-    """Weights that are an argument of the graph: zeros of their shapes, by name."""
+    """For weights that are an argument of the graph: zeros of their shapes, by name."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     names = list(program.graph_signature.user_inputs)
     places = _arguments(program).get("weights", {})
@@ -237,13 +236,13 @@ def _given_weights(program: torch.export.ExportedProgram) -> dict[str, Tensor]:
 
 
 def _user_inputs(program: torch.export.ExportedProgram) -> list[str]:
-    """The graph's names of what it reads beside weights."""
+    """The graph's names of its inputs other than weights."""
     skipped = len(_arguments(program).get("weights", {}))
     return [str(name) for name in program.graph_signature.user_inputs[skipped:]]
 
 
 def _inputs(program: torch.export.ExportedProgram) -> tuple[tuple[Input, ...], int]:
-    """The inputs and how many lengths there are. Which dimensions are one and the same is told by their symbol."""
+    """The inputs and the number of lengths. Dimensions with the same symbol are the same size."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     symbols: dict[str, int | None] = {}
     found = []
@@ -252,7 +251,7 @@ def _inputs(program: torch.export.ExportedProgram) -> tuple[tuple[Input, ...], i
         if not isinstance(value, Tensor):
             if value is None:
                 continue  # an argument that was None at export
-            raise OptionError(f"the tower reads {name!r}, which is no tensor; give it tensors alone")
+            raise OptionError(f"the tower reads {name!r}, which is not a tensor; pass tensors only")
         axes: list[int | None] = []
         for size in value.shape:
             if isinstance(size, int):
@@ -268,7 +267,7 @@ def _inputs(program: torch.export.ExportedProgram) -> tuple[tuple[Input, ...], i
 
 
 def _input_names(program: torch.export.ExportedProgram) -> list[str | None]:
-    """For each input the name of its vector, or None for the dense features: found by unflattening the places."""
+    """For each input the name of its vector, or None for the dense features."""
     given = _arguments(program)
     by_leaf: dict[int, str | None] = {leaf: name for name, leaf in given["vectors"].items()}
     if isinstance(given.get("dense"), int):
@@ -280,7 +279,7 @@ def _input_names(program: torch.export.ExportedProgram) -> list[str | None]:
 
 
 def _digest(program: torch.export.ExportedProgram) -> str:
-    """A hash of the ops, their arguments and the sizes of what they read; not of the weights' values."""
+    """A hash of the ops, their arguments and the sizes of their inputs, not of the weights' values."""
     digest = hashlib.sha256()
     for node in program.graph.nodes:
         value = node.meta.get("val")

@@ -31,7 +31,7 @@ LAST_LINES = 5  # of stderr
 NOT_FOR_CHILDREN = ("HOTROW_TOKEN",)  # who needs the token gets it with the options
 
 
-def spare_collection() -> None:
+def freeze_garbage_collector() -> None:
     """Keep the garbage collector from all that is there now (torch's modules above all): looking through it takes a
     tenth of a second and more, in the middle of some requests."""
     gc.collect()
@@ -63,7 +63,7 @@ class Child:
         self.process: subprocess.Popen[bytes] | None = None
         self.environment: dict[str, str] = {}  # beside ours
         self._heard = heard
-        self._pause, self._started, self._again = FIRST_PAUSE, 0.0, 0.0
+        self._backoff, self._started, self._again = Backoff(FIRST_PAUSE, LONGEST_PAUSE), 0.0, 0.0
         self._was_ready = False
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._threads: list[threading.Thread] = []  # that read what this life says
@@ -94,7 +94,7 @@ class Child:
             thread.start()
         self.send(self.options)
 
-    def tend(self) -> str | None:
+    def restart_if_due(self) -> str | None:
         """Start it again if it is dead and its pause is over; returns what to tell people, if anything."""
         if self.process is None or self.process.poll() is None:
             return None
@@ -104,9 +104,10 @@ class Child:
             if not self._was_ready and self._hopeless():
                 return None
             lived = now - self._started
-            self._pause = FIRST_PAUSE if lived > LONG_LIFE else self._pause
-            self._again = now + self._pause
-            pause, self._pause = self._pause, min(LONGEST_PAUSE, 2 * self._pause)
+            if lived > LONG_LIFE:
+                self._backoff.reset()
+            pause = self._backoff.next()
+            self._again = now + pause
             return f"{self.name} ended with {self.process.returncode}; it starts again in {pause:g} s"
         if now >= self._again:
             self.restarts += 1

@@ -29,14 +29,14 @@ SMALLEST_READ = 64 << 10
 MOST_UNSENT = 256 << 20
 
 
-class Connection:
+class FrontendConnection:
     """One front end."""
 
     def __init__(
         self,
         connected: socket.socket,
-        receive: Callable[[Connection, bytearray, list[tuple[Any, ...]]], None],
-        gone: Callable[[Connection], None],
+        receive: Callable[[FrontendConnection, bytearray, list[tuple[Any, ...]]], None],
+        gone: Callable[[FrontendConnection], None],
     ) -> None:
         self._socket, self._receive, self._gone = connected, receive, gone
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):

@@ -1,4 +1,4 @@
-"""A front end as a process: a RemoteBackend over the engines' sockets, and the ports of ports.py over it.
+"""A front end as a process: a EngineClient over the engines' sockets, and the ports of ports.py over it.
 
 It writes lines of JSON for its supervisor on stdout (ready with its ports, figures once a second), and reads lines from
 stdin: first its options (`{"sockets": [...], "options": {...}}`, FrontendOptions with the token, which must not be seen
@@ -21,9 +21,9 @@ import threading
 from typing import Any, BinaryIO
 
 from hotrow.errors import OptionError
-from hotrow.serve.frontend.engine_client import RemoteBackend
+from hotrow.serve.frontend.engine_client import EngineClient
 from hotrow.serve.frontend.ports import Frontend, FrontendOptions
-from hotrow.serve.processes.child import read_options, spare_collection
+from hotrow.serve.processes.child import freeze_garbage_collector, read_options
 from hotrow.serve.protocol.backend import Figures
 from hotrow.serve.protocol.limits import Limits
 
@@ -45,7 +45,7 @@ async def serve(sockets: list[str], options: FrontendOptions, said: BinaryIO) ->
         loop.add_signal_handler(number, stop.set)
     others: list[Figures] = []
     threading.Thread(target=_listen, args=(loop, stop, others, said), daemon=True).start()
-    backend = RemoteBackend(sockets)
+    backend = EngineClient(sockets)
     await backend.open()
     frontend = Frontend(backend, options, lambda: others)
     try:
@@ -53,7 +53,7 @@ async def serve(sockets: list[str], options: FrontendOptions, said: BinaryIO) ->
     except OptionError as error:
         tell("failed", why=str(error))
         return 2
-    spare_collection()
+    freeze_garbage_collector()
     tell("ready", ports=frontend.ports)
     while not stop.is_set():
         tell("figures", figures=[[*key, value] for key, value in frontend.figures().items()])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from hotrow.backoff import Backoff
 from hotrow.serve.batching.versions import Models
 from hotrow.serve.protocol.request import RefusedError
 
@@ -27,7 +28,7 @@ class Restore:
     def __init__(self, models: Models, tell: Callable[..., None]) -> None:
         self._models, self._tell = models, tell
         self._lost: InService = {}  # were in service, and do not load
-        self._pause, self._again = FIRST_PAUSE, 0.0
+        self._backoff, self._again = Backoff(FIRST_PAUSE, LONGEST_PAUSE), 0.0
 
     def begin(self, before: Mapping[str, list[str]] | None, names: Sequence[str]) -> None:
         """Load what there was before; in a first life the newest versions of the models named."""
@@ -37,7 +38,7 @@ class Restore:
                 self._tell("refused", model=name, why=why)
                 if versions:
                     self._lost[name] = versions
-        self._again = time.monotonic() + self._pause
+        self._again = time.monotonic() + self._backoff.next()
 
     def retry(self) -> None:
         """Load what was lost, if it is time."""
@@ -46,8 +47,7 @@ class Restore:
         for name, versions in list(self._lost.items()):
             if self._current(name) or self._load(name, versions) is None:
                 self.forget(name)
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        self._again = time.monotonic() + self._pause
+        self._again = time.monotonic() + self._backoff.next()
 
     def forget(self, name: str) -> None:
         """A model need not come back."""

@@ -38,7 +38,7 @@ from hotrow.serve.processes.serve_options import PORTS, ServeOptions
 POLL_SECONDS = 0.05
 
 
-class Server:
+class Supervisor:
     """The supervisor. `run` is its life; it needs the main thread, for signals."""
 
     def __init__(self, options: ServeOptions, console: Console | None = None) -> None:
@@ -52,7 +52,7 @@ class Server:
         self._stop = False
         self._held: list[socket.socket] = []
         self._status: Status | None = None
-        self._speed = Speed()
+        self._speed = StatusLine()
 
     def run(self, ready: Callable[[dict[str, int]], None] = lambda ports: None) -> int:
         """Serve until SIGTERM or Ctrl-C; the exit code."""
@@ -137,7 +137,7 @@ class Server:
             time.sleep(POLL_SECONDS)
 
     def _tend(self, child: Child) -> None:
-        if (news := child.tend()) is not None:
+        if (news := child.restart_if_due()) is not None:
             self._say(f"[yellow]{escape(news)}[/]")
 
     def _share_figures(self) -> None:
@@ -191,7 +191,7 @@ class Server:
         self.console.print(text, highlight=False, soft_wrap=True)
 
 
-class Speed:
+class StatusLine:
     """What the engines did since the last line, in words."""
 
     def __init__(self) -> None:
@@ -260,5 +260,5 @@ def hold_port(host: str, port: int, name: str) -> socket.socket:
 def serve(options: ServeOptions) -> int:
     """What `hotrow serve` does."""
     with suppress(KeyboardInterrupt):
-        return Server(replace(options, repository=os.path.abspath(options.repository))).run()
+        return Supervisor(replace(options, repository=os.path.abspath(options.repository))).run()
     return 0

@@ -1,12 +1,12 @@
-"""Export: a model becomes a version in a repository, whole or not at all.
+"""Export: a model becomes a version in a repository, completely or not at all.
 
-The parts, in order: the tower's graph and weights (tower.py), the rows of each table as values alone (row_files.py),
-the feature spec, and last the manifest with everything's checksum. All of it is written into a hidden draft, synced,
-and renamed to the version's number; so a folder that has a number is complete, whatever happened. One process exports
-into a model's folder at a time.
+The parts are, in this order: the tower's graph and weights (serve/graph/tower.py), the rows of each table as values
+only (row_files.py), the feature spec, and last the manifest with all checksums. They are written into a hidden draft,
+synced, and the draft is renamed to the version's number. So a folder whose name is a number is always complete. One
+process at a time exports into a model's folder.
 
-The model is left as it was: rows are read, not moved; the tower is copied; no random number is drawn. Call it between
-two steps, from the thread that trains.
+The model is not changed: rows are read, the tower is copied, no random number is drawn. Call `export` between two
+steps, on the thread that trains.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ DefaultRows = Mapping[str, Tensor | Sequence[float]]
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What the one who exports decides, checked."""
+    """The options of an export, checked."""
 
     values: str
     policy: str
     deadline: float | None
     default_rows: dict[str, list[float]]
     features: FeatureSpec | None
-    wrote: Callable[[int], object] = field(default=lambda rows: None)
+    on_rows: Callable[[int], object] = field(default=lambda rows: None)
     publication: int = 0
 
 
@@ -77,12 +77,13 @@ def export(
 ) -> Version:
     """Write `model` as the next version of `path`, such as "repository/ctr", for `hr.Engine` and `hotrow serve`.
 
-    `features` is the spec that makes batches of raw columns, so that clients may send those. How many dense features
-    the tower reads comes from the spec or the tower (`tower.dense_features`), else say `dense_features`. `values` is
-    how rows are stored. `policy` says what happens to a row that would come after the request's deadline (`deadline`
-    seconds, or the server's): "wait", "initial" or "default", the row in `default_rows` by table (zeros without).
-    `progress` hears how many rows each chunk had. `publication` is the number whose rows these are: a server that
-    follows the bus begins there (`hr.Publish(snapshot=lambda n: hr.export(model, path, publication=n).path)`).
+    `features` is the spec that turns raw columns into batches, so that clients may send raw columns. The number of
+    dense features comes from the spec or the tower (`tower.dense_features`); otherwise give `dense_features`. `values`
+    is the type that rows are stored in. `policy` says what a row reads as that cannot be read before the request's
+    deadline (`deadline` seconds, or the server's): "wait", "initial" or "default", which is the table's row in
+    `default_rows` (zeros by default). `progress` is called with the number of rows of each chunk. `publication` is the
+    number of the publication that these rows are from: a server that follows the bus starts there
+    (`hr.Publish(snapshot=lambda n: hr.export(model, path, publication=n).path)`).
 
     >>> import tempfile, torch, hotrow as hr
     >>> embeddings = hr.EmbeddingCollection([hr.Table("user", dim=4), hr.Table("item", dim=4)])
@@ -93,13 +94,13 @@ def export(
     """
     if not isinstance(model, Recommender):
         raise OptionError(
-            f"export takes an hr.Recommender, not {type(model).__name__}; of a Trainer pass trainer.model"
+            f"export takes an hr.Recommender, not {type(model).__name__}; for a Trainer, pass trainer.model"
         )
     embeddings, folder = model.embeddings, Path(path)
     check_name(folder.name)
     if embeddings.ranks is not None and embeddings.ranks.world > 1:
         raise OptionError("a rank has only a part of the rows; save a checkpoint and export that: `hotrow export`")
-    chosen = ExportOptions(
+    options = ExportOptions(
         _checked(check_values, values),
         _policy(policy),
         _deadline(deadline),
@@ -117,7 +118,7 @@ def export(
         number = _number(folder, version)
         draft = folder / f".{number}.tmp"
         try:
-            _write(draft, folder.name, number, embeddings, traced, dense, chosen)
+            _write(draft, folder.name, number, embeddings, traced, dense, options)
             durable_files.rename(draft, folder / str(number))
         except BaseException:
             with suppress(StorageError):  # the next export removes it
@@ -134,16 +135,16 @@ def _write(
     embeddings: EmbeddingCollection,
     traced: Traced,
     dense: int,
-    chosen: ExportOptions,
+    options: ExportOptions,
 ) -> None:
-    """A version's files, all on the disk when this returns."""
+    """Write and sync a version's files."""
     durable_files.make(draft / "rows")
     durable_files.write(draft / TOWER, graph_archive.pack(traced.program))
     graph_archive.check((draft / TOWER).read_bytes(), draft / TOWER)
     durable_files.write(draft / WEIGHTS, state_encoding.to_bytes(traced.weights))
-    if chosen.features is not None:
-        durable_files.write(draft / FEATURES, chosen.features.to_json().encode())
-    tables = [_write_table(draft / "rows", rows, chosen) for rows in embeddings.tables]
+    if options.features is not None:
+        durable_files.write(draft / FEATURES, options.features.to_json().encode())
+    tables = [_write_table(draft / "rows", rows, options) for rows in embeddings.tables]
     durable_files.sync(draft / "rows")
     write_manifest(
         draft,
@@ -161,34 +162,34 @@ def _write(
             "tower": {"weights": list(traced.weights), "tied": traced.tied},
             "seed": embeddings.seed,
             "tables": tables,
-            "policy": chosen.policy,
-            "deadline": chosen.deadline,
+            "policy": options.policy,
+            "deadline": options.deadline,
             "trained": {"step": embeddings.steps, "watermark": embeddings.watermark},
-            "publication": chosen.publication,
+            "publication": options.publication,
             "files": _fingerprints(draft),
         },
     )
     durable_files.sync(draft)
 
 
-def _write_table(folder: Path, rows: TableRows, chosen: ExportOptions) -> dict[str, Any]:
-    """One table's rows; returns what the manifest says of it."""
+def _write_table(folder: Path, rows: TableRows, options: ExportOptions) -> dict[str, Any]:
+    """Write one table's rows; returns its entry in the manifest."""
     table = rows.table
-    count = write_rows(table, len(rows), rows.scan(), folder / table.name, chosen.values, chosen.wrote)
+    count = write_rows(table, len(rows), rows.scan(), folder / table.name, options.values, options.on_rows)
     return {
         "name": table.name,
         "dim": table.dim,
         "features": table.poolings,
         "initial": table.initial.to_dict(),
         "rows": count,
-        "values": chosen.values,
-        "default": chosen.default_rows.get(table.name),
+        "values": options.values,
+        "default": options.default_rows.get(table.name),
         **({} if table.dtype == "fp32" else {"dtype": table.dtype}),
     }
 
 
 def _fingerprints(draft: Path) -> dict[str, Any]:
-    """Size and checksum of every file. Requires: they are all there."""
+    """Size and checksum of every file. Requires: all files are written."""
     files = sorted(path for path in draft.rglob("*") if path.is_file())
     return {
         path.relative_to(draft).as_posix(): {"bytes": path.stat().st_size, "blake2b": file_digest(path)}
@@ -202,23 +203,23 @@ def _number(folder: Path, version: int | None) -> int:
         return 1 + max(taken, default=0)
     number = check_version(version)
     if (folder / str(number)).exists():
-        raise OptionError(f"version={number} of {folder} is there; versions are never changed: leave version= out")
+        raise OptionError(f"version={number} of {folder} exists; versions are never changed: leave version= out")
     return number
 
 
 def _dense(model: Recommender, features: FeatureSpec | None, given: int | None) -> int:
-    """How many dense features the tower reads, from whoever knows."""
+    """The number of dense features that the tower reads, from the option, the tower or the spec."""
     of_tower = getattr(model.tower, "dense_features", None)
     of_spec = None if features is None else len(features.dense_names)
-    says = {
+    counts = {
         "dense_features=": given,
         "the tower": of_tower if isinstance(of_tower, int) else None,
         "features=": of_spec,
     }
-    known = {who: count for who, count in says.items() if count is not None}
+    known = {source: count for source, count in counts.items() if count is not None}
     if len(set(known.values())) > 1:
-        told = ", ".join(f"{who} says {count}" for who, count in known.items())
-        raise OptionError(f"how many dense features has a row? {told}; make them agree")
+        listed = ", ".join(f"{source} says {count}" for source, count in known.items())
+        raise OptionError(f"how many dense features a row has is not clear: {listed}; make them agree")
     return next(iter(known.values()), 0)
 
 

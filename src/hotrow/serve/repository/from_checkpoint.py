@@ -1,11 +1,11 @@
-"""A checkpoint into a repository, without the program that trained it.
+"""Export a checkpoint into a repository, without the program that trained it.
 
-The checkpoint has the tables, their rows, the tower's weights and the feature spec; how the tower is built comes from
-the caller. Rows are not brought into memory: they become those of a collection over an SSD folder of its own (links to
-the checkpoint's segments, where the disk is the same), and stream from there. So expired rows stay out, parts that
-several ranks wrote come together, and there is one way to export.
+The checkpoint has the tables, their rows, the tower's weights and the feature spec. The caller knows how the tower is
+built. Rows are not loaded into memory: they become those of a collection over an SSD folder of its own (links to the
+checkpoint's segments where the disk is the same) and are streamed from there. So expired rows are left out, parts that
+several ranks wrote are joined, and there is only one way to export.
 
-The folder lies hidden in the repository and goes at the end; one that a crash left is removed by the next export.
+The folder is hidden in the repository and removed at the end. The next export removes one that a crash left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hotrow.train.checkpoint.row_logs import remove_if_free
 from hotrow.units import format_size
 
 PREFIX = ".export-"
-_FIXED, _ROW, _TABLE_ROWS = 64 << 20, 32, 16384  # DRAM: buffers; for each row's place; rows of each table
+_FIXED, _ROW, _TABLE_ROWS = 64 << 20, 32, 16384  # DRAM: bytes of buffers, bytes of index per row, rows of each table
 _FIELDS = frozenset(Table.__dataclass_fields__)
 
 TowerOf = Callable[[Checkpoint, EmbeddingCollection], nn.Module]
@@ -55,8 +55,8 @@ def export_checkpoint(
     checkpoint.verify()
     folder = Path(repository)
     durable_files.make(folder)
-    for left in folder.glob(f"{PREFIX}*"):
-        remove_if_free(left)
+    for abandoned in folder.glob(f"{PREFIX}*"):
+        remove_if_free(abandoned)
     scratch = folder / f"{PREFIX}{os.getpid()}"
     try:
         embeddings = _embeddings(checkpoint, scratch, bar)
@@ -75,13 +75,13 @@ def export_checkpoint(
 
 
 def _publication(checkpoint: Checkpoint) -> int:
-    """The publication whose rows the checkpoint has; 0 where it is not at one."""
+    """The publication whose rows the checkpoint has; 0 if it was not taken at one."""
     published = checkpoint.manifest.get("publish")
     return int(published["number"]) if published is not None and published["whole"] else 0
 
 
 def _embeddings(checkpoint: Checkpoint, scratch: Path, bar: ProgressBar) -> EmbeddingCollection:
-    """The checkpoint's rows, over an SSD folder."""
+    """The checkpoint's rows as a collection over an SSD folder."""
     tables = [Table.from_dict(_definition(saved)) for saved in checkpoint.manifest["tables"]]
     widest = sum(_TABLE_ROWS * (4 * saved["width"] + 64) for saved in checkpoint.manifest["tables"])
     rows = sum(saved["rows"] for saved in checkpoint.manifest["tables"])
@@ -98,17 +98,17 @@ def _embeddings(checkpoint: Checkpoint, scratch: Path, bar: ProgressBar) -> Embe
 
 
 def _definition(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A table as the manifest has it, without what is said of its rows."""
+    """A table's definition from the manifest, without the fields about its rows."""
     return {name: value for name, value in saved.items() if name in _FIELDS}
 
 
 def _load_weights(checkpoint: Checkpoint, tower: nn.Module) -> None:
     weights, mine = checkpoint.tensors(DENSE), tower.state_dict()
-    for name in sorted({*weights, *mine}):  # a file's own order is no order
+    for name in sorted({*weights, *mine}):  # the order of a safetensors file means nothing
         shapes = [_shape(tensors.get(name)) for tensors in (weights, mine)]
         if shapes[0] != shapes[1]:
             raise CheckpointError(
-                f"{checkpoint.path / DENSE} has {shapes[0]} as weight {name!r} but the tower that is described has "
+                f"{checkpoint.path / DENSE} has {shapes[0]} as weight {name!r} but the described tower has "
                 f"{shapes[1]}; pass the job file that trained it: --job job.toml"
             )
     tower.load_state_dict(weights)

@@ -8,13 +8,13 @@
           weights.safetensors     the tower's weights
           features.json           the feature spec, where there is one
           rows/<table>/           rows: values alone, in segments
-        .4.tmp/                   being written, or left by a crash; nobody reads it
+        .4.tmp/                   a draft being written, or left by a crash; never read
 
-A folder with a version's name is complete (export.py sees to that). Files are compared with their checksums when they
-are read, and the bytes that were checked are the bytes that are used; segments of rows have a checksum in every block,
-compared when the rows are loaded. `verify(whole=True)` reads everything. Nothing here writes, and any thread may read.
+A folder whose name is a version is complete (export.py ensures that). Files are checked when they are read, and the
+bytes that were checked are the bytes that are used. Segments of rows have a checksum in every block, which is checked
+when the rows are loaded. `verify(whole=True)` reads everything. Any thread may read; only `write_manifest` writes.
 
-Names of models and versions come from clients: `check_name` and `check_version` are the only way from such a name to a
+Names of models and versions come from clients. Only `check_name` and `check_version` turn such a name into a part of a
 path.
 """
 
@@ -79,7 +79,7 @@ def check_version(version: object) -> int:
 
 @dataclass(frozen=True)
 class TableOnDisk:
-    """One table of a version: its definition, how many rows it has, and where they are."""
+    """One table of a version: its definition, its number of rows, and their folder."""
 
     table: Table
     rows: int
@@ -88,7 +88,7 @@ class TableOnDisk:
 
 @dataclass(frozen=True)
 class Version:
-    """One version of a model: its folder and its manifest, which has been checked. Files are checked as they are read.
+    """One version of a model: its folder and its checked manifest. Files are checked when they are read.
 
     >>> Version(Path("repository/ctr/3"), {"model": "ctr", "number": 3}).number
     3
@@ -109,9 +109,11 @@ class Version:
 
     @property
     def signature(self) -> Signature:
-        """What the model takes."""
-        says = self.manifest["signature"]
-        return Signature(tuple(says["features"]), frozenset(says["sequences"]), int(says["dense"]), int(says["tasks"]))
+        """The model's inputs and outputs."""
+        saved = self.manifest["signature"]
+        return Signature(
+            tuple(saved["features"]), frozenset(saved["sequences"]), int(saved["dense"]), int(saved["tasks"])
+        )
 
     @property
     def tables(self) -> list[TableOnDisk]:
@@ -120,17 +122,17 @@ class Version:
 
     @property
     def policy(self) -> str:
-        """What happens to rows that would come too late."""
+        """What rows read as that cannot be read before the deadline."""
         return str(self.manifest["policy"])
 
     @property
     def deadline(self) -> float | None:
-        """Seconds that a request has unless it says otherwise; None leaves it to the server."""
+        """The default deadline of a request in seconds; None for the server's default."""
         deadline = self.manifest["deadline"]
         return None if deadline is None else float(deadline)
 
     def read(self, name: str) -> bytes:
-        """A file's bytes, compared with its size and checksum."""
+        """A file's bytes, after checking their size and checksum."""
         expected, path = self._expected(name), self.path / name
         try:
             with durable_files.disk("read", path):
@@ -152,14 +154,14 @@ class Version:
         return {name: tensors[name] for name in names}
 
     def features(self) -> FeatureSpec | None:
-        """The feature spec, where there is one."""
+        """The feature spec, if the version has one."""
         if FEATURES not in self.manifest["files"]:
             return None
         return FeatureSpec.from_json(self.read(FEATURES).decode())
 
     def verify(self, whole: bool = False) -> None:
-        """Check every file; what is wrong is named. Without `whole`, segments of rows by their size and header alone:
-        the checksums of their blocks are compared when the rows are loaded."""
+        """Check every file and raise an error that names the first bad one. Without `whole`, segments of rows are
+        checked by size and header only; the checksums of their blocks are compared when the rows are loaded."""
         for name in self.manifest["files"]:
             if not _is_segment(name):
                 self.read(name)
@@ -191,15 +193,15 @@ class Version:
     def _expected(self, name: str) -> dict[str, Any]:
         expected: dict[str, Any] | None = self.manifest["files"].get(name)
         if expected is None:
-            raise RepositoryError(f"{self.path} has no {name}: its manifest does not name one; {self._cure()}")
+            raise RepositoryError(f"{self.path} has no {name}: its manifest does not list it; {self._cure()}")
         return expected
 
     def _cure(self) -> str:
-        return f"copy version {self.number} here again, or export the model anew"
+        return f"copy version {self.number} here again, or export the model again"
 
 
 class Repository:
-    """A folder of models. It is read anew at every call: versions come and go while a server runs.
+    """A folder of models. Every call reads it again, because versions come and go while a server runs.
 
     >>> Repository("no/such/folder")
     Traceback (most recent call last):
@@ -222,14 +224,14 @@ class Repository:
         return list_versions(self.path / check_name(model))
 
     def open(self, model: str, version: object = None) -> Version:
-        """One version, checked but for the blocks of rows; without a number, the newest that is whole."""
+        """One version, checked except for the blocks of rows; without a number, the newest that is whole."""
         check_name(model)
         if version is not None:
             return open_version(self.path / model / str(check_version(version)))
         return next(candidates(self.path / model))
 
     def index(self) -> Iterator[tuple[str, int, str]]:
-        """Every model and version with what is wrong with it, empty where nothing is."""
+        """Every model and version with its error, which is empty for a whole one."""
         for model in self.models():
             for number in self.versions(model):
                 try:
@@ -249,9 +251,9 @@ def list_versions(model: Path) -> list[int]:
 
 
 def candidates(model: Path) -> Iterator[Version]:
-    """A model's versions that are whole, newest first; a damaged one is passed over with a warning that names it.
+    """A model's whole versions, newest first. A damaged one is skipped with a warning that names it.
 
-    Raises when there is none at all, or when none is left.
+    Raises if there is no version, or if none is left.
     """
     numbers, faults = list_versions(model), []
     if not numbers:
@@ -271,7 +273,7 @@ def candidates(model: Path) -> Iterator[Version]:
 
 
 def warn_damaged(path: Path, error: Exception) -> str:
-    """Say that a version is not served."""
+    """Warn that a version is not served; returns the reason."""
     warnings.warn(f"version {path} is not served: {error}", stacklevel=4)
     return str(error)
 
@@ -339,7 +341,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_fields(path: Path, manifest: dict[str, Any]) -> None:
-    """What is under a right checksum may still have been written by somebody else."""
+    """Check the fields: a manifest with a correct checksum may still be written by another program."""
     version = Version(path.parent, manifest)
     try:
         check_name(version.model)

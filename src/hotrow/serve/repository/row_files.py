@@ -1,11 +1,11 @@
-"""A table's rows as files of their values alone (docs/formats/segments.md): what a server opens.
+"""A table's rows as files with their values only (docs/formats/segments.md), which a server opens.
 
-Rows stream in, in any order, each key once, and leave through a store of their own that keeps little in memory: a few
-chunks of rows, and the index of what is on disk (16 bytes a row at most). Its log is inside the folder that is being
-written, so that the finished segments are links to it and every row is written once.
+Rows are streamed in, in any order, each key once. They pass through a store of their own that keeps little in memory: a
+few chunks of rows, and the index of what is on disk (at most 16 bytes per row). Its log is inside the folder that is
+being written, so the finished segments are links to it and every row is written once.
 
-Values are converted on the way (core/rows/row_type.h): fp16 by rounding, int8 with a scale and an offset for each row.
-Optimizer state stays behind; counts and last steps stay, for they say which rows are hot.
+Values are converted on the way (core/rows/row_type.h): fp16 by rounding, int8 with a scale and an offset per row.
+Optimizer state is left out. Counts and last steps stay, because they tell which rows are hot.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from hotrow.table import Table
 from hotrow.tiers.host.store import VALUES, Budget, HostStore, Rows
 from hotrow.train.checkpoint import durable_files
 
-CHUNK = 16384  # rows at a time
-_FIXED, _INDEX = 16 << 20, 24  # bytes of buffers, and for each row
+CHUNK = 16384  # rows written at a time
+_FIXED, _INDEX = 16 << 20, 24  # bytes of buffers, bytes per row
 
 
 def check_values(values: str) -> None:
-    """Whether rows can be stored so."""
+    """Raise an error unless rows can be stored as `values`."""
     if values not in VALUES:
         raise OptionError(f"values={values!r}: {choices(values, VALUES)}")
 
 
 def write_rows(
-    table: Table, count: int, source: Iterable[Rows], folder: Path, values: str, wrote: Callable[[int], object]
+    table: Table, count: int, source: Iterable[Rows], folder: Path, values: str, on_rows: Callable[[int], object]
 ) -> int:
-    """Write about `count` rows of a table into `folder` as `values`; `wrote` hears of every chunk. Returns how many.
+    """Write about `count` rows of a table into `folder` as `values`, and return how many.
 
-    Requires: `folder` is not there. What is written is on the disk afterwards, the folder's own name is not.
+    `on_rows` is called with the number of rows of each chunk. Requires: `folder` does not exist. The files are synced,
+    but not the entry of the folder in its parent.
     """
     check_values(values)
     log = folder.with_name(f".log-{folder.name}")
@@ -47,7 +48,7 @@ def write_rows(
             store.assign(
                 rows.keys[part], rows.values[part, : table.dim], rows.counts[part], rows.last_steps[part].clamp(min=0)
             )
-            wrote(rows.keys[part].numel())
+            on_rows(rows.keys[part].numel())
     snapshot = store.begin_snapshot()
     written = snapshot.finish(str(folder))["rows"]
     del snapshot, store

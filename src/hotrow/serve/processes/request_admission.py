@@ -1,0 +1,122 @@
+"""The engine's half of the path of a request, first part: frame → route → admit → defer cold rows → enqueue.
+
+The thread that reads a front end's connection runs these steps. A lane runs the rest (serve/batching/lanes.py), and
+serve/__init__.py has the whole path. A Route is found once for each version, signature and policy, and cached until the
+loaded models change. All requests of one read that have the same route are admitted and enqueued together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hotrow.serve.batching.lanes import BatchKey, RequestFrame, refuse
+from hotrow.serve.batching.miss_queue import MissQueue
+from hotrow.serve.batching.tensorbatch import BatchQueue, QueuedRequest, TensorBatch
+from hotrow.serve.batching.versions import Model, Models, Version
+from hotrow.serve.processes.engine_options import EngineOptions
+from hotrow.serve.processes.engine_socket import FrontendConnection
+from hotrow.serve.protocol import frames
+from hotrow.serve.protocol.request import POLICIES, RefusedError
+
+DEFAULT_DEADLINE = 1.0  # seconds, if neither the request nor the options nor the version has one
+
+Scanned = tuple[Any, ...]  # frames.ScannedRequest's fields, or the first four and why the frame is malformed
+
+
+class Route(NamedTuple):
+    """The queue of a request, and what its version and policy imply."""
+
+    model: Model
+    queue: BatchQueue
+    can_be_cold: bool
+    patient: bool  # whether the policy is to wait for rows past the deadline
+    default_deadline: float  # seconds
+
+
+class RequestAdmission:
+    """Takes requests from the connections' readers to their batch queues, or refuses them."""
+
+    def __init__(self, options: EngineOptions, models: Models, tensorbatch: TensorBatch, misses: MissQueue) -> None:
+        self.options, self.models, self.tensorbatch, self.misses = options, models, tensorbatch, misses
+        self._routes: dict[tuple[int, int, int], Route] = {}
+
+    def receive(self, connection: FrontendConnection, chunk: bytearray, scanned: list[Scanned]) -> None:
+        """Admit and enqueue the requests of one read."""
+        for route, requests in self._by_route(connection, chunk, scanned):
+            refused = self.tensorbatch.admit(route.model.group, requests)
+            if refused:
+                connection.send(b"".join([frames.write_refusal(request.content.id, why) for request, why in refused]))
+            if route.can_be_cold and requests:
+                requests = self._defer_cold(route.queue, requests)
+            if requests:
+                self.tensorbatch.enqueue(route.queue, requests)
+
+    def clear_routes(self) -> None:
+        """The loaded models have changed: routes are found anew."""
+        self._routes = {}
+
+    def _by_route(
+        self, connection: FrontendConnection, chunk: bytearray, scanned: list[Scanned]
+    ) -> list[tuple[Route, list[QueuedRequest]]]:
+        """The requests of these frames, grouped by route. A frame that has no route is refused."""
+        now = self.tensorbatch.clock()
+        by_route: dict[int, tuple[Route, list[QueuedRequest]]] = {}
+        for frame in scanned:
+            try:
+                route = self._route(frame)
+            except RefusedError as error:
+                connection.send(frames.write_refusal(frame[1], error))
+                continue
+            _, number, offset, length, _, _, rows, left, _, _, _, _ = frame
+            deadline = now + (left * 1e-6 if left >= 0 else route.default_deadline)
+            content = RequestFrame(connection, number, chunk, offset, length)
+            request = QueuedRequest(content, rows, length, deadline, route.patient)
+            by_route.setdefault(id(route), (route, []))[1].append(request)
+        return list(by_route.values())
+
+    def _route(self, frame: Scanned) -> Route:
+        """The route of a request. Raises RefusedError."""
+        if len(frame) == 5:
+            raise RefusedError(400, f"malformed frame: {frame[4]}")
+        _, _, _, _, number, fingerprint, rows, _, policy, ids, _, _ = frame
+        if ids > frames.MOST_IDS // 2:
+            raise RefusedError(413, f"{ids} ids in one request, spread over its rows; ask with fewer rows at once")
+        if rows > self.options.max_rows:  # several batches, which must all use one version
+            model, pinned = self.models.resolve(number)
+            if pinned is None and (current := model.version_for(fingerprint)) is not None:
+                number = current.number
+        route = self._routes.get((number, fingerprint, policy))
+        if route is None:
+            route = self._routes[number, fingerprint, policy] = self._find_route(number, fingerprint, policy)
+        return route
+
+    def _find_route(self, number: int, fingerprint: int, policy: int) -> Route:
+        model, pinned = self.models.resolve(number)
+        if policy > len(POLICIES):
+            raise RefusedError(400, f"policy number {policy}; there are {len(POLICIES)}")
+        version = model.version_for(fingerprint, pinned)
+        if version is None:
+            raise RefusedError(503, f"model {model.name!r} takes other inputs now; ask again", 0.1)
+        default = self.options.policy or getattr(version.servable, "policy", None) or "initial"
+        name = POLICIES[policy - 1] if policy else default
+        queue = self.tensorbatch.queue_of(model.group, BatchKey(model, pinned, fingerprint, name))
+        return Route(model, queue, version.can_be_cold, name == "wait", self._default_deadline(version))
+
+    def _default_deadline(self, version: Version) -> float:
+        for seconds in (self.options.deadline, getattr(version.servable, "deadline", None)):
+            if seconds is not None:
+                return float(seconds)
+        return DEFAULT_DEADLINE
+
+    def _defer_cold(self, queue: BatchQueue, requests: list[QueuedRequest]) -> list[QueuedRequest]:
+        """Hand requests with cold rows to the miss queue; returns the others."""
+        key: BatchKey = queue.key
+        version = key.model.version_for(key.fingerprint, key.pinned)
+        if version is None or not version.can_be_cold:
+            return requests
+        try:
+            return self.misses.defer_cold(queue, requests, version)
+        except frames.FrameError as error:
+            for request in requests:
+                refuse(self.tensorbatch, request, RefusedError(400, str(error)))
+            return []
