@@ -79,7 +79,7 @@ def test_a_rank_that_fails_tells_the_others_why(tmp_path: Path) -> None:
 STAGES = """
 import sys
 import hotrow as hr
-from hotrow.train import pipeline, trainer as of_trainer
+from hotrow.train import fit, pipeline, trainer as of_trainer
 from test_rank_training import WithSequences, make
 
 def fails(real):
@@ -93,7 +93,7 @@ def fails(real):
 
 stage, ranks = sys.argv[1], hr.join_ranks("gloo", timeout=60)
 trainer, source = make(ranks, sys.argv[2], checkpoint_every=1), WithSequences(40 * 32, 16)
-at = {"compute": (trainer, "_forward_backward"), "update": (of_trainer, "make_step"), "save": (of_trainer, "capture")}
+at = {"compute": (trainer, "_forward_backward"), "update": (fit, "make_step"), "save": (of_trainer, "capture")}
 place, name = at.get(stage, (pipeline.Pipeline, stage))
 if ranks.rank == 1 and stage == "read":
     reads = source.batches

@@ -19,6 +19,7 @@ from test_rank_training import WithSequences, make, outcome
 import hotrow as hr
 from hotrow.data import Cursor
 from hotrow.train.checkpoint.manifest import list_checkpoints, open_checkpoint
+from hotrow.train.fit import FitRun
 from hotrow.train.interrupt import Interrupted
 
 BATCH = 16
@@ -58,7 +59,7 @@ def state(trainer: hr.Trainer, report: hr.Report) -> dict[str, Any]:
     return {name: made[name] for name in ("rows", "tower", "cursor", "random", "metrics")} | {
         "steps": trainer.steps,
         "own metrics": trainer.metrics.state(),
-        "place": vars(trainer.place),
+        "place": vars(trainer.position),
     }
 
 
@@ -159,10 +160,16 @@ def test_ctrl_c_on_one_rank_ends_an_evaluation_on_all(crews: dict[int, Crew], tm
 
 def interrupt_the_end(ranks: hr.Ranks, folder: Path) -> tuple[Any, ...]:
     trainer = make(ranks, folder)
-    reduce = trainer._reduce
-    if ranks.rank == 1:
-        trainer._reduce = lambda report: (press(), reduce(report))[1]  # type: ignore[method-assign, func-returns-value]
-    stop = stopped(trainer, WithSequences(5 * ranks.world * BATCH, BATCH))
+    reduce = FitRun._reduce
+
+    def press_and_reduce(run: FitRun) -> None:
+        press()
+        reduce(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 1:
+            patch.setattr(FitRun, "_reduce", press_and_reduce)
+        stop = stopped(trainer, WithSequences(5 * ranks.world * BATCH, BATCH))
     return stop.step, stop.checkpoint
 
 

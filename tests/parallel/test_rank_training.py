@@ -76,7 +76,7 @@ def outcome(trainer: hr.Trainer, report: hr.Report) -> dict[str, Any]:
         "tower": {name: value.numpy().tobytes() for name, value in trainer.model.tower.state_dict().items()},
         "losses": report.losses,
         "metrics": report.metrics,
-        "examples": (report.examples, trainer.place.examples, report.ids),
+        "examples": (report.examples, trainer.position.examples, report.ids),
         "steps": report.steps,
         "cursor": trainer.cursor,
         "random": torch.get_rng_state().numpy().tobytes(),
@@ -173,7 +173,7 @@ def resume(ranks: hr.Ranks, folder: Path, interrupted: bool) -> dict[str, Any]:
         report = trainer.fit(source, progress=False)
     metrics = trainer.metrics.state()
     return {**outcome(trainer, report), "losses": report.losses[-12:], "own metrics": metrics, "steps": trainer.steps,
-            "examples": trainer.place.examples}  # fmt: skip
+            "examples": trainer.position.examples}  # fmt: skip
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(crew: Crew, tmp_path: Path) -> None:

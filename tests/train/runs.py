@@ -103,7 +103,7 @@ def bits(trainer: hr.Trainer) -> dict[str, Any]:
         "metrics": trainer.metrics.state(),
         "rng": torch.get_rng_state().numpy().tobytes(),
         "cursor": trainer.cursor,
-        "place": vars(trainer.place),
+        "place": vars(trainer.position),
     }
 
 

@@ -105,7 +105,7 @@ def test_without_a_folder_ctrl_c_says_that_nothing_was_saved() -> None:
 
 def test_ctrl_c_does_not_wait_for_a_source_that_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_threads, "JOIN_TIMEOUT", 0.3)
-    monkeypatch.setattr(interrupt, "PATIENCE", 0.3)
+    monkeypatch.setattr(interrupt, "STEP_TIMEOUT", 0.3)
     opened = threading.Event()
 
     class Blocks:
@@ -143,7 +143,7 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 
     def twice(lookup: Any) -> Any:
         result = inner(lookup)
-        if trainer._interrupts.number:
+        if trainer.stop_requests.number:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
         return result

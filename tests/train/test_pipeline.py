@@ -19,8 +19,7 @@ from runs import SHAPE, DropoutTower, all_rows, bits
 import hotrow as hr
 from hotrow.data import Cursor
 from hotrow.data.synthetic_log.clicks import SyntheticClicks
-from hotrow.train import progress_view, step_threads
-from hotrow.train import trainer as train_loop
+from hotrow.train import fit, progress_view, step_threads
 from hotrow.train.checkpoint.manifest import list_checkpoints
 from hotrow.train.lookahead import Lookahead, LookaheadOptions
 from hotrow.train.stage_times import Stages
@@ -324,7 +323,7 @@ def test_the_bar_is_told_how_busy_the_stages_were_since_it_last_moved(monkeypatc
             told.append(args[4])
             super().update(*args)
 
-    monkeypatch.setattr(train_loop, "ProgressView", Watching)
+    monkeypatch.setattr(fit, "ProgressView", Watching)
     trainer = make(2)
     slow_down(trainer, 0.02)
     trainer.fit(clicks(8))

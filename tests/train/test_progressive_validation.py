@@ -57,7 +57,7 @@ def test_event_time_cuts_at_full_stretches_and_late_examples_stay() -> None:
 def test_the_curve_goes_on_over_a_checkpoint(tmp_path: Path) -> None:
     def trainer(folder: Path | None) -> hr.Trainer:
         made = runs.make_trainer(folder)
-        made._counting.windows = Windows(100)
+        made.counts.windows = Windows(100)
         return made
 
     log = runs.clicks(640)

@@ -219,10 +219,10 @@ class Watched(Trainer):
     before = 0  # examples of the run before this fit
     each_step: Callable[[], None] | None = None
 
-    def _between_steps(self, *args: Any) -> None:
-        super()._between_steps(*args)
-        self.run.sample(self.before + self.place.examples)
-        self.run.losses.append((self.run.now, self._counting.loss))
+    def _after_step(self, *args: Any) -> None:
+        super()._after_step(*args)
+        self.run.sample(self.before + self.position.examples)
+        self.run.losses.append((self.run.now, self.counts.loss))
         points = self.windows.points if self.windows is not None else []
         known = {window.examples for _, window in self.run.windows}
         for window in points:
@@ -241,7 +241,7 @@ def _follow(
     trainer = _trainer(model, window, run, publish)
     assert trainer.publisher is not None
     trainer.dense_optimizer = first.dense_optimizer
-    trainer.before = first.place.examples
+    trainer.before = first.position.examples
     versions = Versions(model, repository / "ctr", every=max(4.0, source.seconds / 5))
     if not follows_a_bus():
         publisher = trainer.publisher

@@ -1,13 +1,13 @@
-"""What a trainer does because it is one of several ranks. Without ranks there is no Team, and nothing here runs.
+"""A trainer's part in a job of several ranks. Without ranks there is no RankTeam, and nothing here runs.
 
-All ranks make the same calls in the same order, on the same model: that is compared once, when the trainer is made
-(`agree`), and then relied upon. A step is the mean over the examples of all ranks' batches: a rank's loss is weighed by
-its share of them, so that sums over ranks are that mean. Every rank has the same tower, the same dense optimizer and
-the same bits in both; its metrics and its random state are its own, and are put together only when somebody looks.
+All ranks make the same calls in the same order on the same model. That is compared once, when the trainer is made
+(`describe`), and then relied upon. A step is the mean over the examples of all ranks' batches: each rank's loss is
+weighted by its share of them, so that sums over ranks give that mean. Every rank has the same tower and dense
+optimizer with the same bits; metrics and random state are the rank's own and are merged only for a report.
 
-A rank never stops alone: the others would wait for it in the next exchange. Ctrl-C or SIGTERM on one of them is a wish,
-which all hear of in the step that it falls into (`Ranks.stop_signal`, plan.py); all stop behind that step. Where no
-step is made, in an evaluation and at the end, they ask each other.
+A rank never stops alone, because the others would wait for it in the next exchange. A stop request on one rank is
+exchanged with every step (`Ranks.wants_to_stop`), and all ranks stop after the same step. Where no step is made, in an
+evaluation and at the end, `exchange_stop` does it. Called by the training thread.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from hotrow.train.trainer import Trainer
 
 
-class Team:
+class RankTeam:
     """A trainer's part in a job of several ranks."""
 
     def __init__(self, ranks: Ranks, trainer: Trainer) -> None:
         self.ranks = ranks
         self.embeddings = trainer.model.embeddings
         ranks.agree("the trainer", describe(trainer))
-        self._fits = False
+        self._in_fit = False
         self.tower = trainer.model.tower
         ranks.broadcast_tensors([*self.tower.parameters(), *self.tower.buffers()])
         self.dense = DenseGradients(trainer.parameters, ranks)
@@ -56,29 +56,29 @@ class Team:
 
     @contextmanager
     def fitting(self, stop_signal: Callable[[], int]) -> Iterator[None]:
-        """While `fit` runs: whether this rank wants to stop is heard by all."""
+        """While `fit` runs, exchange with every step whether a rank wants to stop."""
         ranks = self.ranks
-        ranks.stop_signal, ranks.stopping, ranks.failing, self._fits = stop_signal, 0, False, True
+        ranks.stop_signal, ranks.stopping, ranks.failing, self._in_fit = stop_signal, 0, False, True
         try:
             yield
         finally:
-            ranks.stop_signal, ranks.stopping, self._fits = lambda: 0, 0, False
+            ranks.stop_signal, ranks.stopping, self._in_fit = lambda: 0, 0, False
 
     @property
     def stopping(self) -> int:
-        """The number of the signal for which all stop here: it came to a rank, and all have heard of it. Else 0."""
+        """The number of the signal for which all ranks stop after this step, or 0."""
         return self.ranks.stopping
 
-    def ask(self) -> int:
-        """The same, after they have asked each other once more. All ranks call it, between two batches."""
-        if self._fits:
+    def exchange_stop(self) -> int:
+        """Exchange stop requests now; returns `stopping`. All ranks call it, between two batches."""
+        if self._in_fit:
             words = self.ranks.rows.gather_numbers(self.ranks.stop_signal())
             self.ranks.stopping = max(self.ranks.stopping, *(wants for (wants,) in words))
         return self.ranks.stopping
 
     def compare(self, call: str, source: Source, options: dict[str, Any]) -> None:
-        """Refuse a call of `fit` or `evaluate` that is not the same on every rank: they would end at different steps,
-        or look at other keys."""
+        """Refuse a call of `fit` or `evaluate` that differs between ranks: they would end at different steps, or hash
+        keys differently."""
         spec = getattr(source, "features", None)
         features = json.loads(spec.to_json()) if isinstance(spec, FeatureSpec) else None
         self.ranks.agree(f"the call of {call}", {**options, "the source's feature spec": features})
@@ -89,7 +89,7 @@ class Team:
 
     def check_first(self, lookup: Lookup) -> None:
         """Refuse a source that has not even one batch for every rank."""
-        sizes = lookup.routed.sizes
+        sizes = lookup.routed.batch_sizes
         if min(sizes) == 0:
             self.ranks.failing = True
             raise OptionError(
@@ -98,26 +98,26 @@ class Team:
             )
 
     def stand_in(self, lookup: Lookup) -> tuple[Tensor, Tensor, int]:
-        """Take part in a step without a batch of one's own, or with one that came to nothing."""
+        """Take part in a step without a batch of this rank's own."""
         self.embeddings.step_without_gradients(lookup)
         return torch.zeros(0), torch.zeros(()), lookup.examples
 
     def reduce_dense(self) -> None:
-        """Dense gradients become the sums over all ranks; what is not a parameter becomes rank 0's."""
+        """Sum dense gradients over all ranks; copy the tower's buffers from rank 0."""
         self.dense.finish()
         self.ranks.broadcast_tensors(list(self.tower.buffers()), "dense")
 
     @contextmanager
-    def running(self, path: Path | None) -> Iterator[None]:
-        """A run, from its begin to its end, with this rank's part of a trace; some ranks may want none. All ranks come
-        here. When a run ends in order, rank 0 joins the parts that it can see."""
+    def recording(self, path: Path | None) -> Iterator[None]:
+        """Record this rank's part of a trace for one run; `path` may be None on some ranks. All ranks call it. After a
+        run that ends in order, rank 0 joins the parts that it can see."""
         said = self.ranks.patient.gather_json([path is not None, time.time()])
         origin, rank = min(at for _, at in said), self.ranks.rank
         self._sent = sum(self.ranks.bytes_sent.values())
 
         def join() -> None:
             if any(wanted for wanted, _ in said):
-                self.ranks.barrier()  # all parts are whole
+                self.ranks.barrier()  # all parts are complete
             if path is not None and self.ranks.first:
                 trace.join(path)
 
@@ -130,7 +130,7 @@ class Team:
         join()
 
     def stages(self, mine: list[StageReport]) -> list[StageReport]:
-        """The stages of all ranks, with their exchanges."""
+        """The stage reports of all ranks as one, with their exchanges."""
         mine = add_exchange(mine, sum(self.ranks.bytes_sent.values()) - self._sent)
         everyones = self.ranks.patient.gather_json([asdict(stage) for stage in mine])
         return merge_ranks([[StageReport(**stage) for stage in one] for one in everyones])
@@ -145,7 +145,7 @@ class Team:
         return total
 
     def sums(self, values: list[float]) -> list[float]:
-        """Sums over ranks, in rank order. Requires: as many on every rank."""
+        """Sums over ranks, in rank order. Requires: the same number of values on every rank."""
         if not values:
             return []
         parts = self.ranks.patient.all_gather(torch.tensor(values, dtype=torch.float64))
@@ -156,7 +156,7 @@ class Team:
 
 
 def describe(trainer: Trainer) -> dict[str, Any]:
-    """All that must be the same on every rank, as plain values."""
+    """Everything that must be the same on every rank, as JSON values."""
     import hotrow
 
     embeddings, optimizer = trainer.model.embeddings, trainer.dense_optimizer

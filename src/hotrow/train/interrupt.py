@@ -1,11 +1,10 @@
-"""Ctrl-C and SIGTERM while training: the first ends the run between two steps, with a checkpoint; the second ends it at
-once.
+"""Ctrl-C and SIGTERM while training: the first ends the run after a step, with a checkpoint; the second at once.
 
-Python raises KeyboardInterrupt wherever the training thread happens to be, which may be between the update of the rows
-and that of the dense weights. So while `fit` runs, the signal only leaves a mark (signals.py says where), and the loop
-looks at it when a step is whole. A source that never ends is told to end (`ending`).
+Python raises KeyboardInterrupt at any instruction of the training thread, possibly between the update of the rows and
+that of the dense weights. So while `fit` runs, a signal only sets a flag (signals.py), and the loop reads it between
+two steps. `ending` registers the call that ends a source which never ends by itself.
 
-With ranks the mark is a wish: they stop where all have heard of it (train/distributed.py).
+With ranks the flag is a request: ranks exchange it in every step and stop after the same one (train/distributed.py).
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ from hotrow.signals import StopSignals
 if TYPE_CHECKING:
     from hotrow.train.report import Report
 
-PATIENCE = 5.0  # seconds for the rest of a step's batches
+STEP_TIMEOUT = 5.0  # seconds to wait for the remaining batches of a step
 
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM stopped `fit` at a step boundary. `signal` says which; it is SIGINT for `Trainer.stop`, too.
 
-    `checkpoint` is where it can go on from, or None; `why` says why not. `report` is what the call of `fit` did until
-    then.
+    `checkpoint` is the one to resume from, or None; `why` is then the reason. `report` is what `fit` did until then.
     """
 
     def __init__(
@@ -48,22 +46,22 @@ class Interrupted(KeyboardInterrupt):
         self.step, self.checkpoint, self.why, self.report = step, checkpoint, why, report
 
 
-class Interrupts:
-    """Holds Ctrl-C and SIGTERM back for as long as the block runs (`held`), and says whether one came."""
+class StopRequests:
+    """Holds Ctrl-C and SIGTERM back while its block runs (`held`), and records the first one."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the signal that came
+        self.number = 0  # of the signal received; 0: none
         self.held = False
-        self._asked_at = 0.0
+        self._requested_at = 0.0
         self._end: Callable[[], None] | None = None
-        self._signals = StopSignals(self.ask)
+        self._signals = StopSignals(self.request)
 
     @property
     def seconds(self) -> float | None:
-        """How long ago a signal came, None if none did."""
-        return time.monotonic() - self._asked_at if self.number else None
+        """Seconds since the signal was received; None without one."""
+        return time.monotonic() - self._requested_at if self.number else None
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> StopRequests:
         self.held = True
         self._signals.__enter__()
         return self
@@ -74,7 +72,7 @@ class Interrupts:
 
     @contextmanager
     def ending(self, end: Callable[[], None] | None) -> Iterator[None]:
-        """Inside, `end` is called when a signal comes, or at once if one has come."""
+        """Inside the block a signal calls `end`; if one was received already, it is called at once."""
         self._end = end
         if self.number and end is not None:
             end()
@@ -83,11 +81,11 @@ class Interrupts:
         finally:
             self._end = None
 
-    def ask(self, number: int = signal.SIGINT) -> None:
-        """The same as a signal, from any thread. Outside of the block nothing happens."""
+    def request(self, number: int = signal.SIGINT) -> None:
+        """Record a stop request as if a signal was received. Any thread; does nothing outside the block."""
         if not self.held:
             return
         if not self.number:
-            self._asked_at, self.number = time.monotonic(), number
+            self._requested_at, self.number = time.monotonic(), number
         if self._end is not None:
             self._end()

@@ -1,4 +1,4 @@
-"""Where a fit stands: what a checkpoint keeps of the run beside the cursor, so that `fit(resume=True)` goes on."""
+"""How far a run has come: what a checkpoint keeps beside the cursor, so that `fit(resume=True)` continues the run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Place:
-    """Counted from the start of the run, interruptions or not: its first step, the epoch (from 0), examples seen."""
+class RunPosition:
+    """The run's first step, the current epoch (from 0) and the examples seen, counted over all its interruptions."""
 
     first_step: int = 0
     epoch: int = 0

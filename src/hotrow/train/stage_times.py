@@ -1,9 +1,9 @@
 """How long each stage worked and waited, and how many bytes it moved: for the table after a run and the live bar.
 
 A `Clock` belongs to one stage on one thread and only that thread writes it. A reader on another thread may see it one
-batch late, which a progress bar can bear. The stage `fetch` has two clocks, added up by `Stages`: prefetch runs ahead on
-its own thread, fetch itself on the training thread (pipeline.py). With ranks, waiting for others in an exchange does
-not count as work, and the table after a run covers all ranks (`merge_ranks`).
+batch late, which a progress bar can bear. The stage `fetch` has two clocks, added up by `Stages`: prefetch runs ahead
+on its own thread, fetch itself on the training thread (pipeline.py). With ranks, waiting for others in an exchange
+does not count as work, and the table after a run covers all ranks (`merge_ranks`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Stages:
         return self.clocks[name]
 
     def utilisation(self) -> dict[str, float]:
-        """The busy share of each stage since the last call; as "exchange", the share in which training waited for ranks."""
+        """The busy share of each stage since the last call; "exchange" is the time that training waited for ranks."""
         at = time.perf_counter()
         seconds, busy = max(1e-9, at - self._sampled_at), {name: self._busy(name) for name in NAMES}
         busy[EXCHANGE] = self.clocks["compute"].waited_ranks + self.fetch_on_turn.waited_ranks

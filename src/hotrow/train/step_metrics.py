@@ -1,10 +1,9 @@
-"""What a step's batches were becomes part of the run: metrics, windows of progressive validation, losses.
+"""Counts the batches of complete steps: metrics, windows of progressive validation, losses.
 
-A batch counts when its step is whole. On a GPU its logits and its loss come down behind the step and are counted while
-the next step is in work: whoever waits for them at once leaves the GPU without work until the host has launched the
-next batch, and where stages run ahead on threads, each wait also asks for Python's lock again. So after a step its
-batches may still be on their way here; `finish` has them all, and who looks at metrics calls it first. Without a GPU
-they count at once.
+On a GPU, a batch's logits and loss are copied to the host behind its step, and counted while the next step runs.
+Waiting for them at once would leave the GPU without work until the host has launched the next batch. So after a step
+its batches may still be in flight; `finish` waits for all of them, and readers of metrics call it first. Without a GPU
+batches are counted at once.
 
 Called by the training thread.
 """
@@ -25,39 +24,39 @@ from hotrow.train.tensorboard import log
 
 
 @dataclass
-class Computed:
-    """One batch of a step that is whole: its logits, labels and loss, wherever they are."""
+class ComputedBatch:
+    """One batch of a complete step; its tensors may be on a device."""
 
     logits: Tensor
-    labels: Tensor | None  # None where there are no logits, either
-    loss: Tensor  # what this rank adds to it
-    scale: float  # the step's examples for one of this rank's
+    labels: Tensor | None  # None if there are no logits
+    loss: Tensor  # with ranks: this rank's part
+    scale: float  # the step's examples over this rank's
     time: Tensor | None
     step: int
 
 
-class Counting:
-    """What has been seen so far."""
+class RunCounts:
+    """Metrics and windows of the run so far."""
 
     def __init__(self, windows: Windows | None, writer: Any = None) -> None:
         self.metrics = Metrics()
         self.windows = windows
         self.loss = 0.0  # of the last batch
-        self._writer = writer  # of TensorBoard
-        self._coming: deque[tuple[Report, Computed, Down]] = deque()
+        self._writer = writer  # TensorBoard's
+        self._in_flight: deque[tuple[Report, ComputedBatch, Down]] = deque()
 
-    def add(self, report: Report, batch: Computed) -> None:
-        """Count a batch, when what is known of it is on the host."""
+    def add(self, report: Report, batch: ComputedBatch) -> None:
+        """Count a batch as soon as its tensors are on the host."""
         labels = [] if batch.labels is None else [batch.labels]
         down = Down(batch.loss, batch.logits, *labels)
-        self._coming.append((report, batch, down))
+        self._in_flight.append((report, batch, down))
         if not down.in_flight:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for what is on its way, and count it."""
-        while self._coming:
-            report, batch, down = self._coming.popleft()
+        """Wait for the batches in flight, and count them."""
+        while self._in_flight:
+            report, batch, down = self._in_flight.popleft()
             loss, logits, *labels = down.wait()
             report.losses.append(float(loss))
             self.loss = report.losses[-1] * batch.scale
@@ -67,10 +66,10 @@ class Counting:
                     self._window(self.windows, logits, labels[0], batch)
 
     def forget(self) -> None:
-        """Drop what is on its way: another run begins."""
-        self._coming.clear()
+        """Drop the batches in flight: another run begins."""
+        self._in_flight.clear()
 
-    def _window(self, windows: Windows, logits: Tensor, labels: Tensor, batch: Computed) -> None:
+    def _window(self, windows: Windows, logits: Tensor, labels: Tensor, batch: ComputedBatch) -> None:
         before = windows.points[-1] if windows.points else None
         windows.update(logits, labels, batch.time, batch.step)
         if windows.points and (newest := windows.points[-1]) is not before:

@@ -36,7 +36,7 @@ POLL, JOIN_TIMEOUT = 0.1, 10.0  # seconds: between two calls of should_stop; for
 
 @dataclass(frozen=True)
 class Step(Generic[Item]):
-    """One step: `work` takes an item and returns the bytes it moved. `blocked` is the reason to give if it never does."""
+    """One step: `work` takes an item and returns the bytes it moved; `blocked` is the reason if it never ends."""
 
     clock: Clock
     work: Callable[[Item], int]
@@ -113,7 +113,8 @@ class StepThreads(Generic[Item]):
         for thread, why in zip(self._threads, self._blocked, strict=True):
             if thread.is_alive():
                 warnings.warn(
-                    f"the thread {thread.name!r} has not ended after {JOIN_TIMEOUT:.0f} s: {why}. It ends with the process",
+                    f"the thread {thread.name!r} has not ended after {JOIN_TIMEOUT:.0f} s: {why}. "
+                    "It ends with the process",
                     stacklevel=2,
                 )
         for items in self._queues:

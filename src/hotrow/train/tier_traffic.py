@@ -1,7 +1,7 @@
-"""What moves between the tiers, on a trace: curves of rows and bytes a second, and what the GPU's streams did; and what
-the cache in HBM did in a run.
+"""Traffic between tiers: curves on a trace (rows and bytes a second, ids found in HBM), and a run's HBM counters.
 
-Between DRAM and SSD, and between HBM and DRAM; beside them what the DRAM budget holds, and how many ids HBM had.
+The curves cover HBM to DRAM and DRAM to SSD, and the bytes that the DRAM budget holds. They are drawn by the training
+thread while a trace is recorded.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from hotrow import trace
 from hotrow.device import stream_trace
 from hotrow.nn import EmbeddingCollection
 
-INTERVAL = 0.05  # seconds between two points: asking 26 tables takes their locks
+INTERVAL = 0.05  # seconds between two points: reading the counters of 26 tables takes their locks
 
 
-class Traffic:
-    """Draws the curves for as long as its block runs, while there is a trace. The training thread's."""
+class TierTraffic:
+    """Draws the curves while its block runs, if a trace is recorded."""
 
     def __init__(self, embeddings: EmbeddingCollection) -> None:
         self.embeddings = embeddings
@@ -25,15 +25,15 @@ class Traffic:
         self._at = time.perf_counter()
         self._before = self._totals() if trace.on() else {}
 
-    def __enter__(self) -> Traffic:
+    def __enter__(self) -> TierTraffic:
         stream_trace.begin(self.embeddings.device)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         stream_trace.end(whole=kind is None)
 
-    def show(self) -> None:
-        """A point of each curve, if it is time."""
+    def draw(self) -> None:
+        """Draw a point of each curve, if INTERVAL has passed."""
         if not trace.on() or (seconds := time.perf_counter() - self._at) < INTERVAL:
             return
         now = self._totals()
@@ -44,15 +44,13 @@ class Traffic:
         self._at, self._before = time.perf_counter(), now
 
     def _totals(self) -> dict[str, int]:
-        return self._of_hbm() | self._of_ssd()
+        return self._hbm_totals() | self._ssd_totals()
 
-    def _of_hbm(self) -> dict[str, int]:
+    def _hbm_totals(self) -> dict[str, int]:
         if self.embeddings.hbm_cache is None:
             return {}
-        figures, transfers = (
-            self.embeddings.hbm_cache.report(),
-            [group.row_transfer for group in self.embeddings.hbm_cache.groups],
-        )
+        figures = self.embeddings.hbm_cache.report()
+        transfers = [group.row_transfer for group in self.embeddings.hbm_cache.groups]
         return {
             "hbm: rows up": sum(transfer.rows_uploaded for transfer in transfers),
             "hbm: rows down": sum(transfer.rows_written_back for transfer in transfers),
@@ -63,7 +61,7 @@ class Traffic:
             "hbm: rows without room": figures["overflows"],
         }
 
-    def _of_ssd(self) -> dict[str, int]:
+    def _ssd_totals(self) -> dict[str, int]:
         if not self.tiered:
             return {}
         tiers = [rows.store.tier() for rows in self.embeddings.tables]
@@ -75,8 +73,8 @@ class Traffic:
         }
 
 
-class Hbm:
-    """Hits, misses, evictions and overflows of the cache in HBM since this was made; nothing without one."""
+class HbmCounters:
+    """Hits, misses, evictions and overflows of the HBM cache in a run; empty without a cache."""
 
     def __init__(self, embeddings: EmbeddingCollection) -> None:
         self.embeddings = embeddings
@@ -84,12 +82,12 @@ class Hbm:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Since the collection was made."""
-        hot = self.embeddings.hbm_cache
-        return {} if hot is None else hot.figures()
+        """The counters since the collection was made."""
+        cache = self.embeddings.hbm_cache
+        return {} if cache is None else cache.figures()
 
-    def so_far(self) -> dict[str, int]:
-        """Since this was made."""
+    def since_start(self) -> dict[str, int]:
+        """The counters since this object was made."""
         return {name: count - self._first[name] for name, count in self.totals.items()}
 
 

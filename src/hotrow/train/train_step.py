@@ -1,8 +1,11 @@
 """One step of a trainer: rows and dense weights change together, or nothing does.
 
-Rows first, because they are checked for NaN before anything changes; then the dense part. On a GPU the loss is checked
-with them: to ask the device for it in the middle of a batch leaves it without work. With fp16, a step in which any
-gradient overflowed is skipped, rows and dense weights alike, and the scale goes down.
+Rows are updated first, because their gradients are checked for NaN before any row changes; then the dense weights. On a
+GPU the loss is checked together with the rows' gradients: reading it in the middle of a batch would leave the device
+without work. With fp16, a step in which any gradient overflowed is skipped for rows and dense weights alike, and the
+loss scale is lowered.
+
+Called by the training thread.
 """
 
 from __future__ import annotations
@@ -13,21 +16,34 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hotrow.errors import GradientError
+from hotrow.batch import KeyedBatch
+from hotrow.data import Cursor
+from hotrow.errors import BatchError, GradientError
 
 if TYPE_CHECKING:
     from hotrow.train.trainer import Trainer
 
 
-def checks_with_rows(trainer: Trainer) -> bool:
-    """Whether it shows only in the step that a loss is not finite."""
+ForwardResult = tuple[Tensor, Tensor, int]  # logits, loss, the step's examples
+PendingBatch = tuple[ForwardResult, KeyedBatch, Cursor]  # its gradients wait for the step; the cursor after it
+
+
+def labels_of(batch: KeyedBatch) -> Tensor:
+    """The labels as floats; a batch without labels is an error."""
+    if batch.labels is None:
+        raise BatchError("the batch has no labels; give the feature spec label=, or use predict()")
+    return batch.labels.float()
+
+
+def checks_loss_in_step(trainer: Trainer) -> bool:
+    """Whether the step, not the forward pass, finds a loss that is not finite."""
     embeddings = trainer.model.embeddings
     on_gpu = embeddings.hbm_cache is not None and embeddings.device.type == "cuda"
     return on_gpu and trainer.team is None and not trainer.scaler.is_enabled()
 
 
-def bad_loss(trainer: Trainer, value: Tensor) -> GradientError:
-    """What to raise for a loss that is not finite."""
+def loss_error(trainer: Trainer, value: Tensor) -> GradientError:
+    """The error for a loss that is not finite."""
     return GradientError(
         f"the loss is {value.item()} at step {trainer.steps + 1}; nothing was changed by this batch. "
         "Lower the learning rate, clip gradients (clip_norm=, clip_dense_norm=), or look for bad dense features"
@@ -35,27 +51,27 @@ def bad_loss(trainer: Trainer, value: Tensor) -> GradientError:
 
 
 def make_step(trainer: Trainer, losses: Sequence[Tensor]) -> None:
-    """Make the step for which gradients wait, of batches with these losses."""
+    """Apply the pending gradients; `losses` are those of their batches."""
     if trainer.team is not None:
         trainer.team.reduce_dense()
     if trainer.scaler.is_enabled():
         _scaled_step(trainer)
         return
     _clip(trainer)
-    losses = losses if checks_with_rows(trainer) else []
+    losses = losses if checks_loss_in_step(trainer) else []
     try:
         trainer.model.embeddings.step(also=[value.float().view(1, 1) for value in losses])
     except GradientError as error:
         trainer.forget()
         bad = [value for value in losses if not bool(torch.isfinite(value))]
-        raise (bad_loss(trainer, bad[0]) if bad else error) from None
+        raise (loss_error(trainer, bad[0]) if bad else error) from None
     if trainer.dense_optimizer is not None:
         trainer.dense_optimizer.step()
         trainer.dense_optimizer.zero_grad()
 
 
 def drop_gradients(trainer: Trainer) -> None:
-    """Of rows and dense weights."""
+    """Drop the pending gradients of rows and dense weights."""
     trainer.model.embeddings.discard()
     if trainer.dense_optimizer is not None:
         trainer.dense_optimizer.zero_grad()

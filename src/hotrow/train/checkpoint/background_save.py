@@ -77,7 +77,7 @@ class Saver:
         """The trainer is now what the checkpoint `path` holds."""
         self._homes.add(path.resolve().parent)
 
-    def check_home(self, folder: Path) -> None:
+    def check_folder(self, folder: Path) -> None:
         """Refuse to mix a new run's checkpoints with those of another: the older ones would be removed one by one."""
         found = [] if folder.resolve() in self._homes else list_checkpoints(folder)
         if found:

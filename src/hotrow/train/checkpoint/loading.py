@@ -44,7 +44,7 @@ from hotrow.train.checkpoint.manifest import (
     open_checkpoint,
 )
 from hotrow.train.metrics import Metrics
-from hotrow.train.run_position import Place
+from hotrow.train.run_position import RunPosition
 from hotrow.units import parse_size
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ def apply(trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, Table
     trainer.model.embeddings.steps = checkpoint.step
     trainer.model.embeddings.watermark = checkpoint.manifest.get("watermark")
     trainer.metrics, trainer.cursor = contents.metrics, checkpoint.manifest["cursor"]
-    trainer.place = Place(**checkpoint.manifest["fit"])
+    trainer.position = RunPosition(**checkpoint.manifest["fit"])
     if trainer.windows is not None:
         trainer.windows.begin()
         if contents.windows is not None:

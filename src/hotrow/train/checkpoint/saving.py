@@ -114,7 +114,7 @@ def capture(trainer: Trainer, folder: Path, notes: dict[str, Any] | None = None)
         "cursor": _plain("the cursor of the source", trainer.cursor),
         "watermark": embeddings.watermark,
         **({} if trainer.job is None else {"job": _plain("the job", trainer.job)}),
-        "fit": asdict(trainer.place),
+        "fit": asdict(trainer.position),
         "notes": _plain("notes=", notes or {}),
     }
     if trainer.windows is not None:
