@@ -1,11 +1,11 @@
-"""KeyedBatch: the value that flows through everything.
+"""KeyedBatch: one step's examples, the value that all stages of training and serving pass on.
 
 A batch holds, for `size` examples: jagged ids by feature (any number of 64-bit keys per example), dense features,
-labels and event times. It is frozen, checked once when it is made, and then trusted by every stage after it, so that a
-wrong shape is reported where it was written and never deep inside a kernel.
+labels and event times. It is frozen, and checked once when it is made. Later stages trust it, so a wrong shape is an
+error at the place that made the batch, never inside a kernel.
 
-A `Jagged` with `offsets=None` has exactly one id per example. That is the common case (most click logs), and it spares
-the offsets of 26 features in every batch.
+A `Jagged` with `offsets=None` has exactly one id per example. That is the common case in click logs, and it saves the
+offsets of 26 features in every batch.
 """
 
 from __future__ import annotations

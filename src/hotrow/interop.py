@@ -1,7 +1,7 @@
-"""Coming from elsewhere: torch's nn.Embedding and nn.EmbeddingBag, state dicts, and TorchRec's KeyedJaggedTensor.
+"""Interop: convert torch's nn.Embedding and nn.EmbeddingBag, state dicts, and TorchRec's KeyedJaggedTensor.
 
-A torch embedding is an array indexed by id, so its row `i` becomes the row of key `i`. Everything is copied; the module
-that came in is left alone.
+A torch embedding is an array indexed by id, so its row `i` becomes the row of key `i`. Everything is copied; the source
+module is not changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def from_torch(
     memory: Memory | None = None,
     seed: int = 0,
 ) -> EmbeddingCollection:
-    """An EmbeddingCollection with the rows of a torch model, to be served or trained on at once.
+    """An EmbeddingCollection with the rows of a torch model, ready for serving or training.
 
     `source` is one of
 

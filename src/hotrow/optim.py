@@ -1,14 +1,17 @@
-"""Sparse optimizers: what a row keeps beside its values, and how a gradient changes it. One description for everybody.
+"""Sparse optimizers: the state of a row beside its values, and how a gradient updates both.
 
-An optimizer is a small frozen value with three parts:
+The C++ core, the GPU kernels and the tests all use the one description here. An optimizer is a frozen value with three
+methods:
 
 - `state(dim)`: the parts of a row's optimizer state, in the order in which they follow the values in memory;
 - `coefficients(step)`: the float32 numbers that the rule needs at that step (learning rate after its schedule, bias
-  corrections). They are computed here once per step, so the C++ core, the GPU kernels and the reference read the same;
-- `rule(...)`: the update in plain torch, slow and obvious. It is the oracle: core/optim/rules.h agrees bit for bit.
+  corrections). They are computed once per step, so that every implementation reads the same bits;
+- `rule(...)`: the update in plain torch. It is the reference: core/optim/rules.h agrees with it bit for bit.
 
-Rules are *lazy*: a row is touched only by batches that contain its key. So Adam's moments and AdamW's decay of a row do
-not move on steps that did not see it, and bias correction follows the table's step, as in torch's SparseAdam.
+To add an optimizer, write its class here and its rule in core/optim/ and in kernels/rows/rules.py.
+
+Rules are *lazy*: only a batch that contains a row's key touches the row. So Adam's moments and AdamW's decay of a row do
+not change on other steps, and bias correction follows the table's step, as in torch's SparseAdam.
 
 Duplicates of a key within a batch are summed first, in batch order; `clip_value` (each element) and `clip_norm` (the
 norm of a row's summed gradient) are applied after that. `lr` may be a number or a schedule.
@@ -112,11 +115,11 @@ class Optimizer(ABC):
 
     @abstractmethod
     def coefficients(self, step: int) -> tuple[float, ...]:
-        """What the rule reads at update number `step`, counted from 1."""
+        """The numbers that the rule reads at update number `step`, counted from 1."""
 
     @abstractmethod
     def rule(self, w: Tensor, g: Tensor, state: Mapping[str, Tensor], c: tuple[float, ...]) -> None:
-        """Update values `w` [n, dim] and `state` in place with gradients `g` [n, dim]. The oracle."""
+        """Update values `w` [n, dim] and `state` in place with gradients `g` [n, dim]. The reference."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values; `from_dict` reads it back."""
@@ -228,18 +231,18 @@ class Adam(Optimizer):
             1 - b1,
             b2,
             1 - b2,
-            self._kept(step),
+            self._decay_factor(step),
         )
 
-    def _kept(self, step: int) -> float:
+    def _decay_factor(self, step: int) -> float:
         return 1.0
 
     def rule(self, w: Tensor, g: Tensor, state: Mapping[str, Tensor], c: tuple[float, ...]) -> None:
-        step_size, unbias, eps, b1, a1, b2, a2, kept = c
+        step_size, unbias, eps, b1, a1, b2, a2, decay = c
         m, v = state["m"], state["v"]
         m.copy_(b1 * m + a1 * g)
         v.copy_(b2 * v + a2 * g * g)
-        w.copy_(kept * w - step_size * m / (square_root(v) * unbias + eps))
+        w.copy_(decay * w - step_size * m / (square_root(v) * unbias + eps))
 
 
 @dataclass(frozen=True)
@@ -254,7 +257,7 @@ class AdamW(Adam):
 
     code: ClassVar[int] = 4
 
-    def _kept(self, step: int) -> float:
+    def _decay_factor(self, step: int) -> float:
         return 1.0 - self.lr_at(step) * self.weight_decay
 
 
@@ -328,12 +331,12 @@ def sum_of_squares(g: Tensor) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
-    """The correctly rounded square root: torch's own is up to one bit off on CPU (MKL), by way of float64 it is not."""
+    """The correctly rounded square root, by way of float64: torch's own is up to one bit off on CPU (MKL)."""
     return x.double().sqrt().to(x.dtype)
 
 
 def clip(g: Tensor, clip_value: float | None, clip_norm: float | None) -> Tensor:
-    """The reference of clipping: elements first, then each row's norm."""
+    """Clip gradients, elements first, then each row's norm. The reference for the core and the kernels."""
     if clip_value is not None:
         g = g.clamp(-clip_value, clip_value)
     if clip_norm is not None:

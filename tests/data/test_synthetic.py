@@ -197,8 +197,8 @@ def test_without_drift_an_items_effect_stays_and_with_drift_it_moves() -> None:
     def correlation(drift: float, days: float) -> float:
         world = data.synthetic(drift=drift, keys=20_000).world
         ranks = np.arange(2000)
-        now = world._item_bells(ranks, np.full(2000, START_MS))
-        later = world._item_bells(ranks, np.full(2000, START_MS + int(days * DAY_MS)))
+        now = world._item_effects(ranks, np.full(2000, START_MS))
+        later = world._item_effects(ranks, np.full(2000, START_MS + int(days * DAY_MS)))
         return float(np.corrcoef(now, later)[0, 1])
 
     assert correlation(0.0, 100) == pytest.approx(1)

@@ -1,7 +1,21 @@
-"""Features: raw columns → keys, the same in training and serving.
+"""Features: raw columns to keys and dense features, the same in training and serving.
 
-`FeatureSpec` is the door; the other names are the kinds of feature that it is made of. A spec that refuses a value
-raises `RowError`, which knows the rows.
+    spec.py        FeatureSpec: a list of features, applied to columns; the entry point
+    kinds.py       the kinds of feature, by their name in JSON
+    keys.py        Key and Cross: one id per example
+    sequences.py   Sequence: any number of ids per example
+    buckets.py     Bucketize and LogBucket: a number's bucket as a key
+    times.py       TimePart, and event times
+    dense.py       Dense: a number for the tower
+    columns.py     Arrow tables, lists, arrays and tensors as plain Arrow arrays
+    numbers.py     a column as float64, and labels
+    hashing.py     the core's hash functions over whole columns
+    options.py     checks that several kinds share
+    row_error.py   RowError: the rows of a column that cannot be used
+    spec_json.py   the JSON format of a spec (docs/formats/features.md)
+
+Imported by `data`, `serve`, `train` and the command line. Imports `batch` and the core's hashes. Specs are immutable
+values without state: any thread may call `apply`.
 """
 
 from hotrow.features.buckets import Bucketize, LogBucket

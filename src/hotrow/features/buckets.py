@@ -1,10 +1,9 @@
 """Bucketize and LogBucket: a number's bucket is its key.
 
-Both find the bucket by comparing float64 values with fixed boundaries, never by evaluating a logarithm on the value:
-two machines whose math libraries differ in the last bit would otherwise put the same count in two buckets, and thus in
-two rows. LogBucket's boundaries are computed once with Python's decimal arithmetic, which rounds correctly by
-definition, and are the same everywhere. (Dropped: `floor(log1p(x) ** 2)` in numpy, whose last bit is the math library's
-own business.)
+Both compare float64 values with fixed boundaries and never take a logarithm of a value. Two machines whose math
+libraries differ in the last bit would otherwise put the same count into two buckets, and so into two rows. LogBucket's
+boundaries are computed once with Python's decimal arithmetic, which rounds correctly by definition, so they are the same
+everywhere. (Dropped: `floor(log1p(x) ** 2)` in numpy, whose last bit depends on the math library.)
 
 With n boundaries the buckets are 0 to n and a missing value gets n + 1.
 """
@@ -24,9 +23,9 @@ import torch
 from hotrow.batch import Jagged
 from hotrow.errors import OptionError
 from hotrow.features.columns import Column
-from hotrow.features.keys import fill
+from hotrow.features.keys import fill_missing
 from hotrow.features.numbers import FloatArray, numbers
-from hotrow.features.options import name_column
+from hotrow.features.options import set_default_column
 
 LOG_BUCKETS = 1906
 """The last bucket of LogBucket: floor(log(1 + 2**63) ** 2), so that every int64 has its own."""
@@ -46,7 +45,7 @@ class Bucketize:
     boundaries: Many[float] = ()
 
     def __post_init__(self) -> None:
-        name_column(self)
+        set_default_column(self)
         try:
             bounds = tuple(float(value) for value in self.boundaries)
         except (TypeError, ValueError):
@@ -69,7 +68,7 @@ class Bucketize:
         """The bucket of every value."""
         values, missing = numbers(column, f"feature {self.name!r}")
         keys = np.searchsorted(np.array(self.boundaries), values, side="right").astype(np.int64)
-        return Jagged(torch.from_numpy(fill(keys, missing, len(self.boundaries) + 1)))
+        return Jagged(torch.from_numpy(fill_missing(keys, missing, len(self.boundaries) + 1)))
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class LogBucket:
     column: str | None = None
 
     def __post_init__(self) -> None:
-        name_column(self)
+        set_default_column(self)
 
     single = True
 
@@ -101,7 +100,7 @@ class LogBucket:
         values, missing = numbers(column, f"feature {self.name!r}")
         buckets = np.searchsorted(log_boundaries(), np.abs(values), side="right").astype(np.int64)
         keys = np.where(values < 0, -1 - buckets, buckets)
-        return Jagged(torch.from_numpy(fill(keys, missing, LOG_BUCKETS + 1)))
+        return Jagged(torch.from_numpy(fill_missing(keys, missing, LOG_BUCKETS + 1)))
 
 
 @lru_cache(maxsize=1)

@@ -1,8 +1,8 @@
 """Dense: a number per example that goes to the tower as it is, or scaled.
 
-All dense features of a spec, in their order, are the columns of `batch.dense`. A value goes through four steps in
-float64, always in this order: clip, transform, missing, round to float32. So `missing` is what the tower sees: it is
-not transformed. An infinite result is an error, because one of them makes every weight of the tower NaN within a step.
+The dense features of a spec, in order, are the columns of `batch.dense`. A value goes through four steps in float64,
+always in this order: clip, transform, missing, round to float32. So the tower sees `missing` as it is, without the
+transform. An infinite result is an error, because one of them turns every weight of the tower into NaN within a step.
 
 log1p is sign(x) * log(1 + |x|), so that negative counts (Criteo has some) keep their order.
 """
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from hotrow.errors import OptionError
 from hotrow.features.columns import Column
 from hotrow.features.numbers import FloatArray, numbers
-from hotrow.features.options import check_choice, name_column
+from hotrow.features.options import check_choice, set_default_column
 from hotrow.features.row_error import refuse_rows
 
 TRANSFORMS = ("none", "log1p", "standardize")
@@ -44,7 +44,7 @@ class Dense:
     clip: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        name_column(self)
+        set_default_column(self)
         check_choice(self.name, "transform", self.transform, TRANSFORMS)
         self._check_number("missing", self.missing)
         if self.transform == "standardize":

@@ -1,10 +1,10 @@
-"""Hashing of whole columns: the only door from features to the core's hash functions.
+"""Hashing: the core's hash functions over whole columns.
 
-Definitions are in docs/formats/hashing.md and never change; this file only hands Arrow's buffers to the core without a
-copy. A string column is bytes and offsets, in Arrow and in the core alike, so a slice, an offset or a null costs
-nothing: the core hashes whatever bytes lie under a null, and the caller, who knows the nulls, writes over it.
+The functions are defined in docs/formats/hashing.md and never change. This file passes Arrow's buffers to the core
+without a copy. A string column is bytes and offsets, in Arrow and in the core, so slices and nulls cost nothing: the
+core also hashes the bytes under a null, and the caller overwrites the result.
 
-A key is an int64 everywhere in Python; the core's hashes are the same 64 bits unsigned.
+A key is an int64 everywhere in Python; the core's hashes are the same 64 bits, unsigned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 MISSING = b"\x00missing"
-"""What stands for a missing value: no text that a person writes begins with a zero byte."""
+"""The text that stands for a missing value. Real text does not begin with a zero byte."""
 
 _NOT_HEX = 255
 _HEX_DIGITS = 16
@@ -57,7 +57,7 @@ def missing_key(seed: int = 0) -> int:
 def hash_strings(array: pa.Array, seed: int = 0) -> IntArray:
     """XXH64 of the bytes of every value. Requires: type string, binary, large_string or large_binary.
 
-    What stands where the array is null is not defined.
+    The result at a null is not defined.
 
     >>> hex(hash_strings(pa.array(["abc"]))[0])
     '0x44bc2cf5ad770999'
@@ -81,7 +81,7 @@ def hash_ints(values: IntArray, seed: int = 0) -> IntArray:
 
 
 def cross(first: IntArray, second: IntArray) -> IntArray:
-    """Two keys into one, row by row; not symmetric. Fold it from the left over more than two.
+    """Combine two keys into one, row by row. Not symmetric; for more than two keys, fold from the left.
 
     >>> bool(cross(np.array([1]), np.array([2])) == cross(np.array([2]), np.array([1])))
     False
@@ -103,10 +103,9 @@ def shards(keys: IntArray) -> npt.NDArray[np.int32]:
 
 
 def parse_hex(array: pa.Array) -> tuple[IntArray, BoolArray]:
-    """Strings of 1 to 16 hex digits as the 64 bits they spell, and a mask of those that are no such string.
+    """Strings of 1 to 16 hex digits as 64-bit integers, and a mask of the strings that are not hex. Nulls are not hex.
 
-    Works digit by digit over all rows, last digit first; a row that has run out of digits stays as it is. Nulls come
-    out as not hex.
+    Processes one digit position of all rows at a time, from the last digit on.
 
     >>> parse_hex(pa.array(["05db9164", "xyz"]))
     (array([98275684,        0]), array([False,  True]))

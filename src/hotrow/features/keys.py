@@ -1,12 +1,11 @@
 """Key and Cross: one 64-bit key per example.
 
-A key needs no vocabulary: an integer is its own key, a string is hashed. `hash="auto"` looks at the column's type, so
-a column that is integers in training must not arrive as strings in serving; name the hash ("none", "string", "hex",
-"int") and a wrong type is an error instead of a different key. Floats are refused: 0.1 + 0.2 and 0.3 would be two
-keys.
+A key needs no vocabulary: an integer is its own key, a string is hashed. `hash="auto"` decides by the column's type, so
+a column of integers in training must not arrive as strings in serving. With a named hash ("none", "string", "hex",
+"int") a wrong type is an error instead of a different key. Floats are refused: 0.1 + 0.2 and 0.3 would be two keys.
 
-A missing value is, by choice, the reserved key `missing_key(seed)`, no id at all, or an error. `Cross` folds the core's
-`cross` from the left over other single-id features, and over raw columns as if they were plain `Key` features.
+A missing value becomes the reserved key `missing_key(seed)`, no id, or an error, as `missing=` says. `Cross` folds the
+core's `cross` from the left over other single-id features; a raw column in it is read as a default `Key`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hotrow.errors import DataError, OptionError
 from hotrow.features import hashing
 from hotrow.features.columns import Column
 from hotrow.features.hashing import BoolArray, IntArray
-from hotrow.features.options import check_choice, check_hash, check_name, name_column
+from hotrow.features.options import check_choice, check_hash, check_name, set_default_column
 from hotrow.features.row_error import refuse_rows
 
 MISSING = ("key", "drop", "error")
@@ -49,7 +48,7 @@ class Key:
     missing: str = "key"
 
     def __post_init__(self) -> None:
-        name_column(self)
+        set_default_column(self)
         check_hash(self.name, self.hash, self.seed)
         check_choice(self.name, "missing", self.missing, MISSING)
 
@@ -68,7 +67,7 @@ class Key:
         if self.missing == "error" and missing is not None:
             refuse_rows(column.name, missing, column.array, f"a missing value, and feature {self.name!r} allows none")
         if self.missing == "key":
-            return Jagged(torch.from_numpy(fill(keys, missing, hashing.missing_key(self.seed))))
+            return Jagged(torch.from_numpy(fill_missing(keys, missing, hashing.missing_key(self.seed))))
         if self.missing == "error":
             return Jagged(torch.from_numpy(keys))
         present = np.ones(len(keys), np.bool_) if missing is None else ~missing
@@ -104,21 +103,23 @@ class Cross:
         return Jagged(torch.from_numpy(reduce(hashing.cross, [tensor.numpy() for tensor in keys])))
 
 
-def column_keys(column: Column, how: str, seed: int) -> tuple[IntArray, BoolArray | None]:
-    """A key for every row, and which rows are missing (None: none is). What stands at a missing row is not defined."""
+def column_keys(column: Column, method: str, seed: int) -> tuple[IntArray, BoolArray | None]:
+    """A key for every row, and the mask of missing rows (None if there are none). A missing row's key is undefined."""
     array, kind = column.array, column.array.type
     missing = column.missing()
     if pa.types.is_null(kind):
         return np.zeros(len(array), np.int64), missing
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
-        if how in ("string", "hex"):
-            raise column.wrong_type(f"hash={how!r} needs strings", 'pass strings, or use hash="auto" or hash="none"')
+        if method in ("string", "hex"):
+            raise column.wrong_type(f"hash={method!r} needs strings", 'pass strings, or use hash="auto" or hash="none"')
         keys = _integers(array)
-        return (hashing.hash_ints(keys, seed) if how == "int" else keys), missing
+        return (hashing.hash_ints(keys, seed) if method == "int" else keys), missing
     if is_string(kind):
-        if how in ("none", "int"):
-            raise column.wrong_type(f"hash={how!r} needs integers", 'pass integers, or use hash="string" or hash="hex"')
-        if how != "hex":
+        if method in ("none", "int"):
+            raise column.wrong_type(
+                f"hash={method!r} needs integers", 'pass integers, or use hash="string" or hash="hex"'
+            )
+        if method != "hex":
             return hashing.hash_strings(array, seed), missing
         keys, bad = hashing.parse_hex(array)
         bad = bad if missing is None else bad & ~missing
@@ -127,7 +128,7 @@ def column_keys(column: Column, how: str, seed: int) -> tuple[IntArray, BoolArra
     raise _no_key(column)
 
 
-def fill(keys: IntArray, missing: BoolArray | None, key: int) -> IntArray:
+def fill_missing(keys: IntArray, missing: BoolArray | None, key: int) -> IntArray:
     """The keys, with `key` where they are missing. Writes in place."""
     if missing is not None:
         keys[missing] = key
@@ -148,7 +149,7 @@ def is_string(kind: pa.DataType) -> bool:
 
 
 def _integers(array: pa.Array) -> IntArray:
-    """The 64 bits of every integer, in memory of our own; an uint64 keeps its bits."""
+    """The 64 bits of every integer, in a new array; a uint64 keeps its bits."""
     if pa.types.is_uint64(array.type):
         wrapped: IntArray = array.fill_null(0).to_numpy(zero_copy_only=False).astype(np.uint64).view(np.int64)
         return wrapped

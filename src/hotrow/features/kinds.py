@@ -1,8 +1,8 @@
-"""The kinds of feature: one frozen dataclass each, and the word for it in JSON.
+"""The kinds of feature: one frozen dataclass each, by its name in JSON.
 
-A kind is a value that says what to read and how (`name`, `inputs()`, its options) with one method that does it: `ids`
-for all but Dense, whose `values` become a column of `batch.dense`. To add a kind, write its file and list it here; the
-spec and the JSON format need no change.
+A kind has a `name`, its input columns (`inputs()`), its options, and one method that computes it: `ids`, or for Dense
+`values`, which become a column of `batch.dense`. To add a kind, write its file and list it here; the spec and the JSON
+format need no change.
 """
 
 from __future__ import annotations

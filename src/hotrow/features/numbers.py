@@ -1,8 +1,8 @@
-"""Numbers: a raw column as float64 and a mask of what is missing.
+"""Numbers: a raw column as float64, and a mask of missing values.
 
-Dense features, buckets and labels all start here, so that they agree on what a number is: integers, floats, decimals
-and booleans are; text is not, because guessing how to read "1,5" differs from machine to machine. NaN counts as
-missing, whether it came as a null or as a float. Integers beyond 2**53 are rounded to the nearest float64.
+Dense features, buckets and labels all use it, so they agree on what a number is. Integers, floats, decimals and booleans
+are numbers. Text is not, because how to read "1,5" depends on the locale. A null and a NaN both count as missing.
+Integers beyond 2**53 are rounded to the nearest float64.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def numbers(column: Column, user: str) -> tuple[FloatArray, BoolArray]:
-    """The values in memory of our own, NaN where missing, and the mask of missing rows. `user` names who asks.
+    """The values in a new array, NaN where missing, and the mask of missing rows. `user` names the feature in errors.
 
     >>> numbers(Column("x", pa.array([1, None])), "feature 'x'")
     (array([ 1., nan]), array([False,  True]))

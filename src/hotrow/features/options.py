@@ -1,7 +1,7 @@
-"""Checks of the options that several kinds of feature share.
+"""Checks of options that several kinds of feature share.
 
-A kind is a frozen dataclass that refuses wrong options when it is made, in code and out of JSON alike, so that a spec
-which exists is a spec which can run. Each message names the feature, the option, its value and what to write instead.
+A kind checks its options when it is made, in code or from JSON, so every spec that exists can run. Each message names
+the feature, the option, its value and what to write instead.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ HASHES = ("auto", "none", "string", "hex", "int")
 
 
 def check_name(feature: Any) -> None:
-    """A feature's name is a text that is not empty."""
+    """Check that a feature's name is a text that is not empty."""
     name = feature.name
     if not isinstance(name, str) or not name:
         raise OptionError(f"{type(feature).__name__}: name={name!r}; give the feature a name that is not empty")
 
 
-def name_column(feature: Any) -> None:
-    """The column of a feature is the one of its own name unless it says otherwise."""
+def set_default_column(feature: Any) -> None:
+    """Set a feature's column to its name unless a column is given."""
     check_name(feature)
     name, column = feature.name, feature.column
     if column is not None and (not isinstance(column, str) or not column):
@@ -31,13 +31,13 @@ def name_column(feature: Any) -> None:
 
 
 def check_choice(name: str, option: str, value: object, options: Many[str]) -> None:
-    """An option that takes one of a few words."""
+    """Check an option that takes one of a few values."""
     if value not in options:
         raise OptionError(f"feature {name!r}: {option}={value!r}; {choices(value, options)}")
 
 
-def check_hash(name: str, how: object, seed: object) -> None:
-    """The options of hashing, which Key and Sequence share."""
-    check_choice(name, "hash", how, HASHES)
+def check_hash(name: str, method: object, seed: object) -> None:
+    """Check the hashing options, which Key and Sequence share."""
+    check_choice(name, "hash", method, HASHES)
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 64:
         raise OptionError(f"feature {name!r}: seed={seed!r}; give an integer from 0 to 2**64 - 1")

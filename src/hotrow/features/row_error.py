@@ -1,11 +1,10 @@
-"""RowError: values that no feature can use, and which rows hold them.
+"""RowError: values that a feature cannot use, and the rows that hold them.
 
-A feature spec works on whole columns, and who reads the columns knows where a row came from. So a spec that meets a
-bad value reports *all* rows of that column which are bad, by number, and leaves the place to its caller: a file source
-turns row 3,071 into ``day_3.txt, line 8,122``, or drops the bad rows and goes on when it was told to skip them.
+A feature spec works on whole columns and does not know where a row came from; its caller does. So a spec that finds a
+bad value reports *all* bad rows of that column, by number. A file source turns row 3,071 into ``day_3.txt, line
+8,122``, or drops the bad rows if it was told to skip them.
 
-Only values end up here. A column that is absent or has a wrong type is no row's fault: that is a plain DataError, and
-skipping rows cannot cure it.
+A column that is absent or has a wrong type is a plain DataError instead, because skipping rows cannot cure it.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from hotrow.errors import DataError
 
 
 class RowError(DataError):
-    """Some rows of one column cannot be used. `rows` are their numbers, from 0, rising; `fact` tells about the
-    first."""
+    """Some rows of one column cannot be used. `rows` are their numbers, from 0, ascending; `fact` describes the first
+    one."""
 
     def __init__(self, column: str, rows: npt.NDArray[np.int64], fact: str) -> None:
         self.column = column
@@ -31,7 +30,7 @@ class RowError(DataError):
 
 
 def refuse_rows(column: str, bad: npt.NDArray[np.bool_], values: Any, fact: str) -> None:
-    """Raise a RowError when any of `bad` is set; `{}` in the fact stands for the first bad value.
+    """Raise a RowError if any of `bad` is set. `{}` in the fact is replaced by the first bad value.
 
     Requires: `values` can be indexed by row.
     """
@@ -41,7 +40,7 @@ def refuse_rows(column: str, bad: npt.NDArray[np.bool_], values: Any, fact: str)
 
 
 def _to_python(value: Any) -> object:
-    """A Python value out of an Arrow or numpy scalar, for a message."""
+    """An Arrow or numpy scalar as a Python value, for a message."""
     for method in ("as_py", "item"):
         if hasattr(value, method):
             return getattr(value, method)()

@@ -1,10 +1,10 @@
 """Sequence: any number of ids per example, such as the items a user saw last.
 
-The column is lists, or text with a separator between the items. An example that is null has no ids; an item that is
-null or an empty text is no item and is dropped before the list is cut to `max_length`. Cutting keeps the last items
-(logs are written oldest first) or the first, and their order stays.
+The column is lists, or text with a separator between the items. A null example has no ids. Null items and empty texts
+are dropped before the list is cut to `max_length`. Cutting keeps the last items (logs are written oldest first) or the
+first ones, in order.
 
-Only what is kept is hashed, and nothing loops over rows: cutting is one gather on Arrow's flattened values.
+Only the items that remain are hashed. There is no loop over rows: cutting is one gather on Arrow's flattened values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hotrow.errors import OptionError
 from hotrow.features.columns import Column, unwrap_array
 from hotrow.features.hashing import BoolArray, IntArray
 from hotrow.features.keys import column_keys, is_string, offsets_of
-from hotrow.features.options import check_choice, check_hash, name_column
+from hotrow.features.options import check_choice, check_hash, set_default_column
 from hotrow.features.row_error import RowError, refuse_rows
 
 KEEP = ("last", "first")
@@ -47,7 +47,7 @@ class Sequence:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        name_column(self)
+        set_default_column(self)
         check_hash(self.name, self.hash, self.seed)
         check_choice(self.name, "keep", self.keep, KEEP)
         if not isinstance(self.max_length, int) or isinstance(self.max_length, bool) or self.max_length < 1:
@@ -133,7 +133,7 @@ def _parse_integers(column: Column, items: pa.Array, lengths: IntArray) -> pa.Ar
 
 
 def _refuse_items(column: Column, bad: BoolArray, items: pa.Array, lengths: IntArray, fact: str) -> None:
-    """As refuse_rows, for the rows that own the bad items."""
+    """Like refuse_rows, for the rows that the bad items belong to."""
     try:
         refuse_rows(column.name, bad, items, fact)
     except RowError as error:

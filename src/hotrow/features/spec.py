@@ -1,11 +1,11 @@
-"""FeatureSpec: raw columns into a KeyedBatch, the very same way in training and in serving.
+"""FeatureSpec: raw columns into a KeyedBatch, the same in training and in serving.
 
 The spec is a value: a list of features, the label's column and the event time's column. It is saved beside the model as
-JSON (spec_json.py has the format) and both the trainer's sources and the server's requests go through `apply`, so there
-is no second implementation that could drift away from the first.
+JSON (spec_json.py). Both the trainer's sources and the server's requests go through `apply`, so there is no second
+implementation that could diverge.
 
-A spec is checked when it is made: names are unique, a Cross rests on features that have one id per example and on no
-circle, and the label is nobody's input. `apply` keeps no state; any thread may call it.
+A spec is checked when it is made: names are unique, a Cross uses features with one id per example and no cycle, and no
+feature reads the label. `apply` keeps no state; any thread may call it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class FeatureSpec:
         return FeatureSpec(*spec_json.parse(text))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON to a file; a crash leaves the old file or the new one, never half of it."""
+        """Write the JSON to a file, atomically: a crash leaves the old file or the new one."""
         target = Path(path)
         draft = target.with_name(f"{target.name}.draft-{os.getpid()}")
         try:
@@ -129,7 +129,7 @@ class FeatureSpec:
         return FeatureSpec(*spec_json.parse(spec_json.read(path), where=f"{os.fspath(path)}: "))
 
     def _needed(self, labels: bool) -> dict[str, str]:
-        """Every raw column that is needed, and who needs it."""
+        """Every raw column that is needed, with the feature that needs it."""
         names = {feature.name for feature in self.features}
         needed: dict[str, str] = {}
         for feature in self.features:
@@ -187,7 +187,7 @@ def _check_names(features: Many[Feature]) -> None:
 
 
 def _check_crosses(features: Many[Feature]) -> None:
-    """A Cross rests on features with one id per example, and on no circle."""
+    """Check that every Cross uses features with one id per example, and that there is no cycle."""
     named = {feature.name: feature for feature in features}
 
     def visit(feature: Feature, above: tuple[str, ...]) -> None:

@@ -1,9 +1,8 @@
-"""A feature spec as JSON, and back.
+"""A feature spec as JSON, and back. docs/formats/features.md describes the format.
 
-Every field is written, defaults too, so that a later change of a default cannot change an old model. Reading is strict
-the other way: a kind or field that is not known is an error that names it, because a reader that drops what it does not
-understand makes other keys than the writer did. Fields that are absent take their defaults, so a spec can be written by
-hand. docs/formats/features.md is the page of this format.
+Every field is written, also those with default values, so that a later change of a default cannot change an old model.
+An unknown kind or field is an error that names it: a reader that ignored it would make other keys than the writer. An
+absent field takes its default, so a spec can be written by hand.
 """
 
 from __future__ import annotations

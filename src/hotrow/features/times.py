@@ -1,10 +1,10 @@
-"""Event times: milliseconds since 1970-01-01 UTC, and what the calendar says about them.
+"""Event times: milliseconds since 1970-01-01 UTC, and their hour and weekday.
 
-A time column is integers, taken as milliseconds as they are, or Arrow timestamps and dates of any unit, rounded down to
-the millisecond. A timestamp with a time zone is stored in UTC by Arrow, so the zone changes nothing; one without is
-taken as UTC. Floats are refused: nobody can tell seconds from milliseconds by looking at them.
+A time column is integers, which are milliseconds, or Arrow timestamps and dates of any unit, rounded down to the
+millisecond. Arrow stores a timestamp with a time zone in UTC, so the zone changes nothing; one without is taken as UTC.
+Floats are refused, because seconds and milliseconds could not be told apart.
 
-`TimePart` makes a key of the hour or the weekday (UTC) with integer arithmetic, so it is the same everywhere.
+`TimePart` makes a key of the hour or the weekday (UTC) with integer arithmetic, so it is the same on every machine.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from hotrow.batch import Jagged
 from hotrow.features.columns import Column
 from hotrow.features.hashing import BoolArray, IntArray
-from hotrow.features.keys import fill
-from hotrow.features.options import check_choice, name_column
+from hotrow.features.keys import fill_missing
+from hotrow.features.options import check_choice, set_default_column
 from hotrow.features.row_error import refuse_rows
 
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
 
 PARTS = {"hour": 24, "weekday": 7}
-"""Each part and how many values it has; a missing time gets one more than the last value."""
+"""Each part and how many values it has; a missing time gets the number after the last value."""
 
 _PER_MS = {"s": (1000, 1), "ms": (1, 1), "us": (1, 1000), "ns": (1, 1_000_000)}
 
@@ -46,7 +46,7 @@ class TimePart:
     part: str = "hour"
 
     def __post_init__(self) -> None:
-        name_column(self)
+        set_default_column(self)
         check_choice(self.name, "part", self.part, tuple(PARTS))
 
     single = True
@@ -60,11 +60,11 @@ class TimePart:
         time, missing = milliseconds(column)
         # 1970-01-01 was a Thursday, the third day after Monday.
         part = time // HOUR_MS % 24 if self.part == "hour" else (time // DAY_MS + 3) % 7
-        return Jagged(torch.from_numpy(fill(part, missing, PARTS[self.part])))
+        return Jagged(torch.from_numpy(fill_missing(part, missing, PARTS[self.part])))
 
 
 def milliseconds(column: Column) -> tuple[IntArray, BoolArray | None]:
-    """Milliseconds since 1970 of every row, and which are missing (None: none is); 0 stands at a missing row.
+    """Milliseconds since 1970 of every row, 0 where missing, and the mask of missing rows (None if there are none).
 
     >>> import datetime
     >>> milliseconds(Column("t", pa.array([datetime.datetime(1970, 1, 2)])))

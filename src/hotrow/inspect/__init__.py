@@ -1,8 +1,14 @@
-"""`hotrow inspect`: what is on disk, without a trainer and without bringing rows into memory.
+"""`hotrow inspect`: show what is on disk, without a trainer and without loading all rows into memory.
 
-The folder says what it is: manifest.json is a checkpoint, step-... inside are a run's checkpoints, MANIFEST is one
-table's rows, and segments without it are an SSD folder, of a process that runs or of one that has ended. Nothing is
-written, and nobody is kept waiting.
+    checkpoints.py   a checkpoint, a folder of checkpoints, or one table's rows
+    ssd.py           an SSD folder, for people: tables, keys, torn tails, damage
+    segments.py      reads and verifies the segments of an SSD folder
+    ranking.py       sums over all rows and the hottest keys
+
+The kind of folder is detected by its files: manifest.json is a checkpoint, step-... folders are a run's checkpoints,
+MANIFEST is one table's rows, and segments without MANIFEST are an SSD folder, of a running process or of one that has
+ended. Nothing is written and no lock is held, so a running process is not disturbed. Used by the command line; one
+thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints, and the rows inside them: everything that is shown has been compared with its checksum."""
+"""Checkpoints and the rows inside them. Checksums are verified before anything is shown."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hotrow.train.checkpoint.manifest import Checkpoint, list_checkpoints, open_
 from hotrow.units import format_size
 
 CHUNK = 65536
-CHEAP_ROWS = 10_000_000  # about ten seconds of reading; more only when the table is asked for by name
+CHEAP_ROWS = 10_000_000  # about ten seconds of reading; a larger table is read only if --table names it
 
 
 @dataclass(frozen=True)
 class TableOnDisk:
-    """A table's rows in a folder; `dim` and `optimizer` are known where a checkpoint says so."""
+    """A table's rows in a folder. `dim` and `optimizer` come from a checkpoint's manifest; None without one."""
 
     folders: tuple[Path, ...]
     table: str
@@ -36,27 +36,27 @@ class TableOnDisk:
 
     @staticmethod
     def open(*folders: Path, dim: int | None = None, optimizer: str | None = None) -> TableOnDisk:
-        """Read the own manifest of a snapshot, or of those of all ranks."""
+        """Read the manifest of a snapshot, or of the snapshots of all ranks."""
         with core_errors():
             readers = [_core.SnapshotReader(str(folder)) for folder in folders]
         rows = sum(int(reader.rows) for reader in readers)
         return TableOnDisk(folders, str(readers[0].table), int(readers[0].row_bytes), rows, dim, optimizer)
 
     def read(self) -> Iterator[tuple[npt.NDArray[Any], ...]]:
-        """Keys, counts, last steps and values, chunk by chunk; every block's checksum is compared.
+        """Keys, counts, last steps and values, chunk by chunk; every block's checksum is verified.
 
-        Without a `dim` values are the words that the files have.
+        Without a `dim` the values are the raw words of the files.
         """
         for folder in self.folders:
             with core_errors():
                 reader = _core.SnapshotReader(str(folder))
                 while (chunk := reader.next(CHUNK)) is not None:
-                    *words, rows = chunk
-                    yield *words, floats_of(rows, reader.row_type, self.dim) if self.dim else rows
+                    *columns, rows = chunk
+                    yield *columns, floats_of(rows, reader.row_type, self.dim) if self.dim else rows
 
     @property
     def bytes(self) -> int:
-        """What its files take."""
+        """The size of its files."""
         return sum(folder_bytes(folder) for folder in self.folders)
 
 
@@ -66,7 +66,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def inspect_checkpoint(folder: Path, table: str | None, top: int, console: Console) -> None:
-    """A checkpoint's tables, with a folder's history above them; or one table's rows."""
+    """Show a checkpoint's tables, after the list of checkpoints if there are several; or one table's rows."""
     checkpoint = open_checkpoint(folder)
     checkpoint.verify()
     if table is not None:
@@ -127,7 +127,7 @@ def _overview(checkpoint: Checkpoint, console: Console) -> None:
 
 
 def inspect_rows(rows: TableOnDisk, top: int, console: Console, whole: bool) -> None:
-    """One table's rows; those of a large one are read only with `whole`."""
+    """Show one table's rows. A large table is read only with `whole`."""
     state = f" with {rows.optimizer} state" if rows.optimizer else ""
     shape = f" of dim {rows.dim}" if rows.dim else ""
     line = f"[bold]{rows.table}[/]: {rows.rows:,} rows{shape} ({rows.row_bytes} bytes{state}), "

@@ -1,4 +1,4 @@
-"""Rows as they are read, chunk by chunk: sums over all of them, and the keys that were seen most often."""
+"""Ranking: sums over all rows of a table, and the keys that were seen most often, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Array = npt.NDArray[Any]
 
 
 class Ranking:
-    """What a table's rows come to. Without a `dim` nobody knows which of a row's numbers are its values: no norms."""
+    """The totals and hottest keys of a table. Without a `dim`, values and optimizer state cannot be told apart, so there
+    are no norms."""
 
     def __init__(self, top: int, dim: int | None) -> None:
         self.top, self.dim = top, dim
@@ -24,12 +25,12 @@ class Ranking:
         self.hottest: list[tuple[int, int, int, float]] = []  # (seen, key, last step, norm)
 
     def norms(self, values: Array) -> Array:
-        """Of each row's values; zeros where `dim` is not known."""
+        """The norm of each row's values; zeros if `dim` is not known."""
         norms: Array = np.linalg.norm(values[:, : self.dim or 0].astype(np.float64), axis=1)
         return norms
 
     def add(self, keys: Array, counts: Array, steps: Array, norms: Array) -> None:
-        """More rows."""
+        """Add a chunk of rows."""
         self.rows, self.seen = self.rows + len(keys), self.seen + int(counts.sum())
         self.last_step = max(self.last_step, int(steps.max(initial=0)))
         self._norms += float(norms.sum())
@@ -38,12 +39,12 @@ class Ranking:
         self.hottest = heapq.nlargest(self.top, [*self.hottest, *parts])
 
     def summary(self) -> str:
-        """All rows in a few words."""
+        """The totals in one line."""
         mean = f", mean norm {self._norms / max(1, self.rows):.4f}" if self.dim else ""
         return f"seen {self.seen:,} times{mean}, last step {self.last_step:,}"
 
     def view(self) -> View:
-        """The hottest keys."""
+        """The hottest keys as a table."""
         view = View(title=f"hottest {len(self.hottest)} keys")
         for column in ("key", "seen", "share", "last step", *(["norm"] if self.dim else [])):
             view.add_column(column, justify="right")
@@ -54,6 +55,6 @@ class Ranking:
 
 
 def check_name(folder: Path, table: str | None, names: list[str]) -> None:
-    """Refuse a table that a folder lacks."""
+    """Raise if the folder has no such table."""
     if table is not None and table not in names:
         raise OptionError(f"{folder} has no table {table!r}; {choices(table, names)}")

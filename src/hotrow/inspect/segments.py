@@ -1,16 +1,15 @@
-"""A table's folder on SSD, read without the process that writes it (docs/formats/segments.md).
+"""Segments: read a table's SSD folder without the process that writes it (docs/formats/segments.md).
 
-A key may have many records there; which of them is the row is known to the process alone, in memory. On the disk it is
-the last one: a row that leaves DRAM, or that compaction moves, is appended, so of a key's records the one with the
-highest place is the newest. ADOPTED says which records counted when the process began from a checkpoint; the others in
-those segments are of steps that a resume has undone. So `scan` finds each key's newest record, and it differs from what
-the process knows in two ways: rows that changed in DRAM have not been written yet, and rows that were erased or have
-expired have no mark.
+A key may have many records. The process knows in memory which of them is the current row. On disk it is the last one,
+because a row that leaves DRAM or that compaction moves is appended. When a process starts from a checkpoint, ADOPTED
+lists the records of older segments that are valid; the other records in those segments belong to steps that the resume
+has undone. So `scan` finds each key's newest record. It differs from the process's view in two ways: rows that changed
+in DRAM are not on disk yet, and erased or expired rows leave no mark on disk.
 
-Every block is compared with its checksum. In the last segment, bad blocks with nothing good behind them are a write
-that was cut short, by a crash or because it is under way: the torn tail. All other bad blocks are damage, and named.
+Every block's checksum is verified. Bad blocks at the end of the last segment, with no good block after them, are a torn
+tail: a write cut short by a crash, or still in progress. All other bad blocks are reported as damage.
 
-Memory is bounded: a large table is read in several passes, each for its part of the keys.
+Memory is bounded: a large table is read in several passes, each for a part of the keys.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from hotrow.tiers.host.core_errors import core_errors
 from hotrow.tiers.host.store import floats_of
 
 HEADER, RECORD_HEAD = 4096, 16
-PASS_RECORDS = 32 << 20  # of which 32 bytes each are kept for a pass
+PASS_RECORDS = 32 << 20  # records per pass; each takes 32 bytes of memory
 SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
 class TableFolder:
-    """One table's folder, as its names, sizes and first good header have it."""
+    """One table's folder, described by its file names, sizes and first good header."""
 
     path: Path
     table: str
@@ -48,65 +47,65 @@ class TableFolder:
     written: float  # when a segment last changed; 0 where there is none
     dim: int | None = None
     optimizer: str | None = None
-    problem: str | None = None  # with table.json
+    problem: str | None = None  # why table.json cannot be read
 
     @staticmethod
     def open(path: Path) -> TableFolder:
-        """Look at the folder; no record is read."""
+        """List the folder's segments. No record is read."""
         segments, total, written = [], 0, 0.0
         for segment in sorted(path.glob("segment-*.hrs")):
             try:
                 stat = segment.stat()
             except FileNotFoundError:
-                continue  # compaction was faster
+                continue  # compaction has removed it
             segments.append(segment)
             total, written = total + stat.st_size, max(written, stat.st_mtime)
-        words, problem = None, None
+        description, problem = None, None
         try:
-            words = read_description(path)
+            description = read_description(path)
         except CheckpointError as error:
             problem = str(error)
-        if words is not None:
-            known = (words["name"], words["row_bytes"])
-            dim, optimizer = words["dim"], words["optimizer"]["kind"]
+        if description is not None:
+            known = (description["name"], description["row_bytes"])
+            dim, optimizer = description["dim"], description["optimizer"]["kind"]
         else:
             known, dim, optimizer = _first_header(segments) or (path.name, 0), None, None
         return TableFolder(path, *known, segments, total, written, dim, optimizer, problem)
 
     @property
     def passes(self) -> int:
-        """How often a scan reads the segments."""
+        """How many times a scan reads the segments."""
         return 1 + self.bytes // (RECORD_HEAD + self.row_bytes) // PASS_RECORDS
 
 
 @dataclass
 class Findings:
-    """What a scan has found. `records` are those that verify; `newest` has each key's last one."""
+    """The result of a scan. `records` counts the records that verified; `newest` ranks each key's last one."""
 
     newest: Ranking
     records: int = 0
     torn: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
-    gone: int = 0  # segments that went while we were reading
+    gone: int = 0  # segments that were removed during the scan
 
 
 def list_tables(folder: Path) -> list[TableFolder]:
-    """The tables of an SSD folder, or the one whose folder it is."""
+    """The tables of an SSD folder, or of a single table's folder."""
     marks = [mark for pattern in ("segment-*.hrs", DESCRIPTION) for mark in (pattern, f"*/{pattern}")]
     return [TableFolder.open(path) for path in sorted({found.parent for mark in marks for found in folder.glob(mark)})]
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a process holds the SSD folder, or the one that a table's folder is in."""
+    """Whether a process holds the lock of the SSD folder, or of its parent if this is a table's folder."""
     for lock in (folder / "LOCK", folder.parent / "LOCK"):
         if not lock.is_file():
             continue
         try:
             handle = os.open(lock, os.O_RDONLY)
         except OSError:
-            continue  # we may not look
+            continue  # no permission
         try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: nobody is kept out for long
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released at once
         except BlockingIOError:
             return True
         except OSError:
@@ -117,19 +116,19 @@ def in_use(folder: Path) -> bool:
 
 
 def scan(table: TableFolder, top: int, advance: Callable[[int], None]) -> Findings:
-    """Read and verify all segments; `advance` is told of the bytes, `passes` times those of the folder in all."""
+    """Read and verify all segments. `advance` gets the bytes read, in total `passes` times the folder's size."""
     findings = Findings(Ranking(top, table.dim))
     adopted = _adopted(table.path, findings)
     for number in range(table.passes):
-        # Later passes find the same damage again, and keep it to themselves.
+        # Later passes find the same damage again; report it once.
         found = findings if number == 0 else Findings(findings.newest)
         kept: list[list[Array]] = []
         for path in table.segments:
             last = path == table.segments[-1]
             for rows, counts_for in _read_segment(table, path, adopted, last, found, advance):
                 keys, counts, steps, values = (part[counts_for] for part in rows)
-                mine = _part_of(keys, table.passes) == number
-                kept.append([part[mine] for part in (keys, counts, steps, findings.newest.norms(values))])
+                in_pass = _part_of(keys, table.passes) == number
+                kept.append([part[in_pass] for part in (keys, counts, steps, findings.newest.norms(values))])
         if kept:
             parts = [np.concatenate(part) for part in zip(*kept, strict=True)]
             newest = _last_of_each(parts[0])
@@ -145,7 +144,7 @@ def _read_segment(
     findings: Findings,
     advance: Callable[[int], None],
 ) -> Iterator[tuple[tuple[Array, ...], Array]]:
-    """Rows that verify, chunk by chunk, and which of them counted or were written since."""
+    """Rows that verified, chunk by chunk, and the mask of those that are valid: adopted, or written later."""
     try:
         size = path.stat().st_size
         with core_errors():
@@ -182,15 +181,15 @@ def _read_segment(
         done = segment.position * segment.block_bytes
         if chunk is None:
             break
-        (*words, values), numbers = chunk
+        (*columns, values), numbers = chunk
         findings.records += len(numbers)
-        rows = (*words, floats_of(values, segment.row_type, table.dim) if table.dim else values)
+        rows = (*columns, floats_of(values, segment.row_type, table.dim) if table.dim else values)
         yield rows, _counted(numbers, records, bits) if began_with else np.ones(len(numbers), bool)
-    _judge(path, segment, last and not began_with, records if began_with else 0, findings)
+    _report_bad_blocks(path, segment, last and not began_with, records if began_with else 0, findings)
 
 
-def _judge(path: Path, segment: Any, open_ended: bool, records: int, findings: Findings) -> None:
-    """Tell what did not verify: as a torn tail where a write may have been cut short, else as damage."""
+def _report_bad_blocks(path: Path, segment: Any, open_ended: bool, records: int, findings: Findings) -> None:
+    """Report blocks that did not verify: as a torn tail where a write may have been cut short, else as damage."""
     bad, good = list(segment.bad), int(segment.blocks)
     if open_ended:
         while bad and bad[-1] == good - 1:
@@ -211,7 +210,7 @@ def _judge(path: Path, segment: Any, open_ended: bool, records: int, findings: F
 
 
 def _is_blank(path: Path) -> bool:
-    """Whether there is no header at all: the first write never came to the disk."""
+    """Whether there is no header at all: the first write did not reach the disk."""
     with path.open("rb") as file:
         header = file.read(HEADER)
     return len(header) < HEADER or not any(header)
@@ -232,13 +231,13 @@ def _first_header(segments: list[Path]) -> tuple[str, int] | None:
             with core_errors():
                 segment = _core.SegmentScan(str(path))
         except (CheckpointError, StorageError):
-            continue  # the scan will name it
+            continue  # the scan will report it
         return str(segment.table), int(segment.row_bytes)
     return None
 
 
 def _counted(numbers: Array, records: int, bits: Array) -> Array:
-    """Which records a manifest counts."""
+    """The mask of the records that the bitmap `bits` marks as valid."""
     inside = np.minimum(numbers, records - 1).astype(np.uint64)
     counted: Array = (bits[inside >> np.uint64(6)] >> (inside & np.uint64(63))) & np.uint64(1) != 0
     return counted & (numbers < records)
@@ -250,7 +249,7 @@ def _part_of(keys: Array, parts: int) -> Array:
 
 
 def _last_of_each(keys: Array) -> Array:
-    """Where each key stands for the last time."""
+    """The index of each key's last occurrence."""
     order = np.argsort(keys, kind="stable")
     ends = np.append(np.flatnonzero(np.diff(keys[order])), len(keys) - 1) if len(keys) else order
     last: Array = order[ends]

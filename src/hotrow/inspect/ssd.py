@@ -1,4 +1,4 @@
-"""An SSD folder for people: its tables, how many keys they have on the disk, what is torn and what is damaged."""
+"""Show an SSD folder: its tables, how many keys each has on disk, torn tails and damage."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hotrow.inspect.segments import Findings, TableFolder, in_use, list_tables, 
 from hotrow.progress import ProgressBar
 from hotrow.units import format_size
 
-CHEAP_BYTES = 4 << 30  # some ten seconds of reading; more only when the table is asked for by name
+CHEAP_BYTES = 4 << 30  # about ten seconds of reading; a larger folder is read only if --table names a table
 
 
 def inspect_ssd(folder: Path, table: str | None, top: int, console: Console) -> None:
-    """All tables of an SSD folder, or one with its hottest keys. Damage is shown and then raised."""
+    """Show all tables of an SSD folder, or one with its hottest keys. Raises after the output if there is damage."""
     found = list_tables(folder)
     if not found:
         raise CheckpointError(
@@ -41,7 +41,7 @@ def inspect_ssd(folder: Path, table: str | None, top: int, console: Console) -> 
     if len(shown) == 1 and whole:
         _one_table(shown[0], results[shown[0].path].newest, console)
     _notes(shown, results, used or in_use(folder), console)
-    damaged = [words for findings in results.values() for words in findings.damaged]
+    damaged = [message for findings in results.values() for message in findings.damaged]
     damaged += [each.problem for each in shown if each.problem is not None]
     if damaged:
         raise CheckpointError(f"{'; '.join(damaged)}. What is committed is in checkpoints: resume from the last one")
@@ -89,7 +89,7 @@ def _notes(tables: list[TableFolder], results: dict[Path, Findings], used: bool,
     else:
         console.print(f"--table {tables[0].table} reads a table's records, verifies and ranks them", highlight=False)
     for findings in results.values():
-        for words in findings.torn:
-            console.print(f"[yellow]torn[/] {words}{' (yet)' if used else ''}", highlight=False)
+        for message in findings.torn:
+            console.print(f"[yellow]torn[/] {message}{' (yet)' if used else ''}", highlight=False)
         if findings.gone:
             console.print(f"{findings.gone} segments went while they were being read: the process goes on")

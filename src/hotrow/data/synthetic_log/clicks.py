@@ -1,9 +1,9 @@
-"""Synthetic: a click log that is made while it is read.
+"""SyntheticClicks: a click log that is generated while it is read.
 
-For demos, tests and benchmarks: any number of keys, a truth that a model can learn, and the best AUC that any model
-could reach, to compare with. Example i depends on the seed and on i alone, so the stream can be entered anywhere:
-training and test data are two ranges of one stream, and a cursor is the number of the next example. The same options
-give the same bits on every machine. world.py has the truth itself.
+It has any number of keys, a ground truth that a model can learn (world.py), and the best AUC that any model could
+reach. Example i depends only on the options and on i, so the stream can be read from any example on: training and test
+data are two ranges of one stream, and a cursor is the number of the next example. The same options give the same bits
+on every machine.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ UNIT_EXAMPLES = 16_384
 
 @dataclass(frozen=True)
 class SyntheticClicks:
-    """A source of `examples` synthetic examples, the first of which is number `offset` of the stream.
+    """A source of `examples` synthetic examples, beginning with example number `offset` of the stream.
 
-    keys: how many distinct keys there are, over all features. drift: 0 for a truth that stays, up to 1 for item effects
-    that are new every day, or a `Drift` for users' tastes that move and items that come and go too. shape: names, sizes
+    keys: how many distinct keys there are, over all features. drift: 0 for a ground truth that never changes, up to 1
+    for item effects that are new every day; a `Drift` also moves users' tastes and replaces items. shape: names, sizes
     and counts of the features.
 
     >>> train = SyntheticClicks(examples=10_000, keys=1_000_000_000)
@@ -82,7 +82,7 @@ class SyntheticClicks:
 
     @cached_property
     def world(self) -> World:
-        """The truth behind the clicks."""
+        """The ground truth behind the clicks."""
         return World(self.seed, self.keys, self.drift, self.shape)
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
@@ -90,7 +90,7 @@ class SyntheticClicks:
         return self._stream(self._find_start(cursor), self.offset + self.examples)
 
     def units(self, cursor: Cursor | None = None) -> Iterator[Unit]:
-        """Some batches each."""
+        """Units of some batches each."""
         step = self.batch_size * max(1, UNIT_EXAMPLES // self.batch_size)
         end = self.offset + self.examples
         return ({"start": at, "end": min(at + step, end)} for at in range(self._find_start(cursor), end, step))
@@ -119,11 +119,11 @@ class SyntheticClicks:
         return self._steps(number, of, self._find_start(cursor), self.offset + self.examples)
 
     def strided(self, number: int, of: int) -> StridedSynthetic:
-        """Batch `number` of every `of` batches, to be made anywhere."""
+        """Batch `number` of every `of` batches, as units that any worker can generate."""
         return StridedSynthetic(self, number, of)
 
     def batch(self, start: int, count: int) -> KeyedBatch:
-        """Examples start to start + count of the whole stream, whatever this source's range.
+        """Examples start to start + count of the whole stream, also outside this source's range.
 
         >>> SyntheticClicks(examples=0).batch(1_000_000_000_000, 3).size
         3
@@ -138,8 +138,8 @@ class SyntheticClicks:
     def best_auc(self, n: int = 200_000, start: int | None = None) -> float:
         """The AUC of the true probability on n examples: no model can be expected to do better.
 
-        The examples are the n that follow this source's range, which a model trained on it has not seen; `start` names
-        others.
+        By default these are the n examples after this source's range, which a model trained on it has not seen; `start`
+        selects others.
         """
         begin = self.offset + self.examples if start is None else start
         step = 16_384
@@ -147,9 +147,9 @@ class SyntheticClicks:
         return auc(np.concatenate([part.logit for part in parts]), np.concatenate([part.clicks for part in parts]))
 
     def distinct_keys(self, examples: int | None = None) -> int:
-        """How many distinct keys so many examples (this source's, unless given) are expected to show.
+        """The expected number of distinct keys in `examples` examples (default: this source's).
 
-        Items that appear in histories alone are not counted, so with histories there are more.
+        Items that appear only in histories are not counted, so with histories there are more.
 
         >>> SyntheticClicks.criteo_like(keys=100_000_000).distinct_keys(1_500_000) > 1_000_000
         True
@@ -205,21 +205,21 @@ class SyntheticClicks:
 
 @dataclass(frozen=True)
 class StridedSynthetic:
-    """Batch `number` of every `of` batches of a synthetic source. A unit is the steps that begin in a range."""
+    """Batch `number` of every `of` batches of a synthetic source. A unit is a range of steps."""
 
     source: SyntheticClicks
     number: int
     of: int
 
     def units(self, cursor: Cursor | None = None) -> Iterator[Unit]:
-        """Some steps each."""
+        """Units of some steps each."""
         source = self.source
         step = source.batch_size * self.of * max(1, UNIT_EXAMPLES // source.batch_size)
         start, end = source._find_start(cursor), source.offset + source.examples
         return ({"start": at, "end": min(at + step, end)} for at in range(start, end, step))
 
     def decoder(self) -> StridedSynthetic:
-        """This share itself."""
+        """This object itself."""
         return self
 
     def decode(self, unit: Unit) -> DecodedUnit:

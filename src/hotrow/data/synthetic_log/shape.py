@@ -1,8 +1,7 @@
-"""Shape: what a synthetic example looks like: its features, their sizes, and how fast time goes.
+"""Shape: the features of a synthetic example, their sizes, and how many examples a day has.
 
-The first two features without a size of their own are the user and the item; they and the others without a size share
-the world's keys, so one number makes a log of thousands or of billions of keys. All other
-features are contexts.
+The first two features without a size are the user and the item. All features without a size share the world's keys, so
+one number scales a log from thousands to billions of keys. All other features are contexts.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""World: the planted truth behind a synthetic click log.
+"""World: the ground truth of a synthetic click log.
 
-Users meet items in contexts. Whether user u clicks item i is drawn with the logit
+Users see items in contexts. Whether user u clicks item i is drawn with the logit
 
-    bias + a number for every key + taste(u) · style(i) + dense features + items seen lately
+    bias + an effect of every key + taste(u) · style(i) + dense features + items seen lately
 
-and every number in it is a hash of (seed, feature, rank), so a world of a billion keys takes no memory and nobody but
-this file knows the truth. Effects fade with a key's rank (by 200 / (200 + rank)): hot keys, which a model can learn in
-a short run, carry most of the signal, and the long tail exercises the table instead. Each part's share of the logit's
-variance is fixed, so the best reachable AUC is near 0.80 (0.77 to 0.83 over seeds) for any shape and number of keys.
+Every number in it is a hash of (seed, feature, rank), so a world of a billion keys takes no memory. Effects fade with a
+key's rank, by 200 / (200 + rank): hot keys, which a model can learn in a short run, carry most of the signal, and the
+long tail only exercises the table. Each term's share of the logit's variance is fixed, so the best reachable AUC is
+near 0.80 (0.77 to 0.83 over seeds) for any shape and number of keys.
 
-With drift the truth changes from day to day: a part of each item's quality and of each user's taste moves on a smooth
-path through a new draw at every midnight, and items leave and new ones, with keys nobody has seen, take their places
-(Drift). So a model that stopped learning gets worse while the best reachable AUC stays. All of it is a function of the
-seed and the event time.
+With a Drift the truth changes from day to day. A part of each item's quality and of each user's taste interpolates
+between random draws, one for every midnight. Items leave and are replaced by items with new keys. So a model that
+stopped learning gets worse while the best reachable AUC stays. Drift is a function of the seed and the event time.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ LOGIT_STD = 1.42
 FADE = 200
 TASTES = 4
 SHARES = {"user": 0.10, "item": 0.25, "taste": 0.15, "contexts": 0.20, "dense": 0.20, "history": 0.10}
-"""Each part's share of the logit's variance; a shape that lacks a part spreads its share over the others."""
+"""Each term's share of the logit's variance. If a shape lacks a term, the others take over its share."""
 
 _CELLS = 1024
 
@@ -90,7 +89,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class World:
-    """The truth of one synthetic log: example i is a function of the world and of i."""
+    """The ground truth of one synthetic log: example i is a function of the world and of i."""
 
     seed: int
     keys: int
@@ -110,7 +109,7 @@ class World:
 
     @cached_property
     def moves(self) -> Drift:
-        """The drift, part by part."""
+        """The drift as a Drift."""
         return self.drift if isinstance(self.drift, Drift) else Drift(items=self.drift)
 
     @cached_property
@@ -120,15 +119,15 @@ class World:
 
     def examples(self, start: int, count: int) -> Examples:
         """Examples start to start + count."""
-        places = counters(start, count)
-        ranks = {name: zipf.ranks(bits(places, self._stream("draw", name))) for name, zipf in self.zipfs.items()}
+        indices = counters(start, count)
+        ranks = {name: zipf.ranks(bits(indices, self._stream("draw", name))) for name, zipf in self.zipfs.items()}
         time = START_MS + np.arange(start, start + count, dtype=np.int64) * DAY_MS // self.shape.per_day
-        dense = [normals(bits(places, self._stream("dense", j))) / NORMAL_STD for j in range(self.shape.dense)]
+        dense = [normals(bits(indices, self._stream("dense", j))) / NORMAL_STD for j in range(self.shape.dense)]
         user, item = self.shape.roles
         items = self._present(ranks[item], time)
         history, seen, lengths = self._history(ranks[user], time)
         logit = self._logit(ranks, items, dense, (history, seen, lengths), time)
-        noise = _logistic(uniforms(bits(places, self._stream("click"))))
+        noise = _logistic(uniforms(bits(indices, self._stream("click"))))
         return Examples(
             ids={name: self._keys(name, items if name == item else values) for name, values in ranks.items()},
             dense=np.stack(dense, axis=1) if dense else np.zeros((count, 0)),
@@ -143,13 +142,13 @@ class World:
         return stream(self.seed, *name)
 
     def _keys(self, feature: str, ranks: IntArray) -> IntArray:
-        """A rank's key: a bijection, so that hot keys lie anywhere in 64 bits."""
+        """The key of each rank. The hash is a bijection, so hot keys are spread over all 64 bits."""
         return hash_ints(ranks, self._stream("key", feature))
 
     def _present(self, ranks: IntArray, time: IntArray) -> IntArray:
-        """Which item has a rank at a time: the rank itself, and a generation above it where items are replaced.
+        """The item at each rank at a time: the rank in the lower bits and a generation in the upper ones.
 
-        Each rank's item leaves at its own hour, so that new ones come all day long.
+        Each rank's item is replaced at its own hour, so new items appear all day long.
         """
         share = self.moves.new_items
         if share == 0:
@@ -166,7 +165,7 @@ class World:
         histories: tuple[IntArray, IntArray, IntArray],
         time: IntArray,
     ) -> FloatArray:
-        """Parts are added one after another, in this order: a sum's last bit depends on it."""
+        """The logit. Terms are added in a fixed order, because a float sum's last bit depends on it."""
         user, item = self.shape.roles
         scale = self._scales
         contexts = [name for name in ranks if name not in (user, item)]
@@ -197,19 +196,19 @@ class World:
         return bits(spread(ranks), self._stream(what, feature))
 
     def _effect(self, feature: str, numbers: IntArray | FloatArray, ranks: IntArray) -> FloatArray:
-        """Numbers of the spread BELL_STD, faded by rank, as effects of variance 1 over the feature's draws."""
+        """Numbers of standard deviation NORMAL_STD, faded by rank, scaled to variance 1 over the feature's draws."""
         norm = NORMAL_STD * math.sqrt(_mean_square(self.zipfs[feature]))
         return numbers * (FADE / norm) / (FADE + ranks)
 
     def _item_effects(self, items: IntArray, time: IntArray) -> IntArray | FloatArray:
-        """The items' numbers, drifting from midnight to midnight if the world drifts."""
+        """The items' numbers, which drift from midnight to midnight if the world drifts."""
         item = self.shape.roles[1]
         return self._moving(item, items, time, self.moves.items, "effect", "drift")
 
     def _moving(
         self, feature: str, ids: IntArray, time: IntArray, part_new: float, still: str, drift: str
     ) -> IntArray | FloatArray:
-        """Numbers of the spread BELL_STD of which a part is new every day."""
+        """Numbers of standard deviation NORMAL_STD; the part `part_new` of each is drawn anew every day."""
         fixed = normals(self._hashes(feature, ids, still))
         if part_new == 0:
             return fixed
@@ -220,7 +219,7 @@ class World:
         return math.sqrt(1 - part_new * part_new) * fixed + part_new * moving
 
     def _taste(self, users: IntArray, ranks: IntArray, items: IntArray, time: IntArray) -> FloatArray:
-        """Taste times style, a dot product of four numbers each, of variance 1."""
+        """Taste · style, a dot product over four numbers each, scaled to variance 1."""
         user, item = self.shape.roles
         total = np.zeros(len(users))
         for k in range(TASTES):
@@ -230,7 +229,7 @@ class World:
         return total * (FADE / math.sqrt(TASTES * seen)) / (FADE + users) * FADE / (FADE + ranks)
 
     def _dense_effect(self, dense: list[FloatArray]) -> FloatArray:
-        """Mostly linear, with a parabola of the first feature, so that a tower has something to find."""
+        """Mostly linear, plus a square of the first feature, so that a tower learns more than a linear model."""
         weights = (normals(bits(counters(0, len(dense)), self._stream("weights"))) / NORMAL_STD).tolist()
         norm = math.sqrt(math.fsum(weight * weight for weight in weights))
         total = np.zeros(len(dense[0]))
@@ -240,10 +239,10 @@ class World:
         return total * math.sqrt(0.8) + (dense[0] * dense[0] - 1) * math.sqrt(0.2 / 1.7)
 
     def _history(self, users: IntArray, time: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """The ranks of the items that each user saw last, oldest first, which items they were, and how many.
+        """The items that each user saw last, oldest first: their ranks, their ids, and how many for each user.
 
-        A user sees an item an hour: the one of hour h is a hash of (user, h). So histories need no storage, and that of
-        a user one hour later is the same shifted by one.
+        A user sees one item an hour; the item of hour h is a hash of (user, h). So histories need no storage, and a
+        user's history one hour later is the same shifted by one.
         """
         if self.shape.history_length == 0:
             return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(len(users), np.int64)
@@ -258,7 +257,7 @@ class World:
         return ranks, self._present(ranks, np.maximum(seen_at * HOUR_MS, START_MS)), lengths
 
     def _history_effect(self, history: IntArray, seen: IntArray, lengths: IntArray) -> FloatArray:
-        """The sum of the items' history numbers: whole numbers, so that the order of adding cannot matter."""
+        """The sum of the items' history numbers. They are integers, so the order of addition does not matter."""
         item = self.shape.roles[1]
         numbers = normals(self._hashes(item, seen, "seen"))
         faded = np.rint(numbers * FADE / (FADE + history)).astype(np.int64)
@@ -272,18 +271,18 @@ class World:
 
 @lru_cache(maxsize=256)
 def _mean_square(zipf: Zipf) -> float:
-    """The mean square of a rank's fading."""
+    """The mean square of the fading factor over the feature's draws."""
     fading = FADE / (FADE + zipf.middles())
     return zipf.mean(fading * fading)
 
 
 def _falling(number: int, count: int) -> float:
-    """Shares of a whole that fall as 1, 1/2, 1/3 ..."""
+    """The share of number `number` among `count` shares that fall as 1, 1/2, 1/3 ... and add up to 1."""
     return 1 / (1 + number) / math.fsum(1 / (1 + k) for k in range(count))
 
 
 def _logistic(uniform: FloatArray) -> FloatArray:
-    """Logistic noise out of uniform numbers: log(u / (1 - u)), straight between 1,024 exact points."""
+    """Logistic noise from uniform numbers: log(u / (1 - u)), interpolated linearly between 1,024 exact points."""
     points = _logistic_points()
     place = uniform * _CELLS
     cell = place.astype(np.int64)
@@ -293,7 +292,7 @@ def _logistic(uniform: FloatArray) -> FloatArray:
 
 @lru_cache(maxsize=1)
 def _logistic_points() -> FloatArray:
-    """log(u / (1 - u)) for u = k / 1024; the two ends, which are infinite, stand at a quarter of a cell."""
+    """log(u / (1 - u)) for u = k / 1024. The two ends are infinite and are replaced by the value a quarter cell inside."""
     with decimal.localcontext(decimal.Context(prec=30)):
         inner = [float((Decimal(k) / (_CELLS - k)).ln()) for k in range(1, _CELLS)]
         end = float((4 * Decimal(_CELLS) - 1).ln())

@@ -1,13 +1,12 @@
-"""Zipf: ranks drawn with probability proportional to rank ** -exponent, out of any number of keys.
+"""Zipf: ranks drawn with probability proportional to rank ** -exponent, from any number of keys.
 
-A few keys are hot and billions are nearly never seen; that is what click logs look like and what a tiered table lives
-on. The first 512 ranks have their exact probabilities; the ranks after them form 256 segments of geometrically growing
-width, each with its exact share (to the accuracy of an integral) and flat inside. So a table of 768 entries serves four
-keys or a trillion, and a draw is one alias-method lookup and one multiplication, about 18 ns with numpy
-on one core of an AMD EPYC.
+Click logs look like this: a few keys are hot and billions are almost never seen. The first 512 ranks have their exact
+probabilities. The ranks after them form 256 segments of geometrically growing width; a segment's probability is an
+exact integral, and it is uniform inside. So a table of 768 entries serves four keys or a trillion, and a draw is one
+alias-method lookup and one multiplication: about 18 ns with numpy on one core of an AMD EPYC.
 
 The tables come from decimal arithmetic, which rounds the same everywhere, so the same bits give the same rank on every
-machine. (Dropped: inverting the distribution with float powers, as the math library's last bit then moves keys.)
+machine. (Dropped: inverting the distribution with float powers, where the math library's last bit changes keys.)
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Zipf:
         return ranks
 
     def mean(self, values: FloatArray) -> float:
-        """The mean over all draws of a quantity that has these values in the segments (see `middles`)."""
+        """The mean over all draws of a quantity with one value for each segment (see `middles`)."""
         shares = _tables(self.keys, self.exponent).share
         return math.fsum(float(share) * float(value) for share, value in zip(shares, values, strict=True))
 
@@ -63,7 +62,7 @@ class Zipf:
         return table.first + (table.width - 1) / 2
 
     def distinct(self, draws: int) -> float:
-        """How many different ranks `draws` draws are expected to show.
+        """The expected number of different ranks in `draws` draws.
 
         >>> round(Zipf(10, 1.0).distinct(1_000_000))
         10
@@ -76,7 +75,7 @@ class Zipf:
 
 @dataclass(frozen=True)
 class _Tables:
-    """Segments: first rank, width, share of the draws; and the alias method's threshold (of 2**32) and other
+    """Each segment's first rank, width and share of the draws; each alias column's threshold (of 2**32) and second
     segment."""
 
     first: IntArray
@@ -137,7 +136,7 @@ def _alias(share: FloatArray) -> tuple[IntArray, IntArray]:
         if filled[high] < 1.0:
             small.append(large.pop())
     full = 1 << 32
-    for i in (*small, *large):  # what rounding left over: full but for the last bit
+    for i in (*small, *large):  # left over by rounding: full except for the last bit
         assert i < len(share)
         filled[i] = 1.0
     return np.array([min(int(fill * full), full) for fill in filled], np.int64), np.array(alias, np.int64)
