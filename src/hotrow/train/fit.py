@@ -182,7 +182,7 @@ class FitRun:
         trainer, (logits, loss, examples) = self.trainer, result
         trainer.cursor = after
         if trainer.publisher is not None:
-            trainer.publisher.seen(batch.time)
+            trainer.publisher.note_event_times(batch.time)
         labels, scale = labels_of(batch) if logits.numel() else None, examples / max(1, batch.size)
         trainer.counts.add(self.report, ComputedBatch(logits, labels, loss, scale, batch.time, trainer.steps))
         trainer.position.examples += examples

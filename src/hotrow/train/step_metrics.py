@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hotrow.device.device_to_host import Down
+from hotrow.device.device_to_host import HostCopy
 from hotrow.train.metrics import Metrics
 from hotrow.train.progressive_validation import Windows
 from hotrow.train.report import Report
@@ -43,12 +43,12 @@ class RunCounts:
         self.windows = windows
         self.loss = 0.0  # of the last batch
         self._writer = writer  # TensorBoard's
-        self._in_flight: deque[tuple[Report, ComputedBatch, Down]] = deque()
+        self._in_flight: deque[tuple[Report, ComputedBatch, HostCopy]] = deque()
 
     def add(self, report: Report, batch: ComputedBatch) -> None:
         """Count a batch as soon as its tensors are on the host."""
         labels = [] if batch.labels is None else [batch.labels]
-        down = Down(batch.loss, batch.logits, *labels)
+        down = HostCopy(batch.loss, batch.logits, *labels)
         self._in_flight.append((report, batch, down))
         if not down.in_flight:
             self.finish()

@@ -112,7 +112,7 @@ def export(
     _check_spec(embeddings, features)
     traced = trace(model.tower, TowerInputs.of(embeddings, dense := _dense(model, features, dense_features)))
     durable_files.make(folder)
-    with durable_files.alone(folder, "wait for it, or export under another name"):
+    with durable_files.exclusive(folder, "wait for it, or export under another name"):
         for left in folder.glob(".*.tmp"):
             durable_files.remove(left)
         number = _number(folder, version)

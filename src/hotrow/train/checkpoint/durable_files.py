@@ -1,11 +1,11 @@
-"""What must survive a power cut goes through here: make, write, sync, rename, remove.
+"""Durable file operations: make, write, sync, rename, remove. After each, a power cut leaves the old or the new state.
 
-A file is safe when its bytes are synced and then the folder that holds its name. So `write` and `make` sync what they
-made, and whoever fills a folder calls `sync` on it before `rename` gives it its final name, and on its parent after.
-`remove` needs no sync: what was not removed in time is found and removed again.
+A file is durable when its bytes and the folder entry with its name are both synced. `write` and `make` sync what they
+create. A caller that fills a folder calls `sync` on it before `rename` gives it its final name, and on its parent after
+that. `remove` needs no sync: what a crash leaves behind is found and removed again.
 
-Every refusal of the disk becomes a StorageError with the path and a cure. Callers use the functions by module
-(`durable.sync(...)`), so that a test can make each of them fail.
+Every error of the operating system becomes a StorageError with the path and a cure. Callers use the functions through
+the module (`durable_files.sync(...)`), so that tests can make each of them fail. Any thread may call them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CURES = {
 
 @contextmanager
 def disk(action: str, path: Path) -> Iterator[None]:
-    """The operating system's errors as HotRow's.
+    """Raise the operating system's errors as StorageErrors with a cure.
 
     >>> with disk("read", Path("x")):
     ...     open("/does/not/exist")
@@ -49,7 +49,7 @@ def disk(action: str, path: Path) -> Iterator[None]:
 
 
 def make(folder: Path) -> None:
-    """Make a folder, and those above it that are missing."""
+    """Make a folder and its missing parents, durably."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         with disk("make the folder", path):
@@ -61,7 +61,7 @@ def make(folder: Path) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a new file; its bytes are on the disk afterwards."""
+    """Write a new file and sync its bytes."""
     with disk("write", path), open(path, "xb") as file:
         file.write(data)
         file.flush()
@@ -69,7 +69,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Bring the names inside a folder to the disk."""
+    """Sync the names inside a folder."""
     with disk("sync", folder):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -79,21 +79,21 @@ def sync(folder: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give a folder another name on the same disk, all at once. Requires: nothing has the new name."""
+    """Rename a folder atomically. Requires: the new name is free and on the same disk."""
     with disk(f"rename {old.name} to", new):
         os.rename(old, new)
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder and all that is in it; a missing one is fine."""
+    """Remove a folder and its contents; does nothing if it is missing."""
     with disk("remove", folder):
         with suppress(FileNotFoundError):
             shutil.rmtree(folder)
 
 
 @contextmanager
-def alone(folder: Path, cure: str = "give each run a checkpoints folder of its own") -> Iterator[None]:
-    """Hold the folder against other processes that save into it; the second one is refused."""
+def exclusive(folder: Path, cure: str = "give each run a checkpoints folder of its own") -> Iterator[None]:
+    """Lock the folder against other processes that save into it. Raises StorageError if another holds the lock."""
     with disk("open", folder):
         handle = os.open(folder, os.O_RDONLY)
     try:
@@ -102,7 +102,7 @@ def alone(folder: Path, cure: str = "give each run a checkpoints folder of its o
         except BlockingIOError:
             raise StorageError(f"another process is saving into {folder}; {cure}") from None
         except OSError:
-            pass  # a file system without locks: nobody can be kept out
+            pass  # a file system without locks
         yield
     finally:
         os.close(handle)

@@ -1,15 +1,15 @@
-"""Loading: a checkpoint back into a trainer, all of it or, with `tables=`, some tables' rows.
+"""Loading: a checkpoint back into a trainer, complete or, with `tables=`, the rows of some tables.
 
 Everything is read and compared with the model first, so a checkpoint that is damaged or does not fit leaves the model
-as it was. Then the rows change, then the dense part, then counters. How rows are spread over tiers is no part of a
-checkpoint: any memory budget that holds them will do.
+unchanged. Then rows change, then the dense part, then counters. A checkpoint does not record which tier a row was in:
+any memory budget that holds the rows will do.
 
-`resume` takes the newest checkpoint that can be read. One that is damaged is passed over with a warning; one that does
-not fit this model is an error, because another one would not fit either.
+`resume` takes the newest readable checkpoint. It skips a damaged one with a warning; one that does not fit this model
+is an error, because the others would not fit either.
 
-How many ranks wrote a checkpoint does not matter either. A rank takes the rows of the shards that it owns: where one
-part of the checkpoint is just these, its segments become the rank's own; otherwise rows are picked out of the parts
-that have some, one by one. Ranks decide together: what one of them cannot read, none of them loads.
+A checkpoint can be loaded by any number of ranks. A rank takes the rows of the shards that it owns. If one part of the
+checkpoint holds exactly these shards, its segments become the rank's own; otherwise rows are copied out of all parts
+that overlap. Ranks decide together: what one cannot read, none loads. Called by the training thread.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds beside the rows, read and checked."""
+    """Everything in a checkpoint except the rows, read and checked."""
 
     dense: dict[str, Tensor]
     optimizer: dict[str, Any] | None
@@ -76,12 +76,12 @@ def load(
     Rows are read twice: first to compare their checksums, so that a damaged block changes nothing.
     """
     ranks = trainer.model.embeddings.ranks
-    if ranks is not None:  # the newest is the one that rank 0 sees: another may see it a moment later
+    if ranks is not None:  # rank 0 chooses the newest: another rank may see it later
         path = path / ranks.broadcast_result(
             f"looking into {path}", lambda: newest_in(path).relative_to(path).as_posix()
         )
 
-    def look() -> tuple[Checkpoint, list[tuple[str, TableRows]], Contents | None]:
+    def read_and_match() -> tuple[Checkpoint, list[tuple[str, TableRows]], Contents | None]:
         checkpoint, contents = open_checkpoint(path), None
         pairs = match_tables(trainer, checkpoint, rename or {}, tables)
         if tables is None:
@@ -95,20 +95,20 @@ def load(
                     pass
         return checkpoint, pairs, contents
 
-    checkpoint, pairs, contents = _all(ranks, f"reading {path}", look)
+    checkpoint, pairs, contents = _collective(ranks, f"reading {path}", read_and_match)
     if ranks is not None:
         ranks.agree(f"what is in {path}", {"checksum": checkpoint.manifest["checksum"]})
     if contents is not None:
-        _all(ranks, f"loading {path}", lambda: apply(trainer, checkpoint, pairs, contents))
+        _collective(ranks, f"loading {path}", lambda: apply(trainer, checkpoint, pairs, contents))
     else:
-        _all(ranks, f"loading {path}", lambda: apply_rows(checkpoint, pairs, ranks))
-        # Rows that have been trained for so many steps are not older than the model they are in.
+        _collective(ranks, f"loading {path}", lambda: apply_rows(checkpoint, pairs, ranks))
+        # The model must not be at an earlier step than its rows.
         trainer.model.embeddings.steps = max(trainer.steps, checkpoint.step)
     return checkpoint
 
 
-def _all(ranks: Ranks | None, what: str, work: Callable[[], Result]) -> Result:
-    """Work that has failed on any rank has failed on all."""
+def _collective(ranks: Ranks | None, what: str, work: Callable[[], Result]) -> Result:
+    """Run `work` on all ranks; if it fails on one, it raises on all."""
     return work() if ranks is None else ranks.collective(what, work)
 
 
@@ -125,23 +125,25 @@ def resume(trainer: Trainer, folder: Path, features: FeatureSpec | None) -> Chec
         for name in (names() if ranks is None else ranks.broadcast_result(f"looking into {folder}", names))
     ]
 
-    def look(path: Path) -> tuple[Checkpoint, Contents]:
+    def open_and_read(path: Path) -> tuple[Checkpoint, Contents]:
         checkpoint = open_checkpoint(path)
         return checkpoint, read(checkpoint, ranks)
 
     for path in paths:
         try:
-            checkpoint, contents = _all(ranks, f"reading {path}", partial(look, path))
+            checkpoint, contents = _collective(ranks, f"reading {path}", partial(open_and_read, path))
         except CheckpointError as error:
-            faults.append(_pass_over(path, error))
+            faults.append(_skip(path, error))
             continue
         pairs = match_tables(trainer, checkpoint, {}, None)
         check_dense(trainer, checkpoint, contents)
         _check_features(checkpoint, contents.features, features)
         try:
             _apply_together(trainer, checkpoint, pairs, contents)
-        except CheckpointError as error:  # rows are checked while they are read; the next one replaces them all
-            faults.append(_pass_over(path, error))
+        except (
+            CheckpointError
+        ) as error:  # rows are checked as they are read; the next one replaces them all
+            faults.append(_skip(path, error))
             continue
         return checkpoint
     if faults:
@@ -156,11 +158,11 @@ def _apply_together(
     trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]], contents: Contents
 ) -> None:
     ranks = trainer.model.embeddings.ranks
-    _all(ranks, f"loading {checkpoint.path}", lambda: apply(trainer, checkpoint, pairs, contents))
+    _collective(ranks, f"loading {checkpoint.path}", lambda: apply(trainer, checkpoint, pairs, contents))
 
 
 def read(checkpoint: Checkpoint, ranks: Ranks | None = None) -> Contents:
-    """Read and check all that is not rows; rows are checked as far as their own manifest goes."""
+    """Read and check everything except rows; of those, only their manifests."""
     dense, parts, state = (checkpoint.tensors(name) for name in (DENSE, OPTIMIZER, STATE))
     features = checkpoint.features()
     checkpoint.verify_rows()
@@ -172,12 +174,12 @@ def read(checkpoint: Checkpoint, ranks: Ranks | None = None) -> Contents:
         figures = [state_encoding.unpack(manifest["metrics"]["state"], state)]
         figures += [state_encoding.unpack(other["metrics"], state) for other in manifest.get("ranks", [])]
         windows = None if "windows" not in manifest else _listed(state_encoding.unpack(manifest["windows"], state))
-        # A rank beyond those that wrote it goes on with the random state that it has.
+        # A rank that has no counterpart among the writers keeps its random state.
         mine = "" if ranks is None or ranks.first else f"ranks.{ranks.rank}."
         rng = state["rng.cpu"] if not mine else state.get(f"{mine}rng.cpu", torch.get_rng_state())
     except KeyError as error:
         raise CheckpointError(f"{checkpoint.path} is corrupt: its tensors lack {error}") from None
-    metrics = _metrics_of([_metrics(one) for one in figures], ranks)
+    metrics = _own_metrics([_metrics(one) for one in figures], ranks)
     if rng.dtype != torch.uint8 or rng.shape != torch.get_rng_state().shape:
         raise CheckpointError(
             f"{checkpoint.path} has a random state of {rng.numel()} bytes and this torch uses "
@@ -193,15 +195,15 @@ def _metrics(figures: dict[str, Any]) -> Metrics:
 
 
 def _listed(figures: dict[str, Any]) -> dict[str, Any]:
-    """Tensors as lists."""
+    """Turn tensors back into lists."""
     return {
         metric: {name: v.tolist() if isinstance(v, Tensor) else v for name, v in parts.items()}
         for metric, parts in figures.items()
     }
 
 
-def _metrics_of(saved: list[Metrics], ranks: Ranks | None) -> Metrics:
-    """A rank's own where as many ranks have saved; else rank 0 has them all."""
+def _own_metrics(saved: list[Metrics], ranks: Ranks | None) -> Metrics:
+    """This rank's metrics if as many ranks saved; else rank 0 gets the sum of all."""
     if ranks is not None and len(saved) == ranks.world:
         return saved[ranks.rank]
     total = Metrics()
@@ -213,7 +215,7 @@ def _metrics_of(saved: list[Metrics], ranks: Ranks | None) -> Metrics:
 def match_tables(
     trainer: Trainer, checkpoint: Checkpoint, rename: Mapping[str, str], tables: Sequence[str] | None
 ) -> list[tuple[str, TableRows]]:
-    """Saved tables with the ones they go into, each checked; `rename` is by saved name, `tables` by the model's."""
+    """Pairs of saved table name and the model's table, each checked. `rename` has saved names, `tables` the model's."""
     mine = {rows.table.name: rows for rows in trainer.model.embeddings.tables}
     saved = checkpoint.tables
     for name in rename:
@@ -281,10 +283,10 @@ def check_dense(trainer: Trainer, checkpoint: Checkpoint, contents: Contents) ->
 
 
 def apply(trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]], contents: Contents) -> None:
-    """The trainer becomes what was saved. Requires: it fits."""
+    """Set the trainer to what was saved. Requires: it has been checked to fit."""
     trainer.forget()
     if trainer.model.embeddings.hbm_cache is not None:
-        trainer.model.embeddings.hbm_cache.drop()  # all of them are replaced
+        trainer.model.embeddings.hbm_cache.drop()  # all rows are replaced
     apply_rows(checkpoint, pairs, trainer.model.embeddings.ranks)
     trainer.model.tower.load_state_dict(contents.dense)
     if trainer.dense_optimizer is not None and contents.optimizer is not None:
@@ -307,7 +309,7 @@ def apply(trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, Table
 
 
 def apply_rows(checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]], ranks: Ranks | None = None) -> None:
-    """Rows become the saved ones, those of this rank's shards."""
+    """Replace the rows of this rank's shards by the saved ones."""
     for name, rows in pairs:
         rows.flush_and_drop()
         shards = _shards(rows, ranks)
@@ -325,15 +327,15 @@ def _shards(rows: TableRows, ranks: Ranks | None) -> tuple[int, int]:
 
 
 def _parts_of(checkpoint: Checkpoint, name: str, shards: tuple[int, int]) -> list[Part]:
-    """The parts of a table that have rows of these shards."""
+    """The parts of a table that overlap these shards."""
     begin, end = shards
     return [part for part in checkpoint.parts(name) if part.shards[0] < end and begin < part.shards[1]]
 
 
 def _copy_rows(parts: list[Part], rows: TableRows, shards: tuple[int, int]) -> None:
-    """Row by row: for a table of another name (segments belong to the name they have) or type, or for other shards.
+    """Copy row by row: into a table of another name (segments carry their table's name) or dtype, or other shards.
 
-    The cutoffs of earlier sweeps come last: a row that is set while they are there counts as updated since.
+    The cutoffs of earlier sweeps are loaded last: a row that is assigned while they exist counts as updated since.
     """
     rows.store.clear()
     for part in parts:
@@ -388,6 +390,6 @@ def _check_features(checkpoint: Checkpoint, saved: FeatureSpec | None, mine: Fea
         )
 
 
-def _pass_over(path: Path, error: CheckpointError) -> str:
+def _skip(path: Path, error: CheckpointError) -> str:
     warnings.warn(f"passing over the checkpoint {path}: {error}", stacklevel=4)
     return str(error)

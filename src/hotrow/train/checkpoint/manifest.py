@@ -8,12 +8,12 @@
         state.safetensors         metrics and torch's random state
         features.json             the feature spec, where there is one
         rows/<table>/             a snapshot of the table's rows: segments and their own manifest
-        rows/<table>/part-0001/   with ranks: the snapshot of those that rank 1 owned
-      .step-000000002000.tmp/     one that is being written, or one that a crash left; nobody reads it
+        rows/<table>/part-0001/   with ranks: the snapshot of the rows that rank 1 owned
+      .step-000000002000.tmp/     a draft: being written, or left by a crash; never read
 
-A folder with its final name is complete (saving.py sees to that). Checkpoints are numbered in the order in which they
-were published; the newest is the one with the highest number, whatever its step. Every file is compared with its
-checksum when it is read, and the bytes that were checked are the bytes that are used. Reading needs no trainer.
+A folder with its final name is complete (saving.py). Checkpoints are numbered in the order of publication; the newest
+has the highest number, whatever its step. Every file is compared with its checksum when it is read, and the bytes that
+were checked are the bytes that are used. Reading needs no trainer. Any thread may read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hotrow.features import FeatureSpec
 from hotrow.tiers.host.store import SHARDS, HostStore
 from hotrow.train.checkpoint import durable_files, state_encoding
 
-FORMAT, VERSION, PARTED = "hotrow-checkpoint", 1, 2  # ranks write PARTED: rows in parts
+FORMAT, VERSION, PARTED = "hotrow-checkpoint", 1, 2  # PARTED: written by ranks, rows in parts
 MANIFEST_JSON = FileFormat(FORMAT, (VERSION, PARTED))
 MANIFEST, DENSE, OPTIMIZER, STATE, FEATURES = (
     "manifest.json",
@@ -148,7 +148,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def newest_in(folder: Path) -> Path:
-    """The newest checkpoint of a folder of them; any other folder is meant itself."""
+    """The newest checkpoint of a folder of them; any other folder is returned as it is."""
     if (folder / MANIFEST).exists():
         return folder
     return next(iter(list_checkpoints(folder)), folder)
@@ -168,7 +168,7 @@ def is_readable(path: Path) -> bool:
 
 
 def list_drafts(folder: Path) -> list[Path]:
-    """What a crash left half-written or half-removed."""
+    """Drafts: checkpoints that a crash left half-written or half-removed."""
     with durable_files.disk("list", folder):
         return [path for path in folder.iterdir() if _DRAFT.fullmatch(path.name)]
 

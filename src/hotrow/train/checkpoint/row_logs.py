@@ -1,15 +1,15 @@
-"""Logs for tables without an SSD tier: what lets their checkpoints write only the rows that have changed.
+"""Logs for tables without an SSD tier: they let a checkpoint write only the rows that changed since the last one.
 
-A snapshot of rows is made of segments of the table's log (core/log/log.h). A table with `ssd=` has a log; any other
-gets one here, in a hidden folder beside the checkpoints, so that a checkpoint on that disk is links and not copies. It
-takes 10 bytes a row and a write buffer out of the dram budget; no row leaves DRAM for it.
+A snapshot of rows consists of segments of the table's log (core/log/log.h). A table with `ssd=` has a log. Any other
+table gets one here, in a hidden folder beside the checkpoints, so that a checkpoint on that disk links segments instead
+of copying them. A log takes 10 bytes a row and a write buffer out of the DRAM budget; rows stay in DRAM.
 
-The folder belongs to one collection's rows and goes with the last who uses them: a save behind training may outlive the
-collection. What a process left that died is removed by the next one that saves there: its lock is free. Checkpoints do
-not need it.
+The folder belongs to one collection's rows and is removed with the last object that uses it: a background save may
+outlive the collection. The folder of a dead process is removed by the next process that saves there, which finds its
+lock free. Checkpoints do not need the folder.
 
-With ranks each has a folder of its own. Rank 0 alone removes what is left: one that a rank is just making would look as
-if nobody held it.
+With ranks, each has a folder of its own, and rank 0 alone removes leftovers: a folder that another rank is just
+creating is not locked yet.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from hotrow.train.checkpoint import durable_files
 
 PREFIX = ".rows-"
 _numbers = itertools.count()
-_homes: weakref.WeakKeyDictionary[EmbeddingCollection, Path] = weakref.WeakKeyDictionary()
+_folders: weakref.WeakKeyDictionary[EmbeddingCollection, Path] = weakref.WeakKeyDictionary()
 
 
 def open_logs(embeddings: EmbeddingCollection, folder: Path) -> None:
     """Give every table that has no log one beside the checkpoints of `folder`."""
-    known = _homes.get(embeddings)
+    known = _folders.get(embeddings)
     if known is not None and not known.is_dir():
         raise StorageError(
             f"{known} is gone: it had the rows' log of this model, which lasts as long as the model. Load the last "
@@ -52,18 +52,18 @@ def open_logs(embeddings: EmbeddingCollection, folder: Path) -> None:
     if ranks is not None:
         ranks.barrier()
     durable_files.make(folder)
-    who = f"{os.getpid()}" if ranks is None else f"{ranks.rank}-{os.getpid()}"  # a folder may serve several machines
-    home = folder / f"{PREFIX}{who}-{next(_numbers)}"
-    held = _Held(home)
-    _homes[embeddings] = home
+    who = f"{os.getpid()}" if ranks is None else f"{ranks.rank}-{os.getpid()}"  # several machines may share the folder
+    path = folder / f"{PREFIX}{who}-{next(_numbers)}"
+    locked = _LockedFolder(path)
+    _folders[embeddings] = path
     share = embeddings.memory.dram_bytes // 100 // len(without) // 4096 * 4096
     buffer = min(LARGEST_BUFFER, max(SMALLEST_BUFFER, share)) if share else LARGEST_BUFFER
     for rows in without:
-        rows.store.attach(str(home / rows.table.name), evicts=False, buffer=buffer, lock=held)
+        rows.store.attach(str(path / rows.table.name), evicts=False, buffer=buffer, lock=locked)
 
 
-class _Held:
-    """A folder that is locked, and removed when nobody holds this any more."""
+class _LockedFolder:
+    """A locked folder; it is removed when the last reference to this object goes."""
 
     def __init__(self, folder: Path) -> None:
         with core_errors():
@@ -72,9 +72,9 @@ class _Held:
 
 
 def remove_if_free(folder: Path) -> None:
-    """Remove a folder that a process held which has ended."""
-    with suppress(StorageError):  # somebody uses it
-        _Held(folder)
+    """Remove the folder of a process that has ended."""
+    with suppress(StorageError):  # a process holds its lock
+        _LockedFolder(folder)
 
 
 def _close(lock: Any, folder: Path) -> None:

@@ -1,16 +1,16 @@
-"""Saving: capture one instant, write it beside its final name, publish it by a rename.
+"""Saving: capture the state of one step boundary, write it into a draft folder, publish the folder by a rename.
 
-`capture` runs at a step boundary and is the only pause: it copies the dense part and begins a snapshot of each table's
-rows, which costs no time of its own because rows are copied later, when training is about to change them. `write` does
-the rest, from any thread, while training goes on (train/checkpoint/background_save.py).
+`capture` runs between two steps and is the only pause of training. It copies the dense part and begins a snapshot of
+each table's rows; a row is copied later, when training is about to change it. `write` does the rest on any thread,
+while training goes on (background_save.py).
 
-The order of `write` is what a crash at any instant relies on: all files synced, then the folder renamed, then its
-parent synced, and only then are older checkpoints renamed away and removed. So a folder with a final name is complete,
-and there is always one if there ever was. What goes wrong after the publication is a warning, not an error.
+A crash at any instant is safe because of the order of `write`: sync all files, rename the folder, sync its parent, and
+only then rename away and remove older checkpoints. So a folder with a final name is complete, and once there was one
+there always is. An error after the rename is a warning.
 
-With ranks, each writes the rows that it owns into the same draft; when all are durable, rank 0 writes the rest and
-publishes. If any of them fails, all do, and nothing was published. Every step of `write` is taken by all ranks together
-(`_all`), over a channel of its own, because training goes on meanwhile.
+With ranks, each writes the rows it owns into the same draft. When all rows are durable, rank 0 writes the other files
+and publishes. If one rank fails, all fail, and nothing was published. All ranks take every step of `write` together
+(`_collective`), over a channel of their own, because training goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ Result = TypeVar("Result")
 
 
 @dataclass
-class Instant:
-    """Everything a checkpoint holds, as it was at one step boundary; nothing in it changes when training goes on."""
+class CapturedState:
+    """Everything a checkpoint holds, as it was at one step boundary. Training does not change it."""
 
     step: int
     fields: dict[str, Any]  # of the manifest, plain JSON
@@ -75,23 +75,23 @@ class Instant:
         """Whether this process publishes."""
         return self.ranks is None or self.ranks.first
 
-    def is_parted(self, table: dict[str, Any]) -> bool:
+    def is_partitioned(self, table: dict[str, Any]) -> bool:
         """Whether every rank writes a part of the table."""
         return self.ranks is not None and not table.get("replicate")
 
     def folder(self, table: dict[str, Any]) -> Path:
         """Where this process writes a table's rows, inside a checkpoint."""
         inside = Path("rows") / str(table["name"])
-        return inside / part_name(self.ranks.rank) if self.ranks is not None and self.is_parted(table) else inside
+        return inside / part_name(self.ranks.rank) if self.ranks is not None and self.is_partitioned(table) else inside
 
     def abandon(self) -> None:
-        """Give up what has not been written."""
+        """Release the snapshots that have not been written."""
         while self.snapshots:
             self.snapshots.popitem()[1].abandon()
 
 
-def capture(trainer: Trainer, folder: Path, notes: dict[str, Any] | None = None) -> Instant:
-    """The trainer as it is now, to be written into `folder`. Requires: a step boundary."""
+def capture(trainer: Trainer, folder: Path, notes: dict[str, Any] | None = None) -> CapturedState:
+    """Capture the trainer, to be written into `folder`. Requires: no step is in progress."""
     embeddings, optimizer = trainer.model.embeddings, trainer.dense_optimizer
     open_logs(embeddings, folder)
     embeddings.flush()
@@ -111,79 +111,82 @@ def capture(trainer: Trainer, folder: Path, notes: dict[str, Any] | None = None)
         "tower": type(trainer.model.tower).__name__,
         "dense_optimizer": None if optimizer is None else _optimizer_state(optimizer, tensors[OPTIMIZER]),
         "scaler": state_encoding.pack(trainer.scaler.state_dict(), tensors[STATE], "scaler"),
-        "cursor": _plain("the cursor of the source", trainer.cursor),
+        "cursor": _json_copy("the cursor of the source", trainer.cursor),
         "watermark": embeddings.watermark,
-        **({} if trainer.job is None else {"job": _plain("the job", trainer.job)}),
+        **({} if trainer.job is None else {"job": _json_copy("the job", trainer.job)}),
         "fit": asdict(trainer.position),
-        "notes": _plain("notes=", notes or {}),
+        "notes": _json_copy("notes=", notes or {}),
     }
     if trainer.windows is not None:
         fields["windows"] = state_encoding.pack(_metric_tensors(trainer.windows.state()), tensors[STATE], "windows")
     if trainer.publisher is not None and (published := trainer.publisher.state()) is not None:
         fields["publish"] = published
     features = None if trainer.features is None else trainer.features.to_json()
-    instant = Instant(embeddings.steps, fields, tensors, features, copy.deepcopy(trainer.metrics), [], {})
-    instant.ranks = embeddings.ranks
+    captured = CapturedState(embeddings.steps, fields, tensors, features, copy.deepcopy(trainer.metrics), [], {})
+    captured.ranks = embeddings.ranks
     try:
         for rows in embeddings.tables:
             definition = {**rows.table.to_dict(), "optimizer": rows.optimizer.to_dict(), "width": rows.store.width}
-            if instant.ranks is not None and instant.is_parted(definition):
-                definition["parts"] = [shard_range(rank, instant.ranks.world) for rank in range(instant.ranks.world)]
-            instant.tables.append(definition)
-            if instant.first or instant.is_parted(definition):
-                instant.snapshots[rows.table.name] = rows.store.begin_snapshot()
+            if captured.ranks is not None and captured.is_partitioned(definition):
+                definition["parts"] = [shard_range(rank, captured.ranks.world) for rank in range(captured.ranks.world)]
+            captured.tables.append(definition)
+            if captured.first or captured.is_partitioned(definition):
+                captured.snapshots[rows.table.name] = rows.store.begin_snapshot()
     except BaseException:
-        instant.abandon()
+        captured.abandon()
         raise
-    return instant
+    return captured
 
 
-def write(instant: Instant, report: SaveReport, keep: int | None) -> None:
-    """Write and publish an instant, and remove what is beyond `keep`."""
+def write(captured: CapturedState, report: SaveReport, keep: int | None) -> None:
+    """Write and publish a captured state, and remove checkpoints beyond `keep`."""
     folder = report.path.parent
     draft = folder / draft_name(report.path.name)
     with ExitStack() as held:
-        _all(instant, "beginning a checkpoint", lambda: _begin(instant, draft, held))
+        _collective(captured, "beginning a checkpoint", lambda: _begin(captured, draft, held))
         try:
-            wrote = _all(instant, "writing rows", lambda: _write_rows(instant, draft))
-            everyones = [wrote] if instant.ranks is None else instant.ranks.saves.gather_json(wrote)
-            _add_up(everyones, instant, report)
-            published = _all(instant, "publishing a checkpoint", lambda: _publish(instant, draft, everyones, report))
+            written = _collective(captured, "writing rows", lambda: _write_rows(captured, draft))
+            ranks = captured.ranks
+            all_written = [written] if ranks is None else ranks.saves.gather_json(written)
+            _sum_figures(all_written, captured, report)
+            published = _collective(
+                captured, "publishing a checkpoint", lambda: _publish(captured, draft, all_written, report)
+            )
         except BaseException:
-            if instant.first:
+            if captured.first:
                 _try_to_remove(draft)
             raise
-        if instant.first:
-            _make_way(published, report, keep)
-    if instant.ranks is not None:
-        report.path = Path(instant.ranks.saves.gather_json(str(report.path))[0])
+        if captured.first:
+            _remove_replaced(published, report, keep)
+    if captured.ranks is not None:
+        report.path = Path(captured.ranks.saves.gather_json(str(report.path))[0])
 
 
-def _all(instant: Instant, what: str, work: Callable[[], Result]) -> Result:
-    """Work that has failed on any rank has failed on all."""
-    return work() if instant.ranks is None else instant.ranks.collective(what, work, "saves")
+def _collective(captured: CapturedState, what: str, work: Callable[[], Result]) -> Result:
+    """Run `work` on all ranks; if it fails on one, it raises on all."""
+    return work() if captured.ranks is None else captured.ranks.collective(what, work, "saves")
 
 
-def _begin(instant: Instant, draft: Path, held: ExitStack) -> None:
-    if not instant.first:
+def _begin(captured: CapturedState, draft: Path, held: ExitStack) -> None:
+    if not captured.first:
         return
     durable_files.make(draft.parent)
-    held.enter_context(durable_files.alone(draft.parent))
+    held.enter_context(durable_files.exclusive(draft.parent))
     for stale in list_drafts(draft.parent):
         durable_files.remove(stale)
     durable_files.make(draft / "rows")
-    for table in instant.tables:
-        if instant.is_parted(table):
+    for table in captured.tables:
+        if captured.is_partitioned(table):
             durable_files.make(draft / "rows" / table["name"])
 
 
-def _publish(instant: Instant, draft: Path, everyones: list[dict[str, Any]], report: SaveReport) -> Path:
+def _publish(captured: CapturedState, draft: Path, all_written: list[dict[str, Any]], report: SaveReport) -> Path:
     """Requires: all ranks' rows are durable."""
-    if not instant.first:
+    if not captured.first:
         return report.path
-    _write_files(instant, draft, next_number(draft.parent), everyones, report)
-    for table in instant.tables:
-        if instant.is_parted(table):
+    _write_files(captured, draft, next_number(draft.parent), all_written, report)
+    for table in captured.tables:
+        if captured.is_partitioned(table):
             durable_files.sync(draft / "rows" / table["name"])
     durable_files.sync(draft / "rows")
     durable_files.sync(draft)
@@ -193,8 +196,8 @@ def _publish(instant: Instant, draft: Path, everyones: list[dict[str, Any]], rep
     return published
 
 
-def _make_way(published: Path, report: SaveReport, keep: int | None) -> None:
-    """What the new checkpoint replaces goes."""
+def _remove_replaced(published: Path, report: SaveReport, keep: int | None) -> None:
+    """Remove what the new checkpoint replaces; an error is a warning."""
     wanted = report.path
     try:
         _retire(published, wanted, keep)
@@ -203,21 +206,21 @@ def _make_way(published: Path, report: SaveReport, keep: int | None) -> None:
     report.path = published if published.exists() else wanted
 
 
-def _write_rows(instant: Instant, draft: Path) -> dict[str, Any]:
-    """Returns what the others need to know: rows by table, figures, and what the manifest says of the files beside the
-    segments, which have checksums of their own; with ranks also this rank's metrics and random state."""
+def _write_rows(captured: CapturedState, draft: Path) -> dict[str, Any]:
+    """Write this process's rows. Returns rows by table, figures, and the fingerprints of files beside the segments
+    (segments have checksums of their own); with ranks also this rank's metrics and random state."""
     files: dict[str, Any] = {}
     rows: dict[str, int] = {}
     figures = dict.fromkeys(("rows", "rows_written", "bytes_written", "bytes_copied"), 0)
     older = list_checkpoints(draft.parent)
-    for table in instant.tables:
-        name, inside = table["name"], instant.folder(table)
-        if name not in instant.snapshots:
+    for table in captured.tables:
+        name, inside = table["name"], captured.folder(table)
+        if name not in captured.snapshots:
             continue
-        # Where the rows' log is on another disk, segments that the checkpoint before has are linked from there.
+        # If the rows' log is on another disk, segments of the previous checkpoint are linked instead.
         previous = str(older[0] / inside) if older else ""
-        stats = instant.snapshots[name].finish(str(draft / inside), previous)
-        del instant.snapshots[name]
+        stats = captured.snapshots[name].finish(str(draft / inside), previous)
+        del captured.snapshots[name]
         rows[name] = stats["rows"]
         for figure in figures:
             figures[figure] += stats[figure]
@@ -225,60 +228,60 @@ def _write_rows(instant: Instant, draft: Path) -> dict[str, Any]:
             if not path.name.startswith("segment-"):
                 with durable_files.disk("read", path):
                     files[f"{inside.as_posix()}/{path.name}"] = fingerprint(path.read_bytes())
-    wrote: dict[str, Any] = {"files": files, "rows": rows, "figures": figures}
-    if instant.ranks is not None:
-        random = {name: tensor for name, tensor in instant.tensors[STATE].items() if name.startswith("rng.")}
-        wrote["metrics"] = instant.metrics.state()
-        wrote["random"] = {name: base64.b64encode(bytes(t.numpy())).decode() for name, t in random.items()}
-    return wrote
+    written: dict[str, Any] = {"files": files, "rows": rows, "figures": figures}
+    if captured.ranks is not None:
+        random = {name: tensor for name, tensor in captured.tensors[STATE].items() if name.startswith("rng.")}
+        written["metrics"] = captured.metrics.state()
+        written["random"] = {name: base64.b64encode(bytes(t.numpy())).decode() for name, t in random.items()}
+    return written
 
 
-def _add_up(everyones: list[dict[str, Any]], instant: Instant, report: SaveReport) -> None:
-    for table in instant.tables:
-        table["rows"] = sum(wrote["rows"].get(table["name"], 0) for wrote in everyones)
-    for wrote in everyones:
-        for figure, value in wrote["figures"].items():
+def _sum_figures(all_written: list[dict[str, Any]], captured: CapturedState, report: SaveReport) -> None:
+    for table in captured.tables:
+        table["rows"] = sum(written["rows"].get(table["name"], 0) for written in all_written)
+    for written in all_written:
+        for figure, value in written["figures"].items():
             setattr(report, figure, getattr(report, figure) + value)
 
 
 def _write_files(
-    instant: Instant, draft: Path, number: int, everyones: list[dict[str, Any]], report: SaveReport
+    captured: CapturedState, draft: Path, number: int, all_written: list[dict[str, Any]], report: SaveReport
 ) -> None:
-    state = state_encoding.pack(_metric_tensors(instant.metrics.state()), instant.tensors[STATE], "metrics")
-    of_ranks = {} if instant.ranks is None else {"ranks": _others(everyones[1:], instant)}
-    files = {name: state_encoding.to_bytes(tensors) for name, tensors in instant.tensors.items()}
-    if instant.features is not None:
-        files[FEATURES] = instant.features.encode()
+    state = state_encoding.pack(_metric_tensors(captured.metrics.state()), captured.tensors[STATE], "metrics")
+    rank_fields = {} if captured.ranks is None else {"ranks": _rank_fields(all_written[1:], captured)}
+    files = {name: state_encoding.to_bytes(tensors) for name, tensors in captured.tensors.items()}
+    if captured.features is not None:
+        files[FEATURES] = captured.features.encode()
     for name, data in files.items():
         durable_files.write(draft / name, data)
-    of_rows = {name: mark for wrote in everyones for name, mark in wrote["files"].items()}
+    row_files = {name: mark for written in all_written for name, mark in written["files"].items()}
     manifest = write_manifest(
         draft,
         {
             "number": number,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            **instant.fields,
-            "metrics": {"figures": _plain("metrics", instant.metrics.compute()), "state": state},
-            "tables": instant.tables,
-            **of_ranks,
-            "files": {name: fingerprint(data) for name, data in files.items()} | of_rows,
+            **captured.fields,
+            "metrics": {"figures": _json_copy("metrics", captured.metrics.compute()), "state": state},
+            "tables": captured.tables,
+            **rank_fields,
+            "files": {name: fingerprint(data) for name, data in files.items()} | row_files,
         },
     )
     report.bytes_written += sum(len(data) for data in (*files.values(), manifest))
 
 
-def _others(wrote: list[dict[str, Any]], instant: Instant) -> list[dict[str, Any]]:
-    """What the manifest keeps of the ranks from 1 on; the figures for people become those of all ranks."""
+def _rank_fields(written: list[dict[str, Any]], captured: CapturedState) -> list[dict[str, Any]]:
+    """The manifest's fields of ranks 1 and up; merges their metrics into the captured ones."""
     kept = []
-    for number, one in enumerate(wrote, start=1):
-        tensors, metrics = instant.tensors[STATE], Metrics()
+    for number, one in enumerate(written, start=1):
+        tensors, metrics = captured.tensors[STATE], Metrics()
         for name, data in one["random"].items():
             tensors[f"ranks.{number}.{name}"] = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
         metrics.load_state(one["metrics"])
         kept.append(
             {"metrics": state_encoding.pack(_metric_tensors(one["metrics"]), tensors, f"ranks.{number}.metrics")}
         )
-        instant.metrics.merge(metrics)
+        captured.metrics.merge(metrics)
     return kept
 
 
@@ -290,7 +293,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor
 
 
 def _metric_tensors(state: dict[str, Any]) -> dict[str, Any]:
-    """Long lists of numbers as tensors."""
+    """Turn long lists of numbers into tensors."""
     return {
         metric: {
             name: torch.tensor(value, dtype=torch.float64 if name == "predicted" else torch.int64)
@@ -302,8 +305,8 @@ def _metric_tensors(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _plain(what: str, value: Any) -> Any:
-    """A copy of plain JSON values; NaN, which JSON lacks, becomes null."""
+def _json_copy(what: str, value: Any) -> Any:
+    """A copy of JSON values; NaN, which JSON lacks, becomes null."""
     try:
         return json.loads(json.dumps(value), parse_constant=lambda _: None)
     except (TypeError, ValueError) as error:
@@ -316,7 +319,7 @@ def _try_to_remove(folder: Path) -> None:
 
 
 def _free_name(wanted: Path) -> Path:
-    """The name of a checkpoint; if one of the same step is there, another until that one is out of the way."""
+    """A name that is free: `wanted`, or with a number behind it while a checkpoint of the same step exists."""
     name, number = wanted, 1
     while name.exists():
         number += 1
@@ -325,9 +328,9 @@ def _free_name(wanted: Path) -> Path:
 
 
 def _retire(published: Path, wanted: Path, keep: int | None) -> None:
-    """Remove what a new checkpoint replaces and what is beyond `keep`, and let it have its proper name."""
+    """Remove what the new checkpoint replaces and what is beyond `keep`, then give it its proper name."""
     older = [path for path in list_checkpoints(wanted.parent) if path != published]
-    older.sort(key=lambda path: not is_readable(path))  # one that cannot be read is the first to go
+    older.sort(key=lambda path: not is_readable(path))  # remove an unreadable one first
     same_step = [path for path in older if path == wanted or path.name.startswith(f"{wanted.name}-")]
     others = [path for path in older if path not in same_step]
     for path in same_step + ([] if keep is None else others[keep - 1 :]):

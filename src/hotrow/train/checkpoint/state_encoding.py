@@ -1,9 +1,9 @@
 """Nested state to plain JSON and named tensors, and back: how an optimizer's state is saved without pickle.
 
-Tensors leave the tree for a safetensors file and leave `{"$tensor": name}` behind. Numbers, text, None, lists and
-dicts with text keys stay as they are; what JSON lacks gets a tag: `{"$tuple": [...]}`, `{"$items": [[key, value],
-...]}` for a dict with other keys, `{"$float": "nan"}`. Anything else is refused by name, because bringing it back would
-mean running code that came with the data.
+Tensors go into a safetensors file, and `{"$tensor": name}` takes their place. Numbers, text, None, lists and dicts with
+text keys stay as they are; values that JSON lacks get a tag: `{"$tuple": [...]}`, `{"$items": [[key, value],
+...]}` for a dict with other keys, `{"$float": "nan"}`. Anything else is refused by name, because loading it
+would mean running code from the file.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def pack(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
         return {"$tuple": [pack(item, tensors, f"{name}.{number}") for number, item in enumerate(value)]}
     if isinstance(value, dict) and all(type(key) in (int, str) for key in value):
         packed = {key: pack(item, tensors, f"{name}.{key}") for key, item in value.items()}
-        plain = all(isinstance(key, str) and not key.startswith("$") for key in packed)
-        return packed if plain else {"$items": [[key, item] for key, item in packed.items()]}
+        only_text_keys = all(isinstance(key, str) and not key.startswith("$") for key in packed)
+        return packed if only_text_keys else {"$items": [[key, item] for key, item in packed.items()]}
     raise CheckpointError(
         f"{name} is {type(value).__name__}, which cannot be saved without pickle; "
         "keep tensors, numbers, text, lists, tuples and dicts in that state"
@@ -69,7 +69,7 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def copy(tensor: Tensor) -> Tensor:
-    """The tensor as it is now, in CPU memory of its own."""
+    """A copy in CPU memory."""
     return tensor.detach().cpu().contiguous().clone()
 
 
