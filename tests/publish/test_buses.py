@@ -138,7 +138,7 @@ def test_retention_removes_the_oldest_and_readers_see_where_it_begins(address: s
 
 
 def test_wrong_addresses_are_errors_with_a_cure(tmp_path: Path) -> None:
-    for address, words in (
+    for address, fields in (
         ("ftp://x", "dir:/path"),
         ("dir:", "give the folder"),
         (f"dir:{tmp_path}?keeep=1d", "no option"),
@@ -146,7 +146,7 @@ def test_wrong_addresses_are_errors_with_a_cure(tmp_path: Path) -> None:
         ("kafka://host:9092", "topic"),
         (f"dir:{tmp_path}?max_message=10B", "1KiB or more"),
     ):
-        with pytest.raises(hr.OptionError, match=words):
+        with pytest.raises(hr.OptionError, match=fields):
             open_bus(address)
 
 

@@ -157,13 +157,13 @@ def test_a_trainer_killed_between_publications_goes_on(folder_bus: str, tmp_path
     paths = [str(here), str(here.parent / "train")]
     process = forked.python(KILLED, folder_bus, str(tmp_path / "a"), *paths, log=tmp_path / "log")
     assert process.wait(300) == -9, process.text()
-    before = {n: c.words["checksum"] for n, c in commits_after(open_bus(folder_bus), 0).items()}
+    before = {n: c.fields["checksum"] for n, c in commits_after(open_bus(folder_bus), 0).items()}
     assert before
     resumed = publishing(folder_bus, tmp_path / "a", checkpoint_every=4, lookahead=0)
     report = resumed.fit(clicks(), steps=14, resume=True, progress=False)
     assert report.resumed_from in (4, 8)
     assert resumed.publisher is not None and resumed.publisher.delivery.flush(30)
-    after = {n: c.words["checksum"] for n, c in commits_after(open_bus(folder_bus), 0).items()}
+    after = {n: c.fields["checksum"] for n, c in commits_after(open_bus(folder_bus), 0).items()}
     assert before.items() <= after.items() and sorted(after) == list(range(1, 8))
     assert resumed.publisher.counters.differed == 0
     reader = Reader(folder_bus)

@@ -29,11 +29,11 @@ def messages() -> list[bytes]:
     def publish(number: int, bodies: list[bytes], limit: int) -> None:
         for rank, body in enumerate(bodies):
             found.extend(message.encode() for message in parts(number, 77, rank, len(bodies), body, limit))
-        words = {
+        fields = {
             **{"kind": "delta", "previous": number - 1, "step": 10 * number, "watermark": 1_700_000_000_000 + number},
             **{"run": "golden", "cut": 1_700_000_001.5, "parts": [checksum(body) for body in bodies]},
         }
-        found.append(note(number, 77, {**words, "checksum": content_checksum(number, words)}).encode())
+        found.append(note(number, 77, {**fields, "checksum": content_checksum(number, fields)}).encode())
 
     publish(1, [encode_body({"user": USER}, WEIGHTS, "fp16"), encode_body({"item": ITEM}, None, "fp16")], 1 << 20)
     publish(2, [encode_body({"item": ITEM, "user": USER}, None, "fp32")], 128)

@@ -131,8 +131,8 @@ def test_a_resumed_run_publishes_the_same_and_nothing_twice(folder_bus: str, tmp
     counters = resumed.publisher.counters
     assert counters.differed == 0
     mine, theirs = commits_after(open_bus(folder_bus), 0), commits_after(open_bus(whole), 0)
-    assert {n: (c.step, c.words["checksum"]) for n, c in mine.items()} == {
-        n: (c.step, c.words["checksum"]) for n, c in theirs.items()
+    assert {n: (c.step, c.fields["checksum"]) for n, c in mine.items()} == {
+        n: (c.step, c.fields["checksum"]) for n, c in theirs.items()
     }
     assert counters.published + head == len(mine)
     reader = Reader(folder_bus)
@@ -235,12 +235,12 @@ def test_a_budget_too_small_to_publish_names_one_that_works(folder_bus: str, tmp
 
 
 def test_wrong_options_are_errors_with_a_cure(folder_bus: str) -> None:
-    for options, words in (
+    for options, fields in (
         ({}, "give one of the two"),
         ({"every_steps": 0}, "1 or more"),
         ({"every_seconds": 0.0}, "above 0"),
         ({"every_steps": 1, "values": "bf16"}, "fp32, fp16"),
         ({"every_steps": 1, "snapshot_every": 3}, "what writes a snapshot"),
     ):
-        with pytest.raises(hr.OptionError, match=words):
+        with pytest.raises(hr.OptionError, match=fields):
             hr.Publish(folder_bus, **options)

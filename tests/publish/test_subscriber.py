@@ -99,7 +99,7 @@ def test_a_publication_that_is_not_to_be_had_is_told_with_the_snapshot(
     hurt = list(messages)
     hurt[at + 1] = b"" if what == "lost" else hurt[at + 1][:-1] + b"?"
     reader = Reader(spoilt(tmp_path / "bus", [data for data in hurt if data]), patience=0.2)
-    with pytest.raises(Behind, match=r"publication 4 is not to be had: .*/exports/") as told:
+    with pytest.raises(Behind, match=r"publication 4 cannot be read: .*/exports/") as told:
         reader.catch_up(STEPS)
     assert reader.numbers == [1, 2, 3] and told.value.snapshot is not None
     assert told.value.snapshot.path in ("/exports/4", "/exports/6")

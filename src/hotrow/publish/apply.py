@@ -1,7 +1,7 @@
-"""Applying a publication to a model in this process: for tests, tools, and a reader that answers no requests meanwhile.
+"""Apply a publication to a model in this process: for tests, tools, and readers that answer no requests meanwhile.
 
-A server switches rows between batches (serve/); here they are set at once. Rows get the wire's values and an optimizer
-state of their own beginning: a reader does not train.
+A server cuts over between batches (serve/updates/); here the rows are set at once. Rows get the values that were sent
+and fresh optimizer state, because a reader does not train.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hotrow.publish.publication import Publication
 
 
 def apply(publication: Publication, embeddings: EmbeddingCollection, tower: nn.Module | None = None) -> int:
-    """Set and remove its rows, load its weights; returns how many rows there were.
+    """Set and remove its rows and load its weights; returns the number of rows.
 
-    Everything is checked first: a publication that does not fit changes nothing.
+    Everything is checked first, so an error changes nothing.
     """
     tables = {rows.table.name: rows for rows in embeddings.tables}
     for name, change in publication.tables.items():

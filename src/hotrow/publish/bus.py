@@ -1,19 +1,19 @@
-"""A bus: an append-only list of messages that one job writes and many servers read. One small protocol, three of them.
+"""A bus: an append-only log of messages that one job writes and many servers read. One protocol, three implementations.
 
     dir:/path/to/folder              a folder on disk or on a shared file system; the default, nothing to install
     redis://host:6379/0?stream=ctr   Redis Streams; pip install hotrow[redis]
     kafka://host:9092/topic          a topic's partition 0; pip install hotrow[kafka]
 
-Logins are in the address, passwords better in a file that it names (credentials.py).
+Logins are part of the address; passwords are better kept in a file that it names (credentials.py).
 
-Offsets are whole numbers that rise in the order of appends and need not be dense. A message that was appended is there,
-unchanged, until retention removes it, oldest first; a reader that finds the tail above where it wants to be has missed
-something. An append that failed may have arrived all the same: whoever reads a bus must bear duplicates. Several
-processes may append at once. One object is used by one thread at a time; open one for each thread.
+Offsets are whole numbers that increase with each append and may have gaps. An appended message stays, unchanged, until
+retention removes it, oldest first. A reader whose position is below the tail has missed messages. An append that failed
+may still have arrived, so readers must accept duplicates. Several processes may append at once. An object is used by
+one thread at a time; open one per thread.
 
-Beside the messages a bus has *marks*: a few named words of state (who holds the publisher), the last ones set.
+Besides messages a bus has *marks*: a few named values, such as who holds the publisher. Only the last value is kept.
 
-Refusals and lost connections are BusError; trying again is for the caller (delivery.py).
+Refusals and lost connections raise BusError. The caller retries (delivery.py).
 """
 
 from __future__ import annotations
@@ -40,42 +40,42 @@ class Bus(Protocol):
 
     @property
     def limit(self) -> int:
-        """The most bytes that one message may have."""
+        """The most bytes of one message."""
 
     def append(self, data: bytes) -> int:
-        """Put a message at the end; its offset."""
+        """Append a message; returns its offset."""
 
     def read(self, offset: int, most_bytes: int = 64 << 20, wait: float = 0.0) -> list[Entry]:
-        """Messages from `offset` on, in order: at least one if there is any within `wait` seconds."""
+        """Messages from `offset` on, in order. Waits up to `wait` seconds for the first."""
 
     def newest(self, count: int) -> list[Entry]:
         """The last `count` messages, in order; fewer where there are fewer."""
 
     def head(self) -> int:
-        """The offset that is after every message of now: where a reader of new ones begins."""
+        """The offset after the newest message, where a reader of new messages starts."""
 
     def tail(self) -> int:
-        """The offset of the oldest message that is left; `head()` where there is none."""
+        """The offset of the oldest message; `head()` if there is none."""
 
     def set_mark(self, name: str, data: bytes | None) -> None:
         """Set or remove a mark."""
 
     def mark(self, name: str) -> bytes | None:
-        """What a mark was last set to."""
+        """A mark's current value, or None."""
 
     def close(self) -> None:
-        """Let go of connections and files."""
+        """Close connections and files."""
 
 
 class Retention(NamedTuple):
-    """How long messages stay: as long as both say."""
+    """How long messages are kept: until one of the two limits is passed."""
 
     seconds: float
     size: int
 
     @staticmethod
     def of(options: dict[str, str]) -> Retention:
-        """Taken out of an address's options."""
+        """Remove the retention from an address's options and return it."""
         span, size = options.pop("keep", "1d"), options.pop("size", "16GiB")
         return Retention(parse_milliseconds(span, "keep") / 1000, parse_size(size, "size"))
 
@@ -83,7 +83,7 @@ class Retention(NamedTuple):
 def open_bus(address: str) -> Bus:
     """The bus at an address.
 
-    Options stand behind a `?`: keep=1d and size=16GiB (how long messages stay), max_message=8MiB, and for a login
+    Options follow a `?`: keep=1d and size=16GiB (how long messages are kept), max_message=8MiB, and for a login
     password_file=/path.
 
     >>> import tempfile
@@ -115,7 +115,7 @@ def open_bus(address: str) -> Bus:
         create, security = options.pop("create", "yes"), kafka_settings(login, options, address)
         _no_more(shown, options)
         if create not in ("yes", "no"):
-            raise OptionError(f"create={create} of bus={shown!r}: say yes or no")
+            raise OptionError(f"create={create} of bus={shown!r}: give yes or no")
         parts = urlsplit(place)
         if not parts.netloc or not parts.path.strip("/"):
             raise OptionError(f"bus={shown!r}: give brokers and a topic, such as kafka://host:9092/publications")
@@ -130,6 +130,6 @@ def open_bus(address: str) -> Bus:
 def _no_more(shown: str, options: dict[str, str]) -> None:
     if options:
         raise OptionError(
-            f"bus={shown!r}: {', '.join(map(repr, options))} is no option of it; there are keep=, size=, "
+            f"bus={shown!r}: {', '.join(map(repr, options))} is not an option; the options are keep=, size=, "
             "max_message=, for Redis stream=, for Kafka create=, tls=, ca=, sasl=, for both password_file="
         )

@@ -1,17 +1,17 @@
-"""A bus in a folder: one file a message, named by its offset.
+"""A bus in a folder: one file per message, named by its offset.
 
-    00000000000000000041.msg     a message; complete, because it got its name after its bytes were on the disk
+    00000000000000000041.msg     a message; complete, because its bytes were synced before it got this name
     .8231-2.tmp                  one that is being written, or that a crash left
     marks/<name>                 the marks
 
-A message is written under a hidden name, synced, and then *linked* to the next offset: a link is never made over
-another file, so several writers find their places one after another without a lock, and a reader sees a message whole
-or not at all. A full disk fails before the link, and leaves nothing. Readers open the file of the offset they are at;
-nobody lists the folder for every message. Retention removes the oldest files, by the writer, now and then.
+A message is written under a hidden name, synced, and then *linked* to the next offset. A link never replaces a file, so
+several writers find their offsets one after another without a lock, and a reader sees a message whole or not at all. A
+full disk fails before the link and leaves nothing. A reader opens the file of its offset and does not list the folder
+for each message. Writers remove the oldest files from time to time (retention).
 
-A reader waits on inotify, which tells within a millisecond on a local disk, and looks by itself every 50 ms for file
-systems that tell nothing (NFS). Tried and dropped: one growing file, which makes retention, several writers and torn
-ends three problems instead of none. The price is a file a message: with many small publications, set keep= lower.
+A reader waits on inotify, which reports within a millisecond on a local disk, and polls every 50 ms for file systems
+without notifications (NFS). One growing file was tried and dropped: it makes retention, several writers and torn ends
+hard. The price of this design is a file per message: with many small publications, set a lower keep=.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from hotrow.errors import BusError, OptionError
 from hotrow.publish.bus import Entry, Retention
 
 _NAME = re.compile(r"(\d{20})\.msg")
-_LOOK_EVERY = 0.05
-_RETAIN_EVERY = 64  # appends
+_POLL_INTERVAL = 0.05
+_RETENTION_INTERVAL = 64  # appends
 _IN_CREATE, _IN_MOVED_TO, _IN_NONBLOCK, _IN_CLOEXEC = 0x100, 0x80, 0o4000, 0o2000000
 
 
@@ -44,14 +44,14 @@ class DirectoryBus:
         self._numbers = itertools.count()
         self._next: int | None = None
         self._appended = 0
-        self._watch: _Watch | None = None
+        self._watch: _FolderWatch | None = None
         try:
             (self.folder / "marks").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise BusError(f"cannot open the bus in {self.folder}: {error.strerror}; look at the disk") from error
+            raise BusError(f"cannot open the bus in {self.folder}: {error.strerror}; check the disk") from error
 
     def append(self, data: bytes) -> int:
-        """Put a message at the end."""
+        """Append a message."""
         if len(data) > self.limit:
             raise BusError(f"a message of {len(data)} bytes is above max_message={self.limit} of the bus {self.folder}")
         draft = self.folder / f".{os.getpid()}-{id(self)}-{next(self._numbers)}.tmp"
@@ -66,7 +66,7 @@ class DirectoryBus:
         except OSError as error:
             raise BusError(f"cannot append to the bus in {self.folder}: {error.strerror or error}") from error
         self._appended += 1
-        if self._appended % _RETAIN_EVERY == 0:
+        if self._appended % _RETENTION_INTERVAL == 0:
             self.retain()
         return offset
 
@@ -76,7 +76,7 @@ class DirectoryBus:
             try:
                 os.link(draft, self._path(offset))
             except FileExistsError:
-                offset = max(offset + 1, self.head())  # another writer was here
+                offset = max(offset + 1, self.head())  # another writer took this offset
                 continue
             self._next = offset + 1
             return offset
@@ -90,9 +90,9 @@ class DirectoryBus:
             if found or left <= 0:
                 return found
             if self._watch is None:
-                self._watch = _Watch(self.folder)
-                continue  # what came before the watch was there
-            self._watch.wait(min(left, _LOOK_EVERY))
+                self._watch = _FolderWatch(self.folder)
+                continue  # read what came before the watch was set up
+            self._watch.wait(min(left, _POLL_INTERVAL))
 
     def _read_now(self, offset: int, most_bytes: int) -> list[Entry]:
         found: list[Entry] = []
@@ -101,15 +101,15 @@ class DirectoryBus:
             try:
                 data = self._path(offset).read_bytes()
             except FileNotFoundError:
-                if found or self._path(offset - 1).exists():  # the end: nobody lists the folder for that
+                if found or self._path(offset - 1).exists():  # the end, found without listing the folder
                     return found
-                tail = self.tail()  # retention may have passed this reader
+                tail = self.tail()  # retention may have removed this offset
                 if tail <= offset:
                     return found
                 offset = tail
                 continue
             except OSError as error:
-                raise BusError(f"cannot read {self._path(offset)}: {error.strerror}; look at the disk") from error
+                raise BusError(f"cannot read {self._path(offset)}: {error.strerror}; check the disk") from error
             if found and size + len(data) > most_bytes:
                 return found
             found.append(Entry(offset, data))
@@ -126,15 +126,15 @@ class DirectoryBus:
         return found
 
     def head(self) -> int:
-        """After the newest."""
+        """The offset after the newest message."""
         return max(self._offsets(), default=-1) + 1
 
     def tail(self) -> int:
-        """The oldest."""
+        """The offset of the oldest message."""
         return min(self._offsets(), default=0)
 
     def retain(self) -> None:
-        """Remove what is older than keep=, or beyond size=; the newest stays."""
+        """Remove messages older than keep= or beyond size=, but never the newest."""
         files = []
         for offset in sorted(self._offsets()):
             with suppress(FileNotFoundError):
@@ -166,7 +166,7 @@ class DirectoryBus:
             raise BusError(f"cannot set the mark {name} of the bus in {self.folder}: {error.strerror}") from error
 
     def mark(self, name: str) -> bytes | None:
-        """What a mark was last set to."""
+        """A mark's current value."""
         try:
             return (self.folder / "marks" / name).read_bytes()
         except FileNotFoundError:
@@ -175,7 +175,7 @@ class DirectoryBus:
             raise BusError(f"cannot read the mark {name} of the bus in {self.folder}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Let go of the watch."""
+        """Stop watching the folder."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -187,11 +187,11 @@ class DirectoryBus:
         try:
             return [int(match[1]) for name in os.listdir(self.folder) if (match := _NAME.fullmatch(name))]
         except OSError as error:
-            raise BusError(f"cannot list the bus in {self.folder}: {error.strerror}; look at the disk") from error
+            raise BusError(f"cannot list the bus in {self.folder}: {error.strerror}; check the disk") from error
 
 
-class _Watch:
-    """inotify on a folder, by ctypes: one call each, not worth a dependency. Without it, waiting is sleeping."""
+class _FolderWatch:
+    """inotify on a folder, through ctypes. Where it is missing, `wait` sleeps."""
 
     def __init__(self, folder: Path) -> None:
         self.handle = -1
@@ -205,11 +205,11 @@ class _Watch:
                 self.close()
 
     def wait(self, seconds: float) -> None:
-        """Until something happens in the folder."""
+        """Wait until something changes in the folder."""
         if self.handle < 0:
             time.sleep(min(seconds, 0.005))
             return
-        poll = select.poll()  # select() knows no handle above 1,023
+        poll = select.poll()  # select() takes no file descriptor above 1,023
         poll.register(self.handle, select.POLLIN)
         if poll.poll(seconds * 1000):
             with suppress(BlockingIOError):

@@ -1,7 +1,7 @@
-"""What is on a bus already: for a trainer that starts again, for rollback, and for tools.
+"""The history on a bus: the commits that it still has. For a trainer that restarts, for rollback, and for tools.
 
-A bus is read from its end backwards, as far as is needed, because what matters most is the newest. Commits are found
-here; putting whole publications together in order is the subscriber's.
+A bus is read backwards from its end, as far as needed, because the newest commits matter most. Putting whole
+publications together is the subscriber's work.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from hotrow.publish.publication import DELTA, ROLLBACK, SnapshotPlace
 
 @dataclass(frozen=True)
 class Commit:
-    """A publication that is whole: its number, and what its commit says."""
+    """A committed publication: its number and the fields of its commit."""
 
     number: int
-    words: dict[str, Any]
+    fields: dict[str, Any]
     offset: int
 
     @property
     def step(self) -> int:
-        """The update that it contains."""
-        return int(self.words["step"])
+        """The last training step that it contains."""
+        return int(self.fields["step"])
 
     @property
     def parts(self) -> list[int]:
-        """Checksums of what each rank sent."""
-        return [int(part) for part in self.words["parts"]]
+        """The checksum of each rank's part."""
+        return [int(part) for part in self.fields["parts"]]
 
 
 def commits_after(bus: Bus, number: int, at_least: int = 1) -> dict[int, Commit]:
-    """Commits above `number` that are still on the bus, by number; at least the newest `at_least`, if it has them."""
+    """Commits above `number` that are on the bus, by number, and always at least the newest `at_least` of those
+    there."""
     count = 16
     while True:
         entries = bus.newest(count)
@@ -46,38 +47,38 @@ def commits_after(bus: Bus, number: int, at_least: int = 1) -> dict[int, Commit]
                 continue
             lowest = commit.number if lowest is None else min(lowest, commit.number)
             found.setdefault(commit.number, commit)
-        whole = len(entries) < count
-        if whole or (lowest is not None and lowest <= number + 1 and len(found) >= at_least):
+        complete = len(entries) < count
+        if complete or (lowest is not None and lowest <= number + 1 and len(found) >= at_least):
             newest = sorted(found)[-at_least:]
             return {n: found[n] for n in sorted(found) if n > number or n in newest}
         count *= 4
 
 
 def newest_commit(bus: Bus) -> Commit | None:
-    """The newest publication."""
+    """The commit of the newest publication."""
     found = commits_after(bus, 1 << 62)
     return found[max(found)] if found else None
 
 
 def as_commit(offset: int, data: bytes) -> Commit | None:
-    """A message as a commit, if it is one."""
+    """Decode a message that is a commit; None for other messages."""
     try:
         message = Message.decode(data)
         if message.kind != NOTE:
             return None
-        words = note_fields(message)
-        if words["kind"] not in (DELTA, ROLLBACK):
+        fields = note_fields(message)
+        if fields["kind"] not in (DELTA, ROLLBACK):
             return None
-        commit = Commit(message.number, words, offset)
-        commit.step, commit.parts  # noqa: B018  (they must be there)
+        commit = Commit(message.number, fields, offset)
+        commit.step, commit.parts  # noqa: B018  (raises if they are missing)
         return commit
     except (BadMessage, KeyError, TypeError, ValueError):
         return None
 
 
-def snapshot_of(words: dict[str, Any]) -> SnapshotPlace | None:
-    """The newest snapshot that a note tells of."""
+def snapshot_of(fields: dict[str, Any]) -> SnapshotPlace | None:
+    """The newest snapshot that a note names."""
     try:
-        return SnapshotPlace.of(words.get("snapshot"))
+        return SnapshotPlace.of(fields.get("snapshot"))
     except (KeyError, TypeError, ValueError):
         return None

@@ -1,13 +1,12 @@
-"""Messages: what goes over a bus. docs/formats/publication.md has the bytes.
+"""Messages: what is sent over a bus. docs/formats/publication.md has the bytes.
 
-A message is a fixed header and a payload, with a checksum over both, so that one which was cut short or changed on its
-way is known for what it is before anything in it is believed. There are two kinds. A *part* is a piece of the rows that
-one rank publishes under a number: a body larger than the bus's limit travels as several, each of which names its place
-and the checksum of the whole body. A *note* is a few words in JSON: a commit ("publication 7 is these parts"), a
-heartbeat, where a snapshot is.
+A message is a fixed header and a payload with a checksum over both, so a truncated or changed message is recognised
+before its contents are used. There are two kinds. A *part* carries rows that one rank publishes under a number: a body
+larger than the bus's limit is sent as several parts, each with its chunk number and the checksum of the whole body. A
+*note* carries JSON fields: a commit ("publication 7 consists of these parts"), a heartbeat, or the place of a snapshot.
 
-Plain functions over bytes: any thread. Nothing is unpickled, and no length is believed before it was compared with what
-came.
+Pure functions over bytes, for any thread. Nothing is unpickled, and no length is used before it was compared with the
+bytes that came.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ assert HEADER_BYTES == 68
 
 
 class BadMessage(PublishError):  # noqa: N818
-    """Bytes that are not a whole message of ours."""
+    """Bytes that are not a whole message of HotRow's."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message. `session` is whoever sent it, drawn anew by each process; parts of two of them never mix."""
+    """One message. `session` is a random number of the sending process; parts of two sessions are never mixed."""
 
     kind: int
     number: int
@@ -50,7 +49,7 @@ class Message:
     body_checksum: int = 0
 
     def encode(self) -> bytes:
-        """As bytes.
+        """The message as bytes.
 
         >>> Message.decode(Message(NOTE, 7, 1, b"{}").encode()).number
         7
@@ -64,22 +63,24 @@ class Message:
 
     @staticmethod
     def decode(data: bytes) -> Message:
-        """Of bytes that may be anything; BadMessage says what is wrong with them."""
+        """Decode untrusted bytes; BadMessage says what is wrong with them."""
         if len(data) < HEADER_BYTES:
-            raise BadMessage(f"a message of {len(data)} bytes is truncated: a header alone has {HEADER_BYTES}")
+            raise BadMessage(f"a message of {len(data)} bytes is truncated: the header has {HEADER_BYTES}")
         magic, version, kind, _, number, session, *rest = _HEADER.unpack_from(data)
         rank, world, chunk, chunks, body_bytes, body_checksum, payload_bytes = rest
         if magic != MAGIC:
-            raise BadMessage(f"a message begins with {magic!r}, not {MAGIC!r}: it is not one of HotRow's")
+            raise BadMessage(f"a message begins with {magic!r}, not {MAGIC!r}: it is not from HotRow")
         if len(data) != HEADER_BYTES + payload_bytes:
             raise BadMessage(f"a message is truncated: {len(data)} bytes of {HEADER_BYTES + payload_bytes}")
         (expected,) = _CHECK.unpack_from(data, len(data) - _CHECK.size)
         if checksum(data[: -_CHECK.size]) != expected:
-            raise BadMessage(f"a message about publication {number} is corrupt: its checksum does not fit")
+            raise BadMessage(f"a message about publication {number} is corrupt: its checksum does not match")
         if version != VERSION:
             raise BadMessage(f"a message has version {version}, and this HotRow reads {VERSION}; use the same version")
         if kind not in (PART, NOTE) or not (chunk < chunks and rank < world):
-            raise BadMessage(f"a message about publication {number} is of no known kind, or has no place in it")
+            raise BadMessage(
+                f"a message about publication {number} has an unknown kind, or a wrong rank or chunk number"
+            )
         payload = data[_HEADER.size : -_CHECK.size]
         return Message(kind, number, session, payload, rank, world, chunk, chunks, body_bytes, body_checksum)
 
@@ -90,27 +91,29 @@ def checksum(data: bytes) -> int:
 
 
 def parts(number: int, session: int, rank: int, world: int, body: bytes, limit: int) -> Iterator[Message]:
-    """A body as messages of at most `limit` bytes, made one by one."""
-    room = limit - HEADER_BYTES
-    if room < 1:
-        raise PublishError(f"the bus takes messages of {limit} bytes, and a header alone has {HEADER_BYTES}")
-    whole, chunks = checksum(body), max(1, -(-len(body) // room))
+    """Split a body into messages of at most `limit` bytes, one at a time."""
+    payload_limit = limit - HEADER_BYTES
+    if payload_limit < 1:
+        raise PublishError(
+            f"the bus takes messages of {limit} bytes, but the header has {HEADER_BYTES}; raise max_message="
+        )
+    whole, chunks = checksum(body), max(1, -(-len(body) // payload_limit))
     for chunk in range(chunks):
-        piece = body[chunk * room : (chunk + 1) * room]
+        piece = body[chunk * payload_limit : (chunk + 1) * payload_limit]
         yield Message(PART, number, session, piece, rank, world, chunk, chunks, len(body), whole)
 
 
-def note(number: int, session: int, words: dict[str, Any]) -> Message:
-    """A few words about a publication."""
-    return Message(NOTE, number, session, json.dumps(words, separators=(",", ":"), sort_keys=True).encode())
+def note(number: int, session: int, fields: dict[str, Any]) -> Message:
+    """A message with JSON fields about a publication."""
+    return Message(NOTE, number, session, json.dumps(fields, separators=(",", ":"), sort_keys=True).encode())
 
 
 def note_fields(message: Message) -> dict[str, Any]:
-    """What a note says."""
+    """The fields of a note."""
     try:
-        words = json.loads(message.payload)
+        fields = json.loads(message.payload)
     except ValueError as error:
         raise BadMessage(f"a note about publication {message.number} is not JSON: {error}") from None
-    if not isinstance(words, dict) or not isinstance(words.get("kind"), str):
-        raise BadMessage(f"a note about publication {message.number} does not say its kind")
-    return words
+    if not isinstance(fields, dict) or not isinstance(fields.get("kind"), str):
+        raise BadMessage(f"a note about publication {message.number} has no kind")
+    return fields

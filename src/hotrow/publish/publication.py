@@ -1,11 +1,10 @@
 """A publication: a numbered set of changed rows, removed keys and dense weights, as values and as bytes.
 
-`encode_body` makes the bytes that one rank sends (message.py cuts them up), `decode_body` checks them and gives views
-into them back: keys rising, values in the wire's precision, no optimizer state. The same content always makes the same
-bytes, whatever tier a row was in; that is what lets a resumed trainer prove that it repeats itself.
+`encode_body` makes the bytes of one rank's part (message.py splits them). `decode_body` checks them and returns views
+into them: sorted keys, values in the precision that was sent, no optimizer state. The same content always makes the
+same bytes, whatever tier a row was in. That is how a resumed trainer proves that it repeats itself.
 
-A heartbeat and a snapshot's pointer are notes about the publication that is newest: they have its number and change
-no row.
+A heartbeat and the place of a snapshot are notes about the newest publication: they carry its number and change no row.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _ALIGN = 16
 
 @dataclass(frozen=True)
 class TableChange:
-    """What happened to one table: rows to set, keys to remove. Keys rise and are unique, and no key is in both."""
+    """One table's changes: rows to set and keys to remove. Keys are sorted and unique; no key is in both."""
 
     keys: Tensor
     values: Tensor
@@ -48,27 +47,27 @@ class TableChange:
 
 @dataclass(frozen=True)
 class SnapshotPlace:
-    """Where the rows of a publication are as a whole."""
+    """The place of all rows as of a publication."""
 
     number: int
     path: str
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """As JSON values."""
         return {"number": self.number, "path": self.path}
 
     @staticmethod
-    def of(words: Mapping[str, Any] | None) -> SnapshotPlace | None:
+    def of(fields: Mapping[str, Any] | None) -> SnapshotPlace | None:
         """From a note's words."""
-        return None if words is None else SnapshotPlace(int(words["number"]), str(words["path"]))
+        return None if fields is None else SnapshotPlace(int(fields["number"]), str(fields["path"]))
 
 
 @dataclass(frozen=True)
 class Publication:
     """One publication, whole and checked.
 
-    `step` is the update that it contains, `watermark` the newest event time in it (milliseconds), `cut` the clock's
-    when it was made. `resume` is where a reader that has applied it goes on: give it to `Subscriber(position=)`.
+    `step` is the last training step in it, `watermark` its newest event time (milliseconds), `cut` the time when it was
+    made. `resume` is the position from which a reader that has applied it continues: `Subscriber(position=)`.
     """
 
     kind: str
@@ -81,7 +80,7 @@ class Publication:
     tables: dict[str, TableChange] = field(default_factory=dict)
     dense: dict[str, Tensor] | None = None
     snapshot: SnapshotPlace | None = None
-    restores: int | None = None  # of a rollback: the number whose state this is
+    restores: int | None = None  # of a rollback: the number of the restored publication
     checksum: int = 0
     resume: tuple[int, int] = (0, 0)  # number, offset
 
@@ -92,7 +91,7 @@ class Publication:
 
 
 def encode_body(tables: Mapping[str, TableChange], dense: Mapping[str, Tensor] | None, values: str) -> bytes:
-    """What one rank publishes, as bytes."""
+    """The bytes of one rank's part."""
     blocks: list[bytes] = []
     heads = []
     for name, change in sorted(tables.items()):
@@ -104,18 +103,18 @@ def encode_body(tables: Mapping[str, TableChange], dense: Mapping[str, Tensor] |
         blocks += [_bytes(change.keys), _bytes(wire), _bytes(change.deleted)]
     weights = b"" if dense is None else save({name: tensor.contiguous() for name, tensor in dense.items()})
     head = {"format": FORMAT, "values": values, "tables": heads, "dense": None if dense is None else len(weights)}
-    words = json.dumps(head, separators=(",", ":"), sort_keys=True).encode()
-    start = _LENGTH.pack(len(words)) + words
+    fields = json.dumps(head, separators=(",", ":"), sort_keys=True).encode()
+    start = _LENGTH.pack(len(fields)) + fields
     return b"".join(block + bytes(-len(block) % _ALIGN) for block in (start, *blocks, weights))
 
 
 def to_wire(rows: Tensor, values: str) -> Tensor:
-    """Values as they travel: rounded to nearest, and at most what fp16 can hold."""
+    """Values in the precision that is sent: rounded to nearest and clamped to the range of fp16."""
     return rows.clamp(-65504.0, 65504.0).to(torch.float16) if values == "fp16" else rows
 
 
 def decode_body(body: bytes) -> tuple[dict[str, TableChange], dict[str, Tensor] | None]:
-    """The other way. PublishError where the bytes do not say what they must."""
+    """The reverse of `encode_body`; raises PublishError for malformed bytes."""
     try:
         (length,) = _LENGTH.unpack_from(body)
         head = json.loads(body[_LENGTH.size : _LENGTH.size + length])
@@ -139,12 +138,12 @@ def decode_body(body: bytes) -> tuple[dict[str, TableChange], dict[str, Tensor] 
         return tables, dense
     except PublishError:
         raise
-    except Exception as error:  # whatever wrong bytes do to json, struct, numpy or safetensors
+    except Exception as error:  # from json, struct, numpy or safetensors
         raise PublishError(f"a body cannot be read: {type(error).__name__}: {error}") from error
 
 
 def join_tables(parts: Iterable[Mapping[str, TableChange]]) -> dict[str, TableChange]:
-    """What several ranks changed, put together. Ranks own different keys, so each key is in one part."""
+    """Join the changes of several ranks. Ranks own different keys, so each key is in one part."""
     found: dict[str, list[TableChange]] = {}
     for part in parts:
         for name, change in part.items():
@@ -160,14 +159,14 @@ def _join(changes: Sequence[TableChange]) -> TableChange:
     return TableChange(keys[order], values[order], deleted.sort().values)
 
 
-def content_checksum(number: int, words: Mapping[str, Any]) -> int:
-    """Of everything in a commit that a repeated run repeats: not the clock, not who sent it."""
-    same = {name: words[name] for name in ("kind", "previous", "step", "watermark", "parts")}
+def content_checksum(number: int, fields: Mapping[str, Any]) -> int:
+    """The checksum of the fields that a repeated run repeats, without the time and the sender."""
+    same = {name: fields[name] for name in ("kind", "previous", "step", "watermark", "parts")}
     return checksum(json.dumps([number, same], separators=(",", ":"), sort_keys=True).encode())
 
 
 class _Blocks:
-    """Arrays one after another in a body."""
+    """Reads a body's arrays one after another."""
 
     def __init__(self, body: bytes, at: int) -> None:
         self.body, self.at = bytearray(body), at  # torch wants memory that may be written

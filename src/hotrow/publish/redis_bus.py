@@ -1,10 +1,10 @@
 """A bus in Redis: one stream, with its marks in a hash beside it.
 
-An entry's id is `milliseconds-sequence`; its offset here is milliseconds * 2^20 + sequence, which keeps the order
-(Redis gives the same millisecond to no more than a million entries). Redis makes ids rise even when its clock does not.
-A reader blocks in XREAD, so it hears of a message as soon as it is there. Retention by age is XTRIM MINID; by size it
-goes by what Redis says the stream takes. Use a Redis that keeps its data (appendonly yes) and does not evict keys: a
-stream that it lost looks to readers as if they had fallen behind.
+An entry's id is `milliseconds-sequence`. Its offset here is milliseconds * 2^20 + sequence, which keeps the order
+(Redis gives one millisecond to at most a million entries). Redis ids increase even when its clock does not. A reader
+blocks in XREAD, so it gets a message as soon as it is appended. Retention by age uses XTRIM MINID; retention by size
+uses the stream's size as Redis reports it. Use a Redis that keeps its data (appendonly yes) and does not evict keys: to
+readers, a lost stream looks as if they had fallen behind.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hotrow.publish.bus import Entry, Retention
 
 _BITS = 20
 _FIELD = b"m"
-_READ_AT_ONCE = 64  # entries; a server answers with all of them in one piece
-_RETAIN_EVERY = 64
+_READ_AT_ONCE = 64  # entries, which the server sends in one reply
+_RETENTION_INTERVAL = 64
 
 
 class RedisBus:
@@ -43,17 +43,17 @@ class RedisBus:
                 username=self._login.user or None,
                 password=self._login.password or None,
             )
-        except ValueError:  # its words may have parts of what was written
-            raise OptionError(f"bus={address!r} is no address; write redis://host:6379/0?stream=name") from None
+        except ValueError:  # its message may contain the password
+            raise OptionError(f"bus={address!r} is not an address; write redis://host:6379/0?stream=name") from None
         self._appended = 0
 
     def append(self, data: bytes) -> int:
-        """Put a message at the end."""
+        """Append a message."""
         if len(data) > self.limit:
             raise BusError(f"a message of {len(data)} bytes is above max_message={self.limit} of {self.stream}")
-        offset = _offset(self._ask("append to", lambda: self._redis.xadd(self.stream, {_FIELD: data})))
+        offset = _offset(self._call("append to", lambda: self._redis.xadd(self.stream, {_FIELD: data})))
         self._appended += 1
-        if self._appended % _RETAIN_EVERY == 0:
+        if self._appended % _RETENTION_INTERVAL == 0:
             self.retain()
         return offset
 
@@ -65,64 +65,64 @@ class RedisBus:
         while True:
             left = end - time.monotonic()
             block = max(1, min(5000, int(left * 1000))) if left > 0 else None
-            answer = self._ask("read", functools.partial(self._redis.xread, {self.stream: after}, count, block))
-            entries = answer[0][1] if isinstance(answer, list) and answer else _entries(answer)
+            reply = self._call("read", functools.partial(self._redis.xread, {self.stream: after}, count, block))
+            entries = reply[0][1] if isinstance(reply, list) and reply else _entries(reply)
             if entries or left <= 0:
                 return [Entry(_offset(name), fields.get(_FIELD, b"")) for name, fields in entries]
 
     def newest(self, count: int) -> list[Entry]:
         """The last messages."""
-        found = self._ask("read", lambda: self._redis.xrevrange(self.stream, count=count))
+        found = self._call("read", lambda: self._redis.xrevrange(self.stream, count=count))
         return [Entry(_offset(name), fields.get(_FIELD, b"")) for name, fields in reversed(found)]
 
     def head(self) -> int:
-        """After the newest."""
-        newest = self._ask("read", lambda: self._redis.xrevrange(self.stream, count=1))
+        """The offset after the newest message."""
+        newest = self._call("read", lambda: self._redis.xrevrange(self.stream, count=1))
         return _offset(newest[0][0]) + 1 if newest else 0
 
     def tail(self) -> int:
-        """The oldest."""
-        oldest = self._ask("read", lambda: self._redis.xrange(self.stream, count=1))
+        """The offset of the oldest message."""
+        oldest = self._call("read", lambda: self._redis.xrange(self.stream, count=1))
         return _offset(oldest[0][0]) if oldest else 0
 
     def retain(self) -> None:
         """Remove what is older than keep=, or beyond size=."""
         oldest = int((time.time() - self.retention.seconds) * 1000)
-        self._ask("trim", lambda: self._redis.xtrim(self.stream, minid=f"{oldest}-0"))
-        taken = self._ask("measure", lambda: self._redis.memory_usage(self.stream, samples=0)) or 0
-        if taken > self.retention.size:
-            stays = self._redis.xlen(self.stream) * self.retention.size // taken
-            self._ask("trim", lambda: self._redis.xtrim(self.stream, maxlen=max(1, stays), approximate=False))
+        self._call("trim", lambda: self._redis.xtrim(self.stream, minid=f"{oldest}-0"))
+        used = self._call("measure", lambda: self._redis.memory_usage(self.stream, samples=0)) or 0
+        if used > self.retention.size:
+            kept = self._redis.xlen(self.stream) * self.retention.size // used
+            self._call("trim", lambda: self._redis.xtrim(self.stream, maxlen=max(1, kept), approximate=False))
 
     def set_mark(self, name: str, data: bytes | None) -> None:
         """Set or remove a mark."""
         if data is None:
-            self._ask("set a mark of", lambda: self._redis.hdel(self.marks, name))
+            self._call("set a mark of", lambda: self._redis.hdel(self.marks, name))
         else:
-            self._ask("set a mark of", lambda: self._redis.hset(self.marks, name, data))
+            self._call("set a mark of", lambda: self._redis.hset(self.marks, name, data))
 
     def mark(self, name: str) -> bytes | None:
-        """What a mark was last set to."""
-        found: bytes | None = self._ask("read a mark of", lambda: self._redis.hget(self.marks, name))
+        """A mark's current value."""
+        found: bytes | None = self._call("read a mark of", lambda: self._redis.hget(self.marks, name))
         return found
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._redis.close()
 
-    def _ask(self, action: str, question: Callable[[], Any]) -> Any:
+    def _call(self, action: str, command: Callable[[], Any]) -> Any:
         try:
-            return question()
+            return command()
         except self._errors as error:
             why = self._login.redact(error)
             raise BusError(f"cannot {action} the stream {self.stream} at {self.address}: {why}") from None
 
 
-def _entries(answer: Any) -> list[Any]:
-    """A newer protocol answers with a dict, each stream's entries in a list of their own."""
-    if not answer:
+def _entries(reply: Any) -> list[Any]:
+    """The entries of a RESP3 reply: a dict with a list of lists for each stream."""
+    if not reply:
         return []
-    (lists,) = answer.values()
+    (lists,) = reply.values()
     return list(lists[0]) if lists and isinstance(lists[0], list) else list(lists)
 
 

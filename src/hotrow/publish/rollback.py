@@ -1,13 +1,13 @@
-"""Putting an older publication back: `hotrow rollback BUS --to N`, and `hotrow release BUS`.
+"""Rollback to an older publication: `hotrow rollback BUS --to N`, and `hotrow release BUS`.
 
-The old state becomes a *new* publication, so that readers go forward as always: every row that was changed after N gets
-the value that it had at N, and every row that came after N is removed. What a row was at N is found in the newest
-publication up to N that has it, or, where retention has removed that, in the newest snapshot up to N; if the bus goes
-back to the first publication, a row that is in none of them was not there.
+The old state becomes a *new* publication, so readers only ever go forward. Every row that was changed after N gets the
+value that it had at N, and every row that was created after N is removed. The value at N comes from the newest
+publication up to N that has the row, or, where retention has removed that, from the newest snapshot up to N. If the bus
+goes back to the first publication, a row in none of them did not exist.
 
-First the publisher is held: a mark on the bus, which it sees within a fraction of a second, answers, and obeys by not
-publishing (it goes on training). So no publication comes between looking and publishing. `release` removes the mark;
-the trainer's next publication then brings every row to what training has made of it meanwhile.
+First the publisher is held: a mark on the bus, which the publisher reads within a fraction of a second, acknowledges,
+and obeys by not publishing (it goes on training). So no publication is added while the rollback is computed. `release`
+removes the mark; the trainer's next publication then brings every row to its current trained value.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from hotrow.publish.publication import (
 )
 from hotrow.publish.subscriber import bodies_of
 
-ACKNOWLEDGES_WITHIN = 5.0  # seconds; a publisher looks five times a second
+ACKNOWLEDGES_WITHIN = 5.0  # seconds; a publisher checks five times a second
 Rows = dict[str, tuple[Tensor, Tensor]]  # keys and values, by table
-# Given where a snapshot is and which keys are wanted: their rows, as far as it has them, and its dense weights.
+# From a snapshot's path and the wanted keys by table: the rows that it has of them, and its dense weights.
 ReadSnapshot = Callable[[str, Mapping[str, Tensor]], tuple[Rows, dict[str, Tensor] | None]]
 
 
 @dataclass(frozen=True)
 class RolledBack:
-    """What was put back, as which publication."""
+    """The restored publication, and the number that it was published as."""
 
     number: int
     restores: int
@@ -59,20 +59,20 @@ class RolledBack:
 def rollback(address: str, to: int, read_snapshot: ReadSnapshot | None = None) -> RolledBack:
     """Publish the state of publication `to` again, and hold the publisher until `release`.
 
-    Where it cannot be done (retention), PublishError says why, and nothing was published or held.
+    If it cannot be done (retention), PublishError says why, and nothing was published or held.
     """
     bus = open_bus(address)
     held_before = bus.mark(HOLD)
     newest = newest_commit(bus)
     if newest is None:
-        raise PublishError(f"bus={public(address)!r} has no publication: there is nothing to go back to")
+        raise PublishError(f"bus={public(address)!r} has no publication, so there is nothing to go back to")
     if not 0 <= to < newest.number:
         raise PublishError(f"--to {to}: the newest publication is {newest.number}; give a number below it")
     try:
         newest = hold(bus, f"rollback to {to}") or newest
-        plan = _RollbackPlan(bus, to, newest, read_snapshot)
-        tables, dense = plan.rows(), plan.dense()
-        _publish(bus, newest, to, tables, dense, plan)
+        older = _RollbackPlan(bus, to, newest, read_snapshot)
+        tables, dense = older.rows(), older.dense()
+        _publish(bus, newest, to, tables, dense, older)
     except BaseException:
         if held_before is None:
             bus.set_mark(HOLD, None)
@@ -88,17 +88,17 @@ def rollback(address: str, to: int, read_snapshot: ReadSnapshot | None = None) -
 
 
 def hold(bus: Bus, why: str) -> Commit | None:
-    """Stop the publisher, and wait until it has heard; the newest publication after that."""
-    words = json.dumps({"why": why, "id": secrets.token_hex(8), "since": time.time()}).encode()
-    bus.set_mark(HOLD, words)
-    end = time.monotonic() + ACKNOWLEDGES_WITHIN  # nobody may be there to answer
-    while bus.mark(HELD) != words and time.monotonic() < end:
+    """Stop the publisher and wait for its acknowledgement; returns the newest publication after that."""
+    request = json.dumps({"why": why, "id": secrets.token_hex(8), "since": time.time()}).encode()
+    bus.set_mark(HOLD, request)
+    end = time.monotonic() + ACKNOWLEDGES_WITHIN  # there may be no publisher to answer
+    while bus.mark(HELD) != request and time.monotonic() < end:
         time.sleep(0.05)
     return newest_commit(bus)
 
 
 def release(address: str) -> bool:
-    """Let the publisher go on; False if it was not held."""
+    """Let the publisher continue; False if it was not held."""
     bus = open_bus(address)
     held = bus.mark(HOLD) is not None
     bus.set_mark(HOLD, None)
@@ -107,7 +107,7 @@ def release(address: str) -> bool:
 
 
 class _RollbackPlan:
-    """What rows were at publication `to`, for those that were changed since."""
+    """The values at publication `to` of all rows that were changed after it."""
 
     def __init__(self, bus: Bus, to: int, newest: Commit, read_snapshot: ReadSnapshot | None) -> None:
         self.bus, self.to, self.newest, self.read_snapshot = bus, to, newest, read_snapshot
@@ -116,20 +116,22 @@ class _RollbackPlan:
         if missing:
             raise PublishError(
                 f"publication {to} cannot be put back: publication {missing[0]}, which came after it, is not on "
-                "the bus any more, so nobody knows what to undo; keep publications longer (keep=, size= of the bus)"
+                "the bus any more, so its changes cannot be undone; keep publications longer (keep=, size= of the bus)"
             )
         self.snapshot = self._snapshot()
         self._weights: dict[str, Tensor] | None = None
         self._dims: dict[str, int] = {}
 
     def rows(self) -> dict[str, TableChange]:
-        """Rows to set and keys to remove."""
+        """Rows to set and keys to remove, by table."""
         touched: dict[str, list[Tensor]] = {}
         for number in range(self.to + 1, self.newest.number + 1):
             for name, change in self._publication(number)[0].items():
                 touched.setdefault(name, []).append(torch.cat([change.keys, change.deleted]))
                 if change.keys.numel():
-                    self._dims[name] = int(change.values.shape[1])  # a snapshot's rows may have state behind it
+                    self._dims[name] = int(
+                        change.values.shape[1]
+                    )  # a snapshot's rows may have optimizer state after the values
         wanted = {name: torch.unique(torch.cat(keys)) for name, keys in touched.items()}
         found = {name: _FoundRows(keys) for name, keys in wanted.items()}
         number = self.to
@@ -145,7 +147,7 @@ class _RollbackPlan:
         return {name: one.change() for name, one in found.items()}
 
     def dense(self) -> dict[str, Tensor] | None:
-        """The weights of `to`; None where there were none yet."""
+        """The weights at `to`; None if there were none yet."""
         return self._weights
 
     def _publication(self, number: int) -> tuple[dict[str, TableChange], dict[str, Tensor] | None]:
@@ -153,14 +155,14 @@ class _RollbackPlan:
         return join_tables(part for part, _ in decoded), next((d for _, d in decoded if d is not None), None)
 
     def _snapshot(self) -> SnapshotPlace | None:
-        """The newest one up to `to` that the bus tells of."""
-        places = [place for c in self.commits.values() if (place := snapshot_of(c.words)) and place.number <= self.to]
+        """The newest snapshot up to `to` that the bus names."""
+        places = [place for c in self.commits.values() if (place := snapshot_of(c.fields)) and place.number <= self.to]
         return max(places, key=lambda place: place.number, default=None)
 
     def _from_snapshot(self, number: int, found: dict[str, _FoundRows]) -> None:
         if self.snapshot is None or self.snapshot.number < number or self.read_snapshot is None:
             why = (
-                f"the bus goes back to publication {number + 1} only, and tells of no snapshot between {number} and "
+                f"the bus goes back to publication {number + 1} only, and names no snapshot between {number} and "
                 f"{self.to}"
                 if self.snapshot is None or self.snapshot.number < number
                 else f"the snapshot at {self.snapshot.path} cannot be read by this command"
@@ -169,7 +171,7 @@ class _RollbackPlan:
                 f"publication {self.to} cannot be put back: {why}; go back to a newer one, keep publications longer "
                 "(keep=, size= of the bus), or take snapshots more often (snapshot_every=)"
             )
-        rows, dense = self.read_snapshot(self.snapshot.path, {name: one.open() for name, one in found.items()})
+        rows, dense = self.read_snapshot(self.snapshot.path, {name: one.unresolved() for name, one in found.items()})
         self._weights = self._weights if self._weights is not None else dense
         for name, (keys, values) in rows.items():
             order = torch.argsort(keys)
@@ -177,7 +179,7 @@ class _RollbackPlan:
 
 
 class _FoundRows:
-    """Values of wanted keys, found from the newest to the oldest."""
+    """The values of wanted keys, filled in from newer to older publications."""
 
     def __init__(self, keys: Tensor) -> None:
         self.keys = keys
@@ -185,24 +187,24 @@ class _FoundRows:
         self.present = torch.zeros(keys.numel(), dtype=torch.bool)
         self.values: Tensor | None = None
 
-    def open(self) -> Tensor:
-        """Keys of which nothing is known yet."""
+    def unresolved(self) -> Tensor:
+        """Keys that no publication so far has set or removed."""
         return self.keys[~self.known]
 
     def take(self, change: TableChange) -> None:
-        """An older publication: what it has of keys that no newer one had."""
-        places, at = self._places(change.keys)
-        if places.numel():
+        """Fill in from an older publication the keys that no newer one had."""
+        positions, at = self._positions(change.keys)
+        if positions.numel():
             if self.values is None:
                 self.values = torch.zeros(self.keys.numel(), change.values.shape[1], dtype=torch.float32)
-            self.values[places] = change.values[at].to(torch.float32)
-            self.present[places] = True
-            self.known[places] = True
-        gone, _ = self._places(change.deleted)
-        self.known[gone] = True
+            self.values[positions] = change.values[at].to(torch.float32)
+            self.present[positions] = True
+            self.known[positions] = True
+        removed, _ = self._positions(change.deleted)
+        self.known[removed] = True
 
     def change(self) -> TableChange:
-        """What is to be set and removed: a key of which nothing was found was not there."""
+        """The change that restores the old state. A key that was never found had no row, and is removed."""
         values = self.values if self.values is not None else torch.zeros(self.keys.numel(), 1)
         return TableChange(self.keys[self.present], values[self.present], self.keys[~self.present])
 
@@ -211,14 +213,14 @@ class _FoundRows:
         """Whether everything is known."""
         return bool(self.known.all())
 
-    def _places(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Where those of `keys` (rising) that are open stand here, and there."""
+    def _positions(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions of the unresolved ones of `keys` (sorted) in this object, and in `keys`."""
         if not keys.numel() or not self.keys.numel():
-            nothing = torch.zeros(0, dtype=torch.int64)
-            return nothing, nothing
+            none = torch.zeros(0, dtype=torch.int64)
+            return none, none
         place = torch.searchsorted(self.keys, keys).clamp(max=self.keys.numel() - 1)
-        good = (self.keys[place] == keys) & ~self.known[place]
-        return place[good], good.nonzero().flatten()
+        matches = (self.keys[place] == keys) & ~self.known[place]
+        return place[matches], matches.nonzero().flatten()
 
 
 def _publish(
@@ -227,28 +229,28 @@ def _publish(
     to: int,
     tables: dict[str, TableChange],
     dense: dict[str, Tensor] | None,
-    plan: _RollbackPlan,
+    older: _RollbackPlan,
 ) -> None:
     number, session = newest.number + 1, secrets.randbits(63)
-    values = str(newest.words.get("values", "fp32"))
+    values = str(newest.fields.get("values", "fp32"))
     body = encode_body(tables, dense, values)
-    old = plan.commits.get(to)
+    old = older.commits.get(to)
     for message in parts(number, session, 0, 1, body, bus.limit):
         bus.append(message.encode())
-    words = {
-        **{"kind": ROLLBACK, "previous": newest.number, "restores": to, "run": newest.words["run"], "values": values},
-        **{"step": 0 if old is None else old.step, "watermark": None if old is None else old.words["watermark"]},
+    fields = {
+        **{"kind": ROLLBACK, "previous": newest.number, "restores": to, "run": newest.fields["run"], "values": values},
+        **{"step": 0 if old is None else old.step, "watermark": None if old is None else old.fields["watermark"]},
         **{"cut": time.time(), "rows": sum(c.rows for c in tables.values()), "parts": [checksum(body)]},
     }
-    place = snapshot_of(newest.words)
+    place = snapshot_of(newest.fields)
     if place is not None:
-        words["snapshot"] = place.to_dict()
-    words["checksum"] = content_checksum(number, words)
-    bus.append(note(number, session, words).encode())
+        fields["snapshot"] = place.to_dict()
+    fields["checksum"] = content_checksum(number, fields)
+    bus.append(note(number, session, fields).encode())
 
 
 def default_snapshot_reader(path: str, wanted: Mapping[str, Tensor]) -> tuple[Rows, dict[str, Tensor] | None]:
-    """Snapshots that are checkpoints or exported versions: rows as segments (rows/<table>), weights beside them."""
+    """Read a checkpoint or an exported version: rows in segments (rows/<table>) and weights beside them."""
     from safetensors.torch import load_file
 
     from hotrow.tiers.host.store import scan_snapshot
@@ -257,12 +259,12 @@ def default_snapshot_reader(path: str, wanted: Mapping[str, Tensor]) -> tuple[Ro
     dims = {table["name"]: int(table["dim"]) for table in _manifest(folder)["tables"]}
     for name, keys in wanted.items():
         if name not in dims:
-            raise PublishError(f"the snapshot {folder} has no table {name!r}; it is of another model")
+            raise PublishError(f"the snapshot {folder} has no table {name!r}; it is a snapshot of another model")
         kept: list[tuple[Tensor, Tensor]] = []
         for part in sorted((folder / "rows" / name).glob("part-*")) or [folder / "rows" / name]:
             for found, values in scan_snapshot(str(part), dims[name]):
-                mine = torch.isin(found, keys)
-                kept.append((found[mine], values[mine]))
+                wanted_rows = torch.isin(found, keys)
+                kept.append((found[wanted_rows], values[wanted_rows]))
         if kept:
             rows[name] = torch.cat([k for k, _ in kept]), torch.cat([v for _, v in kept])
     weights = [folder / name for name in ("dense.safetensors", "weights.safetensors") if (folder / name).exists()]
@@ -274,6 +276,6 @@ def _manifest(folder: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
     except (OSError, ValueError) as error:
         raise PublishError(
-            f"the snapshot {folder} cannot be read ({error}); restore it, or go back to another"
+            f"the snapshot {folder} cannot be read ({error}); restore it, or roll back to another publication"
         ) from error
     return found

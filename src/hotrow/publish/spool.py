@@ -1,10 +1,11 @@
-"""The spool: publications that wait on the local disk for a bus that is away.
+"""The spool: publications that wait on the local disk while the bus does not answer.
 
-One file a publication, `<number>.pub`: its body and its commit's words as two messages (message.py), so that what a
-crash tore is told from what is whole; written beside its name, synced, renamed. They leave in order, after they are on
-the bus. `budget` bytes of them at most: one that does not fit is refused, and its keys are published with a later one.
+Each publication is a file `<number>.pub` with its body and its commit's fields as two messages (message.py), so a file
+that a crash tore is recognised. It is written under another name, synced, and renamed. Publications leave in order,
+after they are on the bus. They take at most `budget` bytes: one that is too large is refused, and its keys are
+published with a later one.
 
-One thread at a time (delivery.py's lock).
+One thread at a time (under delivery.py's lock).
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass
 class EncodedPublication:
-    """What one rank publishes under a number: the body's bytes and what the commit will say."""
+    """One rank's part of a publication: the body's bytes and the fields of its commit."""
 
     number: int
-    words: dict[str, Any]
+    fields: dict[str, Any]
     body: bytes = field(repr=False)
 
 
 class SpoolFull(PublishError):  # noqa: N818
-    """There is no room left for what waits."""
+    """The budget or the disk is full."""
 
 
 class Spool:
-    """Parcels on disk, in order of their numbers."""
+    """Encoded publications on disk, in order of their numbers."""
 
     def __init__(self, folder: Path, budget: int) -> None:
         self.folder, self.budget = folder, budget
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows that nobody else reads
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # only this user may read the rows
             for draft in folder.glob(".*.tmp"):
                 draft.unlink(missing_ok=True)
             self._sizes = {
@@ -58,22 +59,23 @@ class Spool:
 
     @property
     def bytes(self) -> int:
-        """On disk now."""
+        """The bytes on disk now."""
         return sum(self._sizes.values())
 
     @property
     def numbers(self) -> list[int]:
-        """Of the publications that wait, rising."""
+        """The numbers of the publications that wait, in order."""
         return sorted(self._sizes)
 
-    def put(self, parcel: EncodedPublication, session: int) -> None:
-        """Keep one. SpoolFull where the budget or the disk has no room."""
-        data = b"".join(_framed(parcel, session))
+    def put(self, publication: EncodedPublication, session: int) -> None:
+        """Write one; raises SpoolFull if the budget or the disk is full."""
+        data = b"".join(_framed(publication, session))
         if self.bytes + len(data) > self.budget:
             raise SpoolFull(
-                f"the spool {self.folder} has {self.bytes} of {self.budget} bytes; publications wait longer"
+                f"the spool {self.folder} has {self.bytes} of {self.budget} bytes; "
+                "its rows are published with a later publication"
             )
-        path = self._path(parcel.number)
+        path = self._path(publication.number)
         draft = path.with_name(f".{path.name}.tmp")
         try:
             with open(draft, "wb") as file:
@@ -83,25 +85,27 @@ class Spool:
             os.replace(draft, path)
         except OSError as error:
             draft.unlink(missing_ok=True)
-            raise SpoolFull(f"cannot write {path}: {error.strerror}; publications wait longer") from error
-        self._sizes[parcel.number] = len(data)
+            raise SpoolFull(
+                f"cannot write {path}: {error.strerror}; its rows are published with a later publication"
+            ) from error
+        self._sizes[publication.number] = len(data)
 
     def get(self, number: int) -> EncodedPublication | None:
-        """One of them; None if it was torn, and then it is gone."""
+        """Read one. A torn one is removed, and None returned."""
         try:
             data = self._path(number).read_bytes()
             (first,) = _LENGTH.unpack_from(data)
             part = Message.decode(data[_LENGTH.size : _LENGTH.size + first])
-            words = Message.decode(data[2 * _LENGTH.size + first :])
-            if part.kind != PART or words.kind != NOTE or part.number != number:
+            fields = Message.decode(data[2 * _LENGTH.size + first :])
+            if part.kind != PART or fields.kind != NOTE or part.number != number:
                 raise BadMessage(f"{self._path(number)} is not what its name says")
-            return EncodedPublication(number, note_fields(words), part.payload)
+            return EncodedPublication(number, note_fields(fields), part.payload)
         except (OSError, struct.error, BadMessage):
             self.drop(number)
             return None
 
     def drop(self, number: int) -> None:
-        """One is on the bus, or is not wanted any more."""
+        """Remove one that is on the bus or was withdrawn."""
         self._path(number).unlink(missing_ok=True)
         self._sizes.pop(number, None)
 
@@ -109,7 +113,10 @@ class Spool:
         return self.folder / f"{number:020d}.pub"
 
 
-def _framed(parcel: EncodedPublication, session: int) -> Iterator[bytes]:
-    for message in (Message(PART, parcel.number, session, parcel.body), note(parcel.number, session, parcel.words)):
+def _framed(publication: EncodedPublication, session: int) -> Iterator[bytes]:
+    for message in (
+        Message(PART, publication.number, session, publication.body),
+        note(publication.number, session, publication.fields),
+    ):
         data = message.encode()
         yield _LENGTH.pack(len(data)) + data

@@ -1,19 +1,18 @@
-"""Subscriber: whole publications out of a bus, in order, each once.
+"""Subscriber: reads whole publications from a bus, in order, each once.
 
-A bus gives messages; some may be missing, doubled, out of order, cut short or changed. A publication is yielded when
-its commit is here, all parts that the commit names are here and fit their checksums, and every publication before it
-was yielded. Until then its messages are kept, up to `memory` bytes.
+A bus gives messages, which may be missing, duplicated, out of order, truncated or changed. A publication is returned
+when its commit is there, all parts that the commit names are there and match their checksums, and every publication
+before it was returned. Until then its messages are kept, up to `memory` bytes.
 
-    doubled          known by number, or by checksum: dropped and counted
+    duplicated       recognised by number or checksum; dropped and counted
     out of order     kept until its turn
-    bad bytes        put into the quarantine folder (the newest `QUARANTINED` stay) and counted
-    missing          a later commit is here, and what is missing does not come within `patience` seconds, or retention
-                     has removed it: Behind, which says where the newest snapshot is. Load that, and subscribe again
-                     from its number.
+    corrupt          written to the quarantine folder (the newest QUARANTINED are kept) and counted
+    missing          a later commit is there, and the missing messages do not come within `patience` seconds, or
+                     retention has removed them: raises Behind, which names the newest snapshot. Load that, and
+                     subscribe again from its number.
 
-Exactly once is the reader's to keep: it remembers `publication.resume` in the same instant in which it has applied the
-publication, and begins there the next time. A reader that remembers only a number gives that, and the bus is looked
-through from its tail.
+For exactly-once, the reader stores `publication.resume` in the same transaction in which it applies the publication,
+and starts there the next time. A reader that stores only a number passes that, and the bus is read from its tail.
 
 One thread.
 """
@@ -46,21 +45,21 @@ QUARANTINED = 64  # files
 
 
 class Behind(PublishError):  # noqa: N818
-    """What comes next is not on the bus any more. `snapshot` is where to begin again, if anybody made one."""
+    """The next publication is not on the bus any more. `snapshot` is where to start again, if there is one."""
 
     def __init__(self, after: int, oldest: int | None, snapshot: SnapshotPlace | None, why: str) -> None:
         self.after, self.oldest, self.snapshot = after, oldest, snapshot
         cure = (
             f"load the snapshot of publication {snapshot.number} at {snapshot.path} and subscribe from there"
             if snapshot is not None
-            else "the bus tells of no snapshot: export the model anew, and keep publications longer (keep=, size=)"
+            else "the bus names no snapshot: export the model again, and keep publications longer (keep=, size=)"
         )
-        super().__init__(f"publication {after + 1} is not to be had: {why}; {cure}")
+        super().__init__(f"publication {after + 1} cannot be read: {why}; {cure}")
 
 
 @dataclass
 class Counters:
-    """What has happened so far."""
+    """Totals since the start."""
 
     publications: int = 0
     rows: int = 0
@@ -68,12 +67,12 @@ class Counters:
     duplicates: int = 0
     reordered: int = 0
     corrupt: int = 0
-    dropped: int = 0  # messages for which there was no room
+    dropped: int = 0  # messages above the memory limit
 
 
 @dataclass
 class _Body:
-    """A rank's part on its way: its chunks so far."""
+    """A rank's part: the chunks that have come so far."""
 
     chunks: list[bytes | None]
     size: int
@@ -119,13 +118,13 @@ class Subscriber:
         self._stuck_since: float | None = None
 
     def poll(self, wait: float = 0.0) -> list[Publication]:
-        """Publications that are whole now, in order; waits up to so many seconds for the first. Raises Behind."""
+        """Publications that are whole now, in order; waits up to `wait` seconds for the first. Raises Behind."""
         end = time.monotonic() + wait
         while True:
             ready: list[Publication] = []
             for entry in self._read(max(0.0, end - time.monotonic())):
                 self._offset = entry.offset + 1
-                note = self._take(entry)
+                note = self._receive(entry)
                 ready += self._ready()
                 if note is not None and (note.kind == SNAPSHOT or note.number == self.number):
                     ready.append(note)
@@ -137,34 +136,34 @@ class Subscriber:
                 return []
 
     def __iter__(self) -> Iterator[Publication]:
-        """All that come, for ever."""
+        """All publications, without end."""
         while True:
             yield from self.poll(wait=1.0)
 
     def close(self) -> None:
-        """Let go of the bus."""
+        """Close the bus."""
         self.bus.close()
 
     def _read(self, wait: float) -> list[Entry]:
-        if self._commits:  # something is missing: look whether it will ever come
+        if self._commits:  # a part is missing: return soon, to check whether it can still come
             wait = min(wait, 0.1)
         return self.bus.read(self._offset, wait=wait)
 
     # --- one message ---
 
-    def _take(self, entry: Entry) -> Publication | None:
-        """Keep what a message brings; a heartbeat or a snapshot's pointer comes back at once."""
+    def _receive(self, entry: Entry) -> Publication | None:
+        """Keep the contents of a message. A heartbeat or a snapshot's place is returned at once."""
         self.counters.bytes += len(entry.data)
         try:
             message = Message.decode(entry.data)
             if message.kind == NOTE:
-                return self._take_note(message, entry)
-            self._take_part(message, entry)
+                return self._receive_note(message, entry)
+            self._receive_part(message, entry)
         except BadMessage as error:
-            self._bad(entry, error)
+            self._quarantine_message(entry, error)
         return None
 
-    def _take_part(self, message: Message, entry: Entry) -> None:
+    def _receive_part(self, message: Message, entry: Entry) -> None:
         if message.number <= self.number:
             self.counters.duplicates += 1
             return
@@ -173,7 +172,7 @@ class Subscriber:
         if body is None:
             body = self._bodies[name] = _Body([None] * message.chunks, message.body_bytes, entry.offset)
         if len(body.chunks) != message.chunks or body.size != message.body_bytes:
-            raise BadMessage(f"a chunk of publication {message.number} does not fit the others")
+            raise BadMessage(f"a chunk of publication {message.number} does not match the others")
         if body.chunks[message.chunk] is not None:
             self.counters.duplicates += 1
             return
@@ -185,26 +184,26 @@ class Subscriber:
         body.chunks[message.chunk] = message.payload
         self._kept += len(message.payload)
 
-    def _take_note(self, message: Message, entry: Entry) -> Publication | None:
-        words, number = note_fields(message), message.number
+    def _receive_note(self, message: Message, entry: Entry) -> Publication | None:
+        fields, number = note_fields(message), message.number
         try:
-            if words["kind"] not in KINDS:
-                raise BadMessage(f"a note about publication {number} is of kind {words['kind']!r}")
-            self.snapshot = SnapshotPlace.of(words.get("snapshot")) or self.snapshot
-            if words["kind"] not in (DELTA, ROLLBACK):
-                return self._publication(number, words, {}, None)
-            if words["checksum"] != content_checksum(number, words):
-                raise BadMessage(f"the commit of publication {number} does not fit its checksum")
-            commit = Commit(number, words, entry.offset)
+            if fields["kind"] not in KINDS:
+                raise BadMessage(f"a note about publication {number} is of kind {fields['kind']!r}")
+            self.snapshot = SnapshotPlace.of(fields.get("snapshot")) or self.snapshot
+            if fields["kind"] not in (DELTA, ROLLBACK):
+                return self._publication(number, fields, {}, None)
+            if fields["checksum"] != content_checksum(number, fields):
+                raise BadMessage(f"the commit of publication {number} does not match its checksum")
+            commit = Commit(number, fields, entry.offset)
             if number <= self.number or number in self._commits:
                 self.counters.duplicates += 1
             elif commit.parts:
-                self._commits[number] = commit, words
+                self._commits[number] = commit, fields
         except (KeyError, TypeError, ValueError) as error:
             raise BadMessage(f"a note about publication {number} lacks {error}") from None
         return None
 
-    def _bad(self, entry: Entry, error: BadMessage) -> None:
+    def _quarantine_message(self, entry: Entry, error: BadMessage) -> None:
         self.counters.corrupt += 1
         if self._quarantine is None:
             return
@@ -220,64 +219,64 @@ class Subscriber:
     def _ready(self) -> list[Publication]:
         ready: list[Publication] = []
         while (found := self._commits.get(self.number + 1)) is not None:
-            commit, words = found
+            commit, fields = found
             bodies = [self._bodies.get((commit.number, rank, part)) for rank, part in enumerate(commit.parts)]
             if any(body is None or not body.whole for body in bodies):
                 break
             joined = [body.join() for body in bodies if body is not None]
             if any(checksum(body) != part for body, part in zip(joined, commit.parts, strict=True)):
-                self._forget(commit.number, "a body does not fit its checksum")
+                self._discard(commit.number, "a body does not match its checksum")
                 break
             try:
                 decoded = [decode_body(body) for body in joined]
                 tables = join_tables(part for part, _ in decoded)
             except PublishError as error:
-                self._forget(commit.number, str(error))
+                self._discard(commit.number, str(error))
                 break
             dense = next((weights for _, weights in decoded if weights is not None), None)
             self.number += 1
-            self._let_go()
-            ready.append(self._publication(commit.number, words, tables, dense))
+            self._drop_older()
+            ready.append(self._publication(commit.number, fields, tables, dense))
             self.counters.publications += 1
             self.counters.rows += ready[-1].rows
         return ready
 
-    def _publication(self, number: int, words: dict[str, Any], tables: Any, dense: Any) -> Publication:
+    def _publication(self, number: int, fields: dict[str, Any], tables: Any, dense: Any) -> Publication:
         return Publication(
-            kind=str(words["kind"]),
+            kind=str(fields["kind"]),
             number=number,
-            previous=int(words.get("previous", number)),
-            run=str(words["run"]),
-            step=int(words["step"]),
-            watermark=None if words["watermark"] is None else int(words["watermark"]),
-            cut=float(words["cut"]),
+            previous=int(fields.get("previous", number)),
+            run=str(fields["run"]),
+            step=int(fields["step"]),
+            watermark=None if fields["watermark"] is None else int(fields["watermark"]),
+            cut=float(fields["cut"]),
             tables=tables,
             dense=dense,
-            snapshot=SnapshotPlace.of(words.get("snapshot")),
-            restores=words.get("restores"),
-            checksum=int(words.get("checksum", 0)),
+            snapshot=SnapshotPlace.of(fields.get("snapshot")),
+            restores=fields.get("restores"),
+            checksum=int(fields.get("checksum", 0)),
             resume=(self.number, self._unfinished()),
         )
 
     def _unfinished(self) -> int:
-        """The offset from which on messages are still needed."""
+        """The lowest offset of a message that is still needed."""
         bodies, commits = self._bodies.values(), self._commits.values()
         return min([self._offset, *(body.first for body in bodies), *(commit.offset for commit, _ in commits)])
 
-    def _let_go(self) -> None:
-        """What was for publications up to this number."""
+    def _drop_older(self) -> None:
+        """Drop messages of publications up to the current number."""
         self._commits = {n: commit for n, commit in self._commits.items() if n > self.number}
         self._bodies = {name: body for name, body in self._bodies.items() if name[0] > self.number}
         self._kept = sum(len(chunk) for body in self._bodies.values() for chunk in body.chunks if chunk is not None)
 
-    def _forget(self, number: int, why: str) -> None:
-        """A publication that can never be whole."""
+    def _discard(self, number: int, why: str) -> None:
+        """Drop the parts of a publication that cannot be decoded."""
         self.counters.corrupt += 1
         for name in [name for name in self._bodies if name[0] == number]:
             del self._bodies[name]
 
     def _check_gap(self) -> None:
-        """Is what comes next still to come?"""
+        """Raise Behind if the next publication was missing for `patience` seconds."""
         if not self._commits:
             self._stuck_since = None
             return
@@ -292,7 +291,7 @@ class Subscriber:
 
 
 def bodies_of(bus: Bus, commit: Commit) -> list[bytes]:
-    """What the ranks sent for a commit, out of what lies before it on the bus."""
+    """Read the ranks' parts of a commit back from the bus."""
     wanted = dict(enumerate(commit.parts))
     found: dict[int, _Body] = {}
     count = 64

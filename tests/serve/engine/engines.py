@@ -1,4 +1,4 @@
-"""Engines as processes, asked through the front end's backend."""
+"""Engines as processes or in the test's process, and requests to them through an EngineClient."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from hotrow.serve.protocol.request import Ids, Request
 
 
 class EngineUnderTest:
-    """An engine process, its lines read as they come."""
+    """An engine process. `wait_for` reads its events."""
 
     def __init__(self, repository: Path, socket: Path, **options: Any) -> None:
         self.socket = str(socket)
-        says = {"socket": self.socket, "repository": str(repository), "loader": "plain_servable:load", **options}
+        given = {"socket": self.socket, "repository": str(repository), "loader": "plain_servable:load", **options}
         code = "import sys; from hotrow.serve.processes.engine_process import main; sys.exit(main())"
         self.process = forked.python(code, log=socket.with_suffix(".log"), pipes=True)
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(says) + "\n")
+        self.process.stdin.write(json.dumps(given) + "\n")
         self.process.stdin.flush()
 
     def wait_for(self, event: str) -> dict[str, Any]:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            said: dict[str, Any] = json.loads(line)
-            if said["event"] == event:
-                return said
-        raise AssertionError(f"the engine ended with {self.process.wait(60)} before it said {event!r}")
+            content: dict[str, Any] = json.loads(line)
+            if content["event"] == event:
+                return content
+        raise AssertionError(f"the engine ended with {self.process.wait(60)} before the event {event!r}")
 
     def kill(self) -> None:
         self.process.kill()
@@ -99,7 +99,7 @@ def make_request(rows: int, seed: int = 0, model: str = "ctr", **options: Any) -
 
 @pytest.fixture
 def start_engine(tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
-    """Engines in the test's own process, behind real sockets: most tests need no more, and start at once."""
+    """Engines in the test's own process, behind real sockets: they start faster than processes."""
     engines: list[EngineProcess] = []
 
     def start(repository: Path, **options: Any) -> EngineProcess:

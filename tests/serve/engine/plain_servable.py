@@ -27,26 +27,26 @@ KEYS = 1000
 class PlainServable:
     """`delay` seconds are slept by each run, as a tower would take them."""
 
-    def __init__(self, says: dict[str, Any], options: Mapping[str, Any]) -> None:
-        names = [f"f{i}" for i in range(says["features"])]
+    def __init__(self, config: dict[str, Any], options: Mapping[str, Any]) -> None:
+        names = [f"f{i}" for i in range(config["features"])]
         memory = None
         if options.get("ssd"):
             memory = hr.Memory(dram=options["dram"], ssd=options["ssd"])
         self.embeddings = hr.EmbeddingCollection(
-            [hr.Table(name, dim=4) for name in names], seed=says["seed"], memory=memory
+            [hr.Table(name, dim=4) for name in names], seed=config["seed"], memory=memory
         ).eval()
-        torch.manual_seed(says["seed"])
+        torch.manual_seed(config["seed"])
         self.tower = hr.models.DLRM(
-            self.embeddings.features, dense_features=says["dense"], bottom=(8,), top=(8,)
+            self.embeddings.features, dense_features=config["dense"], bottom=(8,), top=(8,)
         ).eval()
-        self.signature = Signature(tuple(names), frozenset(), says["dense"])
-        self.delay = float(says.get("delay", 0.0))
-        self.delay_rows = float(says.get("delay_rows", 0.0))
+        self.signature = Signature(tuple(names), frozenset(), config["dense"])
+        self.delay = float(config.get("delay", 0.0))
+        self.delay_rows = float(config.get("delay_rows", 0.0))
         self.can_be_cold = bool(options.get("ssd"))
-        self.slow = float(says.get("slow", 0.0))  # seconds that SSD takes longer
+        self.slow = float(config.get("slow", 0.0))  # seconds that SSD takes longer
         if self.can_be_cold:
             for rows in self.embeddings.tables:
-                rows.assign(torch.arange(says["rows"]), torch.ones(says["rows"], 4))
+                rows.assign(torch.arange(config["rows"]), torch.ones(config["rows"], 4))
 
     def run(self, batch: KeyedBatch, policy: str) -> tuple[torch.Tensor, Any]:
         if self.delay or self.delay_rows:
@@ -66,14 +66,14 @@ class PlainServable:
 
 def load(folder: Path, options: Mapping[str, Any]) -> PlainServable:
     try:
-        says = json.loads((folder / "model.json").read_text())
+        config = json.loads((folder / "model.json").read_text())
     except ValueError as error:
         raise CheckpointError(f"{folder}/model.json is corrupt: {error}") from error
-    return PlainServable(says, options)
+    return PlainServable(config, options)
 
 
-def write_version(repository: Path, name: str, version: int, **says: Any) -> Path:
+def write_version(repository: Path, name: str, version: int, **config: Any) -> Path:
     folder = repository / name / str(version)
     folder.mkdir(parents=True)
-    (folder / "model.json").write_text(json.dumps({"seed": version, "features": 3, "dense": 4, **says}))
+    (folder / "model.json").write_text(json.dumps({"seed": version, "features": 3, "dense": 4, **config}))
     return folder

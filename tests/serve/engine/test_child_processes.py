@@ -1,4 +1,4 @@
-"""The supervisor's children: options without arguments, another life after a death, and an end to hopeless tries."""
+"""The supervisor's children: options on stdin, restarts with backoff, and giving up a child that never starts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from plain_servable import write_version
 
 from hotrow.errors import HotRowError
 from hotrow.serve.processes import child as processes_child
-from hotrow.serve.processes import supervisor
-from hotrow.serve.processes.child import Child, end
+from hotrow.serve.processes import child_runtime, supervisor
+from hotrow.serve.processes.child import Child, stop_all
 from hotrow.serve.processes.serve_options import ServeOptions
 
 TOKEN = "tea-for-two-and-two-for-tea"
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    monkeypatch.setenv("PROCESSES_FILE", processes_child.__file__)
+    monkeypatch.setenv("CHILD_RUNTIME_FILE", child_runtime.__file__)
     monkeypatch.setattr(processes_child, "FIRST_PAUSE", 0.02)
 
 
@@ -34,68 +34,72 @@ def start() -> Iterator[Callable[..., tuple[Child, list[dict[str, Any]]]]]:
     children = []
 
     def start(**options: Any) -> tuple[Child, list[dict[str, Any]]]:
-        heard: list[dict[str, Any]] = []
-        children.append(Child("engine 7", "small_child", options, lambda child, said: heard.append(said)))
-        children[-1]._pause = processes_child.FIRST_PAUSE
+        events: list[dict[str, Any]] = []
+        children.append(Child("engine 7", "small_child", options, lambda child, event: events.append(event)))
         children[-1].start()
-        return children[-1], heard
+        return children[-1], events
 
     yield start
-    end(children, 5.0)
+    stop_all(children, 5.0)
 
 
-def tend_until(child: Child, condition: Callable[[], bool]) -> list[str]:
-    """What the supervisor would have told people meanwhile."""
-    told, until = [], time.monotonic() + 60
+def supervise_until(child: Child, condition: Callable[[], bool]) -> list[str]:
+    """Restart the child like the supervisor until the condition holds; returns the messages for the user."""
+    messages, until = [], time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < until, f"restarts {child.restarts}, {told}"
-        told += [news] if (news := child.restart_if_due()) is not None else []
+        assert time.monotonic() < until, f"restarts {child.restarts}, {messages}"
+        messages += [message] if (message := child.restart_if_due()) is not None else []
         time.sleep(0.005)
-    return told
+    return messages
 
 
-def test_options_reach_every_life_and_are_no_arguments(start: Callable[..., Any], monkeypatch: Any) -> None:
+def test_options_reach_the_child_at_every_start_and_are_no_arguments(
+    start: Callable[..., Any], monkeypatch: Any
+) -> None:
     monkeypatch.setenv("HOTROW_TOKEN", TOKEN)
-    child, heard = start(ready=True, token=TOKEN, padding="x" * 100_000)  # more than a pipe holds
-    for life in range(2):
-        tend_until(child, lambda: child.ready)
+    child, events = start(ready=True, token=TOKEN, padding="x" * 100_000)  # more than a pipe holds
+    for start_number in range(2):
+        supervise_until(child, lambda: child.ready)
         command = psutil.Process(child.process.pid).cmdline()
         assert command[1:] == ["-m", "small_child", "engine 7"]
-        assert heard[-1]["options"]["token"] == TOKEN and "HOTROW_TOKEN" not in heard[-1]["environment"]
-        child.send({"others": life})
-        tend_until(child, lambda life=life: heard[-1].get("line") == {"others": life})
+        assert events[-1]["options"]["token"] == TOKEN and "HOTROW_TOKEN" not in events[-1]["environment"]
+        child.send({"others": start_number})
+        supervise_until(child, lambda number=start_number: events[-1].get("line") == {"others": number})
         child.process.kill()
-        tend_until(child, lambda life=life: child.restarts == life + 1)
+        supervise_until(child, lambda number=start_number: child.restarts == number + 1)
 
 
-def test_child_that_never_was_ready_is_given_up_with_its_last_words(
+def test_child_that_never_was_ready_is_given_up_with_its_last_stderr(
     start: Callable[..., Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    child, _ = start(code=7, words="first\n" * 10 + "no such device")
-    told = tend_until(child, lambda: child.failed is not None)
-    assert len(told) == processes_child.TRIES - 1 and all("engine 7 ended with 7" in news for news in told)
+    child, _ = start(code=7, stderr="first\n" * 10 + "no such device")
+    messages = supervise_until(child, lambda: child.failed is not None)
+    assert len(messages) == processes_child.MAX_STARTS - 1 and all(
+        "engine 7 ended with 7" in message for message in messages
+    )
     assert child.failed is not None
     assert (
-        f"engine 7 ended with exit code 7 before it was ready, {processes_child.TRIES} times in a row" in child.failed
+        f"engine 7 ended with exit code 7 before it was ready, {processes_child.MAX_STARTS} times in a row"
+        in child.failed
     )
     assert (
         child.failed.endswith("first\nno such device") and child.failed.count("first") == processes_child.LAST_LINES - 1
     )
-    assert capfd.readouterr().err.count("no such device") == processes_child.TRIES  # it is in the log as it comes
+    assert capfd.readouterr().err.count("no such device") == processes_child.MAX_STARTS  # forwarded as it comes
 
 
-def test_child_that_was_ready_is_started_again_for_ever_with_longer_pauses(start: Callable[..., Any]) -> None:
-    child, heard = start(ready=True, code=3)
-    told = tend_until(child, lambda: child.restarts == processes_child.TRIES + 2)
+def test_child_that_was_ready_is_restarted_without_end_with_backoff(start: Callable[..., Any]) -> None:
+    child, events = start(ready=True, code=3)
+    messages = supervise_until(child, lambda: child.restarts == processes_child.MAX_STARTS + 2)
     assert child.failed is None
-    pauses = [float(news.split()[-2]) for news in told]
+    pauses = [float(message.split()[-2]) for message in messages]
     assert pauses[:4] == [0.02, 0.04, 0.08, 0.16]
-    assert len([said for said in heard if said["event"] == "ready"]) >= processes_child.TRIES + 2
+    assert len([event for event in events if event["event"] == "ready"]) >= processes_child.MAX_STARTS + 2
 
 
 @pytest.fixture
 def signals() -> Iterator[None]:
-    """A Supervisor takes these for itself."""
+    """Restores the handlers that a Supervisor replaces."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in before.items():
@@ -106,8 +110,10 @@ def test_server_whose_engine_dies_at_once_ends_with_one_error(
     tmp_path: Path, signals: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_version(tmp_path / "repository", "ctr", 1)
-    died = {"code": 3, "words": "Illegal instruction"}
-    monkeypatch.setattr(supervisor, "Child", lambda name, module, told, heard: Child(name, "small_child", died, heard))
+    died = {"code": 3, "stderr": "Illegal instruction"}
+    monkeypatch.setattr(
+        supervisor, "Child", lambda name, module, options, on_event: Child(name, "small_child", died, on_event)
+    )
     options = ServeOptions(str(tmp_path / "repository"), ("ctr",), http=0, grpc=None, metrics=None)
     served = supervisor.Supervisor(options)
     with pytest.raises(HotRowError, match=r"(?s)engine 0 ended with exit code 3 .*Illegal instruction"):
@@ -116,7 +122,7 @@ def test_server_whose_engine_dies_at_once_ends_with_one_error(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "text"),
     [
         (["--token", "short"], "the token is short"),
         (["--token-file", "{open}"], "readable by every user"),
@@ -129,7 +135,7 @@ def test_server_whose_engine_dies_at_once_ends_with_one_error(
     ],
 )
 def test_wrong_option_is_an_error_before_any_process(
-    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "500")
     monkeypatch.setattr("subprocess.Popen", None)  # none can be started
@@ -139,21 +145,21 @@ def test_wrong_option_is_an_error_before_any_process(
         (tmp_path / name).chmod(mode)
     given = [word.format(open=tmp_path / "open", good=tmp_path / "good") for word in arguments]
     ended = hotrow("serve", str(tmp_path / "repository"), "--model", "ctr", *given)
-    assert ended.returncode == 2 and words in ended.stderr
+    assert ended.returncode == 2 and text in ended.stderr
     assert "hunter2" not in ended.stderr and TOKEN not in ended.stderr
 
 
 def test_wrong_limits_of_the_front_end_are_found_at_once(tmp_path: Path) -> None:
     write_version(tmp_path / "repository", "ctr", 1)
-    for limits, words in (({"rows": 0}, "rows=0; give a number above 0"), ({"row": 1}, "did you mean 'rows'")):
-        with pytest.raises(HotRowError, match=words):
+    for limits, text in (({"rows": 0}, "rows=0; give a number above 0"), ({"row": 1}, "did you mean 'rows'")):
+        with pytest.raises(HotRowError, match=text):
             ServeOptions(str(tmp_path / "repository"), limits=limits)
     with pytest.raises(HotRowError, match="http_port=99999"):
         ServeOptions(str(tmp_path / "repository"), http=99999)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "text"),
     [
         (["serve", "nowhere", "--token", TOKEN], "use --token-file or HOTROW_TOKEN"),
         (
@@ -169,15 +175,15 @@ def test_wrong_limits_of_the_front_end_are_found_at_once(tmp_path: Path) -> None
     ],
 )
 def test_secret_in_the_command_line_is_warned_of(
-    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "500")
-    said = hotrow(*arguments)
-    assert words in said.stderr and said.returncode == 2  # none of them can do more than that
-    assert "hunter2" not in said.stderr + said.stdout and TOKEN not in said.stderr
+    done = hotrow(*arguments)
+    assert text in done.stderr and done.returncode == 2  # none of them can do more than that
+    assert "hunter2" not in done.stderr + done.stdout and TOKEN not in done.stderr
 
 
 def test_no_warning_of_what_is_not_in_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTROW_TOKEN", TOKEN)
-    said = hotrow("serve", str(tmp_path / "nowhere"), "--bus", f"redis://me@host/0?password_file={tmp_path}")
-    assert "there is no repository" in said.stderr and "command line" not in said.stderr
+    done = hotrow("serve", str(tmp_path / "nowhere"), "--bus", f"redis://me@host/0?password_file={tmp_path}")
+    assert "there is no repository" in done.stderr and "command line" not in done.stderr

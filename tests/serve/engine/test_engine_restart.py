@@ -1,4 +1,4 @@
-"""An engine that dies and comes back: what it serves is unavailable meanwhile and never unknown."""
+"""An engine that dies and restarts: meanwhile its models are unavailable (503), never unknown (404)."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ CALLS = (
 
 
 class Clients:
-    """Ask over and over, on threads, and count what they are told."""
+    """Threads that send requests without end and count the statuses."""
 
     def __init__(self, running: Running) -> None:
         self.running, self.answers, self.wrong = running, Counter[tuple[str, Any]](), list[str]()
         self._stop = threading.Event()
         works = [lambda call=call: self._http(*call) for call in CALLS] + [self._grpc]
-        self._threads = [threading.Thread(target=self._ask, args=(work,)) for work in works]
+        self._threads = [threading.Thread(target=self._repeat, args=(work,)) for work in works]
 
-    def _ask(self, work: Callable[[], Any]) -> None:
+    def _repeat(self, work: Callable[[], Any]) -> None:
         try:
             while not self._stop.is_set():
                 work()
@@ -58,15 +58,15 @@ class Clients:
             self.wrong.append(repr(error))
 
     def _http(self, method: str, path: str, body: str | None) -> None:
-        line = http.client.HTTPConnection(self.running.address("http"), timeout=30)
-        line.request(method, path, body)
-        answer = line.getresponse()
-        words = answer.read().decode()
-        line.close()
+        connection = http.client.HTTPConnection(self.running.address("http"), timeout=30)
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
         self.answers[path, answer.status] += 1
-        patient = answer.getheader("Retry-After") is not None or path.endswith("/ready")
-        if answer.status not in (200, 503) or (answer.status == 503 and not patient):
-            self.wrong.append(f"{path}: {answer.status} {words}")
+        may_retry = answer.getheader("Retry-After") is not None or path.endswith("/ready")
+        if answer.status not in (200, 503) or (answer.status == 503 and not may_retry):
+            self.wrong.append(f"{path}: {answer.status} {text}")
 
     def _grpc(self) -> None:
         if not hasattr(self, "_client"):
@@ -112,7 +112,7 @@ def front_end(*sockets: str) -> Iterator[Running]:
 def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not come"
+        assert time.monotonic() < end, "the condition did not become true in time"
         time.sleep(0.01)
 
 
@@ -126,7 +126,7 @@ def test_killed_engine_is_503_under_load_and_nothing_is_404(tmp_path: Path, star
             paths = {path for _, path, _ in CALLS}
             for _ in range(2):
                 clients.answers.clear()
-                until(lambda: {path for path, told in clients.answers if told in (200, "OK")} >= paths | {"grpc"})
+                until(lambda: {path for path, status in clients.answers if status in (200, "OK")} >= paths | {"grpc"})
                 engine.kill()
                 until(lambda: not running.call(running.backend.ready()))
                 clients.answers.clear()
@@ -136,28 +136,28 @@ def test_killed_engine_is_503_under_load_and_nothing_is_404(tmp_path: Path, star
                 until(lambda: clients.answers["/v2/models/ctr", 200] >= 3)  # what it takes is known all the time
                 engine = start_process(tmp_path / "repository", socket=socket)
         assert not clients.wrong, clients.wrong[:3]
-        line = http.client.HTTPConnection(running.address("http"), timeout=30)
-        line.request("GET", "/v2/models/other")
-        assert line.getresponse().status == 404  # the repository has no such model
+        connection = http.client.HTTPConnection(running.address("http"), timeout=30)
+        connection.request("GET", "/v2/models/other")
+        assert connection.getresponse().status == 404  # the repository has no such model
 
 
 def test_front_end_that_begins_without_an_engine_knows_no_model_yet(tmp_path: Path, start_engine: Start) -> None:
     with front_end(str(tmp_path / "inside-0.sock")) as running:
         for path, status in (("/v2/models/ctr", 503), ("/v2/health/ready", 503), ("/v2/health/live", 200)):
-            line = http.client.HTTPConnection(running.address("http"), timeout=30)
-            line.request("GET", path)
-            assert line.getresponse().status == status
+            connection = http.client.HTTPConnection(running.address("http"), timeout=30)
+            connection.request("GET", path)
+            assert connection.getresponse().status == status
         write_version(tmp_path / "repository", "ctr", 1)
         start_engine(tmp_path / "repository")
         until(lambda: running.call(running.backend.ready()))
         for path, status in (("/v2/models/ctr", 200), ("/v2/models/other", 404)):
-            line = http.client.HTTPConnection(running.address("http"), timeout=30)
-            line.request("GET", path)
-            assert line.getresponse().status == status
+            connection = http.client.HTTPConnection(running.address("http"), timeout=30)
+            connection.request("GET", path)
+            assert connection.getresponse().status == status
 
 
-def test_of_two_engines_the_other_one_serves_on(tmp_path: Path, start_engine: Start) -> None:
-    """And nothing is loaded or unloaded before both are there: they would serve different models."""
+def test_when_one_of_two_engines_dies_the_other_serves(tmp_path: Path, start_engine: Start) -> None:
+    """Meanwhile nothing is loaded or unloaded, because the engines would serve different models."""
     write_version(tmp_path / "repository", "ctr", 1)
     write_version(tmp_path / "repository", "feed", 1)
     one, two = start_engine(tmp_path / "repository"), start_engine(tmp_path / "repository")
@@ -184,7 +184,7 @@ def test_of_two_engines_the_other_one_serves_on(tmp_path: Path, start_engine: St
 def test_model_that_one_of_two_engines_has_unloaded_already_can_be_unloaded(
     tmp_path: Path, start_engine: Start
 ) -> None:
-    """One died while it was told, and has it again."""
+    """One engine restarted during the unload, and has loaded the model again."""
     write_version(tmp_path / "repository", "ctr", 1)
     one, two = start_engine(tmp_path / "repository"), start_engine(tmp_path / "repository")
 
@@ -202,7 +202,7 @@ def test_model_that_one_of_two_engines_has_unloaded_already_can_be_unloaded(
     with_backend([socket_of(one), socket_of(two)], work)
 
 
-def test_next_life_of_an_engine_serves_what_the_last_one_did(tmp_path: Path, start_process: StartProcess) -> None:
+def test_restarted_engine_serves_the_same_versions(tmp_path: Path, start_process: StartProcess) -> None:
     """The version that was in service with the one before it, and nothing that was unloaded."""
     repository = tmp_path / "repository"
     for name, version in (("ctr", 1), ("feed", 1)):
@@ -248,14 +248,14 @@ def test_model_that_was_in_service_and_does_not_load_is_unavailable_until_it_doe
     assert engine.restore.in_service() == {"ctr": ["1"], "feed": ["1"]}  # and its next life tries again too
     with front_end(socket_of(engine)) as running:
         until(lambda: running.call(running.backend.ready()))
-        line = http.client.HTTPConnection(running.address("http"), timeout=30)
-        line.request("POST", "/v2/models/ctr/infer", json.dumps({"inputs": INPUTS}))
-        answer = line.getresponse()
+        connection = http.client.HTTPConnection(running.address("http"), timeout=30)
+        connection.request("POST", "/v2/models/ctr/infer", json.dumps({"inputs": INPUTS}))
+        answer = connection.getresponse()
         assert answer.status == 503 and "corrupt" in answer.read().decode() and answer.getheader("Retry-After")
         written.write_text(good)
         until(lambda: "ctr" in _ready(running))
-        line.request("POST", "/v2/models/ctr/infer", json.dumps({"inputs": INPUTS}))
-        assert line.getresponse().status == 200
+        connection.request("POST", "/v2/models/ctr/infer", json.dumps({"inputs": INPUTS}))
+        assert connection.getresponse().status == 200
 
 
 def _ready(running: Running) -> list[str]:

@@ -80,12 +80,12 @@ def test_answers_and_metrics_say_publication_and_age(tmp_path: Path, model: hr.R
     address = f"dir:{tmp_path / 'bus'}"
     bus = open_bus(address)
     publish(bus, 1, model)
-    told: list[tuple[str, dict[str, Any]]] = []
+    events: list[tuple[str, dict[str, Any]]] = []
     options = {"bus": {"ctr": address}, "compile": False, "artifacts": str(tmp_path / "artifacts")}
-    said = EngineOptions(
+    engine_options = EngineOptions(
         str(tmp_path / "e.sock"), str(tmp_path / "repository"), max_rows=64, stale_after=2.0, options=options
     )
-    engine = EngineProcess(said, tell=lambda event, **content: told.append((event, content)))
+    engine = EngineProcess(engine_options, report_event=lambda event, **content: events.append((event, content)))
     engine.start()
     try:
         publish(bus, 2, model)
@@ -97,12 +97,12 @@ def test_answers_and_metrics_say_publication_and_age(tmp_path: Path, model: hr.R
         assert figures["hotrow_bus_rows_total", "ctr", "1"] == 6000
         assert 0 < figures["hotrow_freshness_seconds", "ctr", "1"] < 60
         assert ("hotrow_freshness_quantile_seconds", "ctr", "1", "0.99") in figures
-        until = time.monotonic() + 30  # nobody publishes any more: the alarm
-        while not any(event == "stale" for event, _ in told):
+        until = time.monotonic() + 30  # nothing is published any more, so the alarm is raised
+        while not any(event == "stale" for event, _ in events):
             assert time.monotonic() < until
             time.sleep(0.05)
         publish(bus, 3, model)
-        while not any(event == "fresh" for event, _ in told):
+        while not any(event == "fresh" for event, _ in events):
             assert time.monotonic() < until + 30
             time.sleep(0.05)
     finally:
@@ -116,15 +116,15 @@ def test_an_engine_killed_while_it_applies_comes_back_with_everything(
 ) -> None:
     address = f"dir:{tmp_path / 'bus'}"
     bus = open_bus(address)
-    says: dict[str, Any] = {
+    options: dict[str, Any] = {
         "loader": "hotrow.serve.execution.servable:open_version",
         "max_rows": 64,
         "options": {"bus": {"ctr": address}, "compile": False, "artifacts": str(tmp_path / "artifacts")},
     }
-    engine = start_process(tmp_path / "repository", **says)
+    engine = start_process(tmp_path / "repository", **options)
     for number in range(1, 41):
         publish(bus, number, model)
-    engine.kill()  # somewhere among them
-    answer, _ = ask(start_process(tmp_path / "repository", **says), 40)
+    engine.kill()  # while it applies one of them
+    answer, _ = ask(start_process(tmp_path / "repository", **options), 40)
     assert answer.publication == 40
     np.testing.assert_allclose(answer.logits, expected(model), rtol=0, atol=1e-6)

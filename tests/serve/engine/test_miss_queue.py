@@ -1,4 +1,4 @@
-"""Rows on SSD alone: who waits for them, for how long, and who does not."""
+"""Rows that are only on SSD: requests with such rows wait for them, other requests do not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cold_keys(engine: EngineProcess, count: int) -> np.ndarray:
     store = version.servable.embeddings.tables[0].store
     keys = torch.arange(ROWS)
     cold = keys[store.cold(keys)]
-    assert len(cold) >= count, "the budget holds everything; the test tests nothing"
+    assert len(cold) >= count, "all rows fit into the budget, so nothing is tested"
     return cold[:count].numpy()
 
 
@@ -94,7 +94,7 @@ def test_policy_wait_waits_past_the_deadline_and_answers_with_the_rows(
     assert answer.late_rows == 0 and seconds >= 1.0
 
 
-def test_nobody_waits_behind_anothers_miss(tmp_path: Path, start_engine: Callable[..., EngineProcess]) -> None:
+def test_warm_requests_do_not_wait_behind_a_miss(tmp_path: Path, start_engine: Callable[..., EngineProcess]) -> None:
     engine = start_tiny(start_engine, tmp_path, slow=2.0)
     keys = cold_keys(engine, 7)
 
@@ -104,9 +104,9 @@ def test_nobody_waits_behind_anothers_miss(tmp_path: Path, start_engine: Callabl
         await asyncio.sleep(0.05)
         for _ in range(10):
             assert (await backend.infer(warm_request(engine))).late_rows == 0
-        quick = time.monotonic() - begin
+        warm_seconds = time.monotonic() - begin
         await slow
-        return quick, time.monotonic() - begin
+        return warm_seconds, time.monotonic() - begin
 
-    quick, slow = with_backend([socket_of(engine)], work)
-    assert quick < 1.5 and slow >= 2.0
+    warm_seconds, slow = with_backend([socket_of(engine)], work)
+    assert warm_seconds < 1.5 and slow >= 2.0

@@ -1,5 +1,5 @@
-"""MPS is started if absent, told to nobody else, and ended by who started it. A stand-in for NVIDIA's program records
-how it is called: no GPU is needed for that."""
+"""MPS is started if it is not running, in a private folder, and ended only by the object that started it. A stand-in
+for NVIDIA's program records its calls, so the test needs no GPU."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(f'#!/bin/sh\necho "$1 $CUDA_MPS_PIPE_DIRECTORY $([ -z "$1" ] && cat)" >> {calls}\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
-    monkeypatch.setattr(mps, "USUAL", str(tmp_path / "usual"))
+    monkeypatch.setattr(mps, "DEFAULT_PIPE_FOLDER", str(tmp_path / "usual"))
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     return calls
 
 
-def test_the_service_is_started_in_a_private_folder_and_ended(control: Path, tmp_path: Path) -> None:
+def test_mps_is_started_in_a_private_folder_and_ended(control: Path, tmp_path: Path) -> None:
     service = mps.Mps(tmp_path / "own")
     assert "was started" in service.start() and service.started
     pipe = service.environment["CUDA_MPS_PIPE_DIRECTORY"]
@@ -34,7 +34,7 @@ def test_the_service_is_started_in_a_private_folder_and_ended(control: Path, tmp
     assert [line.split() for line in control.read_text().splitlines()] == [["-d", pipe], [pipe, "quit"]]
 
 
-def test_one_that_runs_is_used_and_left_alone(control: Path, tmp_path: Path) -> None:
+def test_running_mps_is_used_and_not_ended(control: Path, tmp_path: Path) -> None:
     (tmp_path / "usual").mkdir()
     (tmp_path / "usual" / "control").touch()
     service = mps.Mps(tmp_path / "own")
@@ -43,8 +43,8 @@ def test_one_that_runs_is_used_and_left_alone(control: Path, tmp_path: Path) -> 
     assert not control.exists() and service.environment == {}
 
 
-def test_without_the_program_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_program_the_message_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(mps, "USUAL", str(tmp_path / "usual"))
+    monkeypatch.setattr(mps, "DEFAULT_PIPE_FOLDER", str(tmp_path / "usual"))
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     assert "take turns" in mps.Mps(tmp_path).start()

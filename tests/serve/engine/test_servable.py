@@ -87,7 +87,7 @@ def test_compiled_pieces_and_eager_ops_are_shown_over_all_engines(
     exported: tuple[hr.Recommender, EngineProcess],
 ) -> None:
     _, engine = exported
-    figures = engine.figures()
+    figures = engine.status.figures()
     (version,) = figures["versions"]
     assert version["tower"]["compiled_pieces"] == 0 and version["tower"]["eager_ops"] == {}
     version["tower"].update(compiled_pieces=4, eager_ops={"aten.mode.default": 2})

@@ -1,4 +1,4 @@
-"""The protocol without a network: bodies into requests, answers into bodies, and equal results with and without a cache."""
+"""The protocol without a network: bodies into requests and answers into bodies, with equal results from the cache."""
 
 from __future__ import annotations
 

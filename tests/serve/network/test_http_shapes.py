@@ -256,7 +256,7 @@ def test_a_client_that_goes_away_in_the_middle_leaves_nothing(sums: Running) -> 
 
 
 def test_connections_that_have_ended_are_freed_at_once(sums: Running) -> None:
-    """A front end collects garbage rarely (freeze_garbage_collector): connections that waited for it would be a leak."""
+    """A front end rarely collects garbage (freeze_garbage_collector), so a connection must be freed without it."""
     kinds = (b"GET " + LIVE + b"\r\n", b"GET x\r\n\r\n", POST + b"Content-Length: 9\r\n\r\nabc", b"GET", b"")
     before = {id(each) for each in _connections()}  # of other tests
     gc.disable()

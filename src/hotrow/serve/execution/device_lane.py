@@ -1,22 +1,22 @@
-"""A lane on a GPU: a joined batch in, logits out, by two captured graphs on a stream of its own.
+"""A lane on a GPU: a TensorBatch in, logits out, by two captured CUDA graphs on the lane's stream.
 
-    keys → [graph: find and gather] → rows that were missing → [graph: put them, tower, logits down] → logits
+    keys → [graph: find and gather] → missing rows → [graph: insert them, tower, copy logits] → logits
 
-A lane has a *room* for each bucket of its ladder: static inputs (keys, pooled vectors, dense features), both graphs and
-a pinned place for the logits. A batch takes the smallest room it fits. Between the graphs the host learns what HBM
-lacked and has it filled in (serving_reader.py). All that is one call of the core, which needs no lock of Python's
-(core/device/graph_runner.h). Rows of a room behind the batch hold what was there before: a tower is row-wise, and
-nobody reads them.
+A lane has a BucketRunner for each bucket of its ladder: static inputs (keys, pooled vectors, dense features), both
+graphs and pinned memory for the logits. A batch takes the smallest bucket that holds it. Between the graphs the host
+reads the rows that HBM lacks (tiers/hbm/serving_reader.py). All of that is one call of the core without Python's lock
+(core/device/graph_runner.h). Rows of a bucket after the batch keep old contents: a tower is row-wise, and these rows
+are never read.
 
-A batch of more than PIECE rows is cut, and its pieces go through rooms in turn: the device has been asked for the next
-piece's rows before it gets this one's tower, so the cores gather what is missing of one while the tower of the one
-before runs.
+A batch of more than MAX_PIECE_ROWS is cut, and its pieces are pipelined through RUNNERS_IN_FLIGHT runners. The lookup
+of the next piece is enqueued before the tower of this one, so the cores gather missing rows while the previous tower
+runs.
 
-    ask 0   ask 1   fill 0, tower 0   ask 2   fill 1, tower 1   logits 0   ask 3   fill 2, tower 2   logits 1   ...
+    lookup 0   lookup 1   misses + tower 0   lookup 2   misses + tower 1   logits 0   lookup 3   ...
 
-A lane runs one batch at a time, on whatever thread has it. Lanes share the rows, the weights and nothing else; graphs
-know the weights' addresses, so new weights are copied into the same storage. Lanes and their rooms are captured before
-traffic comes, one after the other: a capture does not bear what another one does to the device beside it.
+A lane runs one batch at a time, on any thread. Lanes share the rows and the weights only. Graphs hold the addresses of
+the weights, so new weights are copied into the same storage. Lanes and runners are captured before traffic, one after
+another, because a capture fails if another thread uses the device in certain ways meanwhile.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ EXACT = ("fp32", "tf32")  # towers run as they are; the others cast what a layer
 PRECISIONS = (*EXACT, "bf16", "fp16")
 LADDER = (32, 128, 512, 1024, 4096, 8192)
 MAX_PIECE_ROWS = 8192  # rows
-RUNNERS_IN_FLIGHT = 3  # rooms that pieces of a large batch take in turn
+RUNNERS_IN_FLIGHT = 3  # runners that the pieces of a large batch use in turn
 WARM_UP = 3  # runs of a tower before it is captured: libraries choose algorithms and allocate in the first ones
 
 
 class DeviceLane:
-    """One lane: one `run` at a time."""
+    """One lane. One `run` at a time."""
 
     def __init__(
         self,
@@ -70,17 +70,17 @@ class DeviceLane:
         self.piece_rows = min(MAX_PIECE_ROWS, max(ladder))
         self.ladder = tuple(sorted({min(size, self.piece_rows) for size in ladder}))
         self.runners: dict[tuple[int, int], BucketRunner] = {}
-        self._staging: dict[int, list[StagedRows]] = {}  # of rooms that take turns; the others have the first one's
+        self._staging: dict[int, list[StagedRows]] = {}  # by turn; all buckets share that of turn 0
 
     def warm(self) -> None:
-        """Make every room before traffic comes."""
+        """Make every runner, before traffic."""
         for size in self.ladder:
             self._runner(size)
         for turn in range(1, RUNNERS_IN_FLIGHT):
             self._runner(self.piece_rows, turn)
 
     def run(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, Tensor | None, int]:
-        """Logits on the host, how many ids of each example a policy answered (int32; None for none), and of all.
+        """Logits on the host, the ids of each example that a policy answered (int32; None: none), and their total.
 
         Requires: `reader.supports(batch)`.
         """
@@ -97,7 +97,7 @@ class DeviceLane:
             if n + 1 < count:
                 runners[n + 1].enqueue_lookup(_cut(batch, (n + 1) * size, (n + 2) * size))
             runners[n].fill_misses_and_enqueue_tower(policy)
-        parts += [room.copy_logits() for room in runners[max(0, count - RUNNERS_IN_FLIGHT + 1) :]]
+        parts += [runner.copy_logits() for runner in runners[max(0, count - RUNNERS_IN_FLIGHT + 1) :]]
         logits, late, ids = zip(*parts, strict=True)
         return torch.cat(logits), _join_late(late, logits), sum(ids)
 
@@ -111,7 +111,8 @@ class DeviceLane:
 
 
 class BucketRunner:
-    """A bucket's static buffers and graphs. One batch at a time: ask, answer, logits."""
+    """A bucket's static buffers and graphs. One batch at a time: enqueue_lookup, fill_misses_and_enqueue_tower,
+    copy_logits."""
 
     def __init__(self, lane: DeviceLane, size: int, staging: Sequence[StagedRows]) -> None:
         self.lane, self.size, self.count, self.policy = lane, size, 0, "wait"
@@ -141,7 +142,7 @@ class BucketRunner:
         return self._result(logits, policy)
 
     def enqueue_lookup(self, batch: KeyedBatch) -> None:
-        """Have the device look for the batch's rows."""
+        """Enqueue the lookup. Does not block."""
         keys, dense = self._inputs(batch)
         if self._core is not None:
             self._core.enqueue_lookup([values.data_ptr() for values in keys], self.count, _address(dense))
@@ -152,7 +153,7 @@ class BucketRunner:
             self.reader.enqueue_lookup(batch)
 
     def fill_misses_and_enqueue_tower(self, policy: str) -> None:
-        """Fill in what is missing, and have the device run the tower."""
+        """Wait for the lookup, read the missing rows and enqueue the tower."""
         self.policy = policy
         if self._core is not None:
             self._core.fill_misses_and_enqueue_tower(LATE[policy])
@@ -163,7 +164,7 @@ class BucketRunner:
             self._done.record()
 
     def copy_logits(self) -> tuple[Tensor, Tensor | None, int]:
-        """Wait for the tower."""
+        """Wait for the tower and return as DeviceLane.run."""
         logits = torch.empty(self.count, *self.host_logits.shape[1:])
         if self._core is not None:
             self._core.copy_logits(logits.data_ptr())
@@ -173,7 +174,7 @@ class BucketRunner:
         return self._result(logits, self.policy)
 
     def _inputs(self, batch: KeyedBatch) -> tuple[list[Tensor], Tensor | None]:
-        """What the core copies: they must outlive its call."""
+        """The inputs that the core copies. They must outlive its call."""
         self.count = batch.size
         keys = [batch.ids[name].values.contiguous() for name in self.reader.names]
         return keys, batch.dense.contiguous() if batch.dense is not None and self.lane.dense else None
@@ -187,9 +188,9 @@ class BucketRunner:
         return logits, torch.from_numpy(late.astype("int32")), int(late.sum())
 
     def _capture(self) -> Any:
-        """Both graphs, and what runs them."""
+        """Capture both graphs. Returns the core's runner of them."""
         self.reader.capture()
-        self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # owns the memory that was captured
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # owns the captured memory
         lane, reader = self.lane, self.reader
         with torch.cuda.graph(self._graph, pool=lane.pool, stream=lane.stream, capture_error_mode="thread_local"):
             reader.insert_staged()
@@ -212,7 +213,7 @@ class BucketRunner:
 
 
 class DeviceLanes:
-    """The lanes of an engine: a batch takes one that is free, and waits if none is."""
+    """The lanes of an engine. A batch takes a free lane, or blocks until one is free."""
 
     def __init__(
         self,
@@ -235,7 +236,7 @@ class DeviceLanes:
             self.free.put(lane)
 
     def supports(self, batch: KeyedBatch) -> bool:
-        """Whether lanes run such batches."""
+        """Whether the lanes can run this batch."""
         return batch.size > 0 and not (batch.dense is not None and batch.dense.is_cuda) and self.reader.supports(batch)
 
     def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Tensor | None, int]:
@@ -247,7 +248,7 @@ class DeviceLanes:
             self.free.put(lane)
 
     def set_weights(self, state: Mapping[str, Tensor]) -> None:
-        """New weights into the storage of the old ones. Requires: no batch runs."""
+        """Copy new weights into the storage of the old ones. Requires: no batch runs."""
         with torch.inference_mode():
             torch.cuda.synchronize(self.reader.device)
             for name, weight in self.tower.weights.items():
@@ -255,7 +256,7 @@ class DeviceLanes:
             torch.cuda.synchronize(self.reader.device)
 
     def close(self) -> None:
-        """End the filler."""
+        """Stop the filler."""
         self.reader.close()
 
 
@@ -269,7 +270,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _join_late(late: Sequence[Tensor | None], logits: Sequence[Tensor]) -> Tensor | None:
-    """Of pieces, what each one's rows were answered by policy."""
+    """Concatenate the late counts of pieces; None if no piece has any."""
     if all(part is None for part in late):
         return None
     rows = [part.shape[0] for part in logits]
@@ -277,7 +278,8 @@ def _join_late(late: Sequence[Tensor | None], logits: Sequence[Tensor]) -> Tenso
 
 
 def _precision(name: str) -> AbstractContextManager[Any]:
-    """Inside it, towers compute so. fp32 is exact; the others are faster and equal to about three digits."""
+    """Run towers in this precision inside the block. fp32 is exact; the others are faster and agree to about three
+    digits."""
     if name in ("bf16", "fp16"):
         return torch.autocast("cuda", torch.bfloat16 if name == "bf16" else torch.float16, cache_enabled=False)
     torch.backends.cuda.matmul.allow_tf32 = name == "tf32"

@@ -245,7 +245,7 @@ class Engine:
         """Read the batch's rows from SSD or a remote store into memory; returns how many. It blocks the calling thread
         only. With `patient`, it waits long for a store that does not answer."""
         remote = self.embeddings.remote
-        return prefetch_all(self._keys(batch)) if remote is None else remote.warm(self._keys(batch), patient)
+        return prefetch_all(self._keys(batch)) if remote is None else remote.prefetch(self._keys(batch), patient)
 
     def keyed(self, batch: KeyedBatch | Columns) -> KeyedBatch:
         """A batch as it is, or raw columns through the feature spec."""
@@ -290,7 +290,7 @@ class Engine:
             )
         update = prepare(publication, live.embeddings)
         if live.embeddings.remote is not None:
-            live.embeddings.remote.take(publication.number, publication.previous, update.changes())
+            live.embeddings.remote.write_if_local(publication.number, publication.previous, update.changes())
         set_weights = None if publication.dense is None else self._prepare_weights(live, publication.dense)
         return lambda: self._cut_over(update, set_weights)
 

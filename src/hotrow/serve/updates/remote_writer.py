@@ -101,7 +101,7 @@ def first_export(bus: str, export: str | None) -> Path:
     opened = open_bus(bus)
     newest = newest_commit(opened)
     opened.close()
-    place = None if newest is None else snapshot_of(newest.words)
+    place = None if newest is None else snapshot_of(newest.fields)
     if place is None:
         raise OptionError(
             f"the store has no rows, and the bus {public(bus)} names no snapshot: pass --export repository/ctr, the "
