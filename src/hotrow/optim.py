@@ -10,8 +10,8 @@ methods:
 
 To add an optimizer, write its class here and its rule in core/optim/ and in kernels/rows/rules.py.
 
-Rules are *lazy*: only a batch that contains a row's key touches the row. So Adam's moments and AdamW's decay of a row do
-not change on other steps, and bias correction follows the table's step, as in torch's SparseAdam.
+Rules are *lazy*: only a batch that contains a row's key touches the row. So Adam's moments and AdamW's decay of a row
+do not change on other steps, and bias correction follows the table's step, as in torch's SparseAdam.
 
 Duplicates of a key within a batch are summed first, in batch order; `clip_value` (each element) and `clip_norm` (the
 norm of a row's summed gradient) are applied after that. `lr` may be a number or a schedule.

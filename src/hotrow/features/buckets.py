@@ -2,8 +2,8 @@
 
 Both compare float64 values with fixed boundaries and never take a logarithm of a value. Two machines whose math
 libraries differ in the last bit would otherwise put the same count into two buckets, and so into two rows. LogBucket's
-boundaries are computed once with Python's decimal arithmetic, which rounds correctly by definition, so they are the same
-everywhere. (Dropped: `floor(log1p(x) ** 2)` in numpy, whose last bit depends on the math library.)
+boundaries are computed once with Python's decimal arithmetic, which rounds correctly by definition, so they are the
+same everywhere. (Dropped: `floor(log1p(x) ** 2)` in numpy, whose last bit depends on the math library.)
 
 With n boundaries the buckets are 0 to n and a missing value gets n + 1.
 """

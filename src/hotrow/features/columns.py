@@ -1,8 +1,8 @@
 """Columns: any input as Arrow arrays of a few plain types.
 
-Training reads Arrow tables; serving gets lists from JSON, numpy arrays or tensors. Both must give the same keys, so both
-are normalized here: one chunk, no dictionary encoding, no views, and a float NaN from Python or numpy counts as missing.
-After this, the origin of a column makes no difference.
+Training reads Arrow tables; serving gets lists from JSON, numpy arrays or tensors. Both must give the same keys, so
+both are normalized here: one chunk, no dictionary encoding, no views, and a float NaN from Python or numpy counts as
+missing. After this, the origin of a column makes no difference.
 
 Lists are typed by Arrow (`[1, None]` is int64, `["a"]` is string); a column of nothing but None has the type null,
 which every feature takes as "all missing".

@@ -1,8 +1,8 @@
 """Numbers: a raw column as float64, and a mask of missing values.
 
-Dense features, buckets and labels all use it, so they agree on what a number is. Integers, floats, decimals and booleans
-are numbers. Text is not, because how to read "1,5" depends on the locale. A null and a NaN both count as missing.
-Integers beyond 2**53 are rounded to the nearest float64.
+Dense features, buckets and labels all use it, so they agree on what a number is. Integers, floats, decimals and
+booleans are numbers. Text is not, because how to read "1,5" depends on the locale. A null and a NaN both count as
+missing. Integers beyond 2**53 are rounded to the nearest float64.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ Array = npt.NDArray[Any]
 
 
 class Ranking:
-    """The totals and hottest keys of a table. Without a `dim`, values and optimizer state cannot be told apart, so there
-    are no norms."""
+    """The totals and hottest keys of a table. Without a `dim`, values and optimizer state cannot be told apart, so
+    there are no norms."""
 
     def __init__(self, top: int, dim: int | None) -> None:
         self.top, self.dim = top, dim

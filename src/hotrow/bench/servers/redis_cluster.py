@@ -17,7 +17,7 @@ from typing import Any
 
 from hotrow import child_process
 from hotrow.errors import OptionError, StorageError
-from hotrow.tiers.remote.redis_connection import Access, Connection, Reply, ReplyError, command
+from hotrow.tiers.remote.redis_connection import Connection, NodeAccess, Reply, ReplyError, command
 
 HOST = "127.0.0.1"
 SLOTS = 16384
@@ -42,10 +42,10 @@ class Server:
     """One redis-server process."""
 
     def __init__(
-        self, folder: str, port: int, options: list[str], access: Access | None = None, tls: bool = False
+        self, folder: str, port: int, options: list[str], access: NodeAccess | None = None, tls: bool = False
     ) -> None:
         self.port = port
-        self.access = access or Access()
+        self.access = access or NodeAccess()
         where = ["--port", "0", "--tls-port", str(port)] if tls else ["--port", str(port)]
         fixed = ["--bind", HOST, "--dir", folder, "--save", "", "--appendonly", "no", "--logfile", f"{port}.log"]
         self.arguments = ["redis-server", *where, *fixed, *options]

@@ -130,7 +130,10 @@ class Job:
 
 
 def choose() -> None:
-    """How the default was chosen: `python -m hotrow.bench.training.pipeline` prints examples/s and the stages for each depth."""
+    """`python -m hotrow.bench.training.pipeline`: print examples/s and the stages for each lookahead depth.
+
+    The default lookahead was chosen with it.
+    """
     torch.set_num_threads(tiers.THREADS)
     _core.set_threads(tiers.THREADS)
     folder = tempfile.mkdtemp(prefix="hotrow-bench-", dir=os.environ.get("HOTROW_BENCH_DIR"))

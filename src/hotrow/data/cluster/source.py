@@ -41,9 +41,10 @@ def on_ray(
 
     address: "HOST:PORT" of the head, "auto" for the cluster that this machine has joined, "local" for a Ray that this
     process starts; default: the cluster that the process has joined, else RAY_ADDRESS, else "local". workers: how many
-    units are decoded at once; default: one for each CPU that the cluster has now. ahead: how many units may be in flight
-    at once, decoded ones included; default: 2 for each worker. memory: how many bytes they may take in Ray's object
-    store. cpus, resources: what Ray reserves for each worker. timeout: seconds without a decoded unit before an error.
+    units are decoded at once; default: one for each CPU that the cluster has now. ahead: how many units may be in
+    flight at once, decoded ones included; default: 2 for each worker. memory: how many bytes they may take in Ray's
+    object store. cpus, resources: what Ray reserves for each worker. timeout: seconds without a decoded unit before an
+    error.
 
     >>> clicks = on_ray(hr.data.synthetic(examples=100_000), "10.0.0.5:6379", workers=16)  # doctest: +SKIP
     >>> trainer.fit(clicks)  # doctest: +SKIP

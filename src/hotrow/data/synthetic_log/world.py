@@ -292,7 +292,8 @@ def _logistic(uniform: FloatArray) -> FloatArray:
 
 @lru_cache(maxsize=1)
 def _logistic_points() -> FloatArray:
-    """log(u / (1 - u)) for u = k / 1024. The two ends are infinite and are replaced by the value a quarter cell inside."""
+    """log(u / (1 - u)) for u = k / 1024. The two ends are infinite and are replaced by the value a quarter cell
+    inside."""
     with decimal.localcontext(decimal.Context(prec=30)):
         inner = [float((Decimal(k) / (_CELLS - k)).ln()) for k in range(1, _CELLS)]
         end = float((4 * Decimal(_CELLS) - 1).ln())
