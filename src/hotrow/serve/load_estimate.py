@@ -1,14 +1,14 @@
-"""Load: how long a batch takes by its rows, and how busy the lanes are. What TensorBatch decides by.
+"""Load estimates: how long a batch takes by its rows, and how busy the lanes are. TensorBatch decides by them.
 
-`ServiceTime` is a line, `fixed + per_row * rows`, through what was measured: one point per power of two of the rows (a
-mean that forgets), so that a long run of one size does not wash out what is known about the others. `fixed` is what
-joining two batches saves, and so the most that waiting can be worth; the whole line says how long a queue takes, and so
-which request cannot make its deadline.
+`ServiceTime` fits a line, `fixed + per_row * rows`, to the measured batches. It keeps one point (a moving average) for
+each power of two of rows, so that many batches of one size do not displace what is known about other sizes. `fixed` is
+the time saved by joining two batches, so waiting longer than that for another request never pays. The line also gives
+the time that a queue takes, and so which requests cannot meet their deadlines.
 
-`Utilization` is the part of the lanes that was busy lately; `Peak` the most rows in the engine lately; `Histogram`
+`Utilization` is the fraction of lanes that was busy lately, `Peak` the most rows in the engine lately, and `Histogram`
 counts durations by size.
 
-None of them locks: their owner does (a Histogram may lose a count). Times are seconds on the owner's clock.
+No class here locks: the owner does (a Histogram may lose a count). Times are seconds on the owner's clock.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-_FRESH = 0.2  # of a mean is its newest measurement
+_FRESH = 0.2  # weight of a new measurement in a moving average
 _OUTLIER = 20.0  # a measurement this many times the mean counts as that many
 
 
 class ServiceTime:
-    """Seconds that a batch takes on a lane, by its rows.
+    """Seconds that a batch takes on a lane, as a function of its rows.
 
     >>> time = ServiceTime()
     >>> for rows in (1, 10, 100): time.note(rows, 1e-3 + 1e-5 * rows)
@@ -40,7 +40,7 @@ class ServiceTime:
         return bool(self._points)
 
     def note(self, rows: int, seconds: float) -> None:
-        """A batch of so many rows took so long."""
+        """Record a batch of `rows` rows that took `seconds`."""
         power = rows.bit_length()
         if (old := self._points.get(power)) is not None:
             seconds = min(seconds, _OUTLIER * old[1])
@@ -54,16 +54,16 @@ class ServiceTime:
         self._fit()
 
     def of(self, rows: float) -> float:
-        """How long so many rows should take; 0 if nothing is known."""
+        """The expected seconds of a batch of `rows` rows; 0 if nothing was measured."""
         return self.fixed + self.per_row * rows if rows > 0 else 0.0
 
-    def queue(self, rows: float, most: int) -> float:
-        """How long a queue takes on one lane in batches of `most` rows."""
-        full, rest = divmod(rows, most)
-        return full * self.of(most) + self.of(rest)
+    def queue(self, rows: float, max_rows: int) -> float:
+        """The expected seconds of a queue of `rows` rows on one lane, in batches of `max_rows`."""
+        full, rest = divmod(rows, max_rows)
+        return full * self.of(max_rows) + self.of(rest)
 
     def _fit(self) -> None:
-        """Least squares of the relative error, so that small batches count as much as large ones; never negative."""
+        """Least squares of the relative error, so that small and large batches have equal weight; never negative."""
         w = wx = wxx = wy = wxy = 0.0
         for x, y in self._points.values():
             weight = 1.0 / max(y, 1e-9) ** 2
@@ -80,7 +80,7 @@ class ServiceTime:
 
 
 class Utilization:
-    """The part of the lanes that was busy in about the last `memory` seconds, 0 to 1."""
+    """The fraction of lanes that was busy in about the last `memory` seconds, 0 to 1."""
 
     def __init__(self, lanes: int, now: float, memory: float = 0.05) -> None:
         self.lanes, self.memory = lanes, memory
@@ -88,32 +88,32 @@ class Utilization:
         self._mean, self._at = 0.0, now
 
     def change(self, by: int, now: float) -> None:
-        """So many lanes more (or fewer) are busy from now on."""
+        """`by` more lanes (fewer, if negative) are busy from now on."""
         self._mean, self._at = self.now(now), now
         self.busy += by
 
     def now(self, now: float) -> float:
-        """The figure."""
-        share = self.busy / self.lanes
-        return share + (self._mean - share) * math.exp(-max(0.0, now - self._at) / self.memory)
+        """The utilization at this time."""
+        busy = self.busy / self.lanes
+        return busy + (self._mean - busy) * math.exp(-max(0.0, now - self._at) / self.memory)
 
 
 class Peak:
-    """The highest value lately: it falls back to the present one in about `memory` seconds."""
+    """The highest value lately. It decays to the current value in about `memory` seconds."""
 
     def __init__(self, now: float, memory: float = 0.05) -> None:
         self.memory = memory
         self._value, self._at = 0.0, now
 
     def note(self, value: float, now: float) -> float:
-        """The value is this now; returns the peak."""
-        faded = self._value * math.exp(-max(0.0, now - self._at) / self.memory)
-        self._value, self._at = max(faded, value), now
+        """Record the current value; returns the peak."""
+        decayed = self._value * math.exp(-max(0.0, now - self._at) / self.memory)
+        self._value, self._at = max(decayed, value), now
         return self._value
 
 
 class Histogram:
-    """Durations, counted in steps of a quarter of an octave from a microsecond on: percentiles to a tenth.
+    """Durations from a microsecond up, counted in steps of a factor 2^(1/4): percentiles are exact to a tenth.
 
     >>> times = Histogram()
     >>> for milliseconds in range(1, 101): times.note(milliseconds / 1000)
@@ -127,13 +127,13 @@ class Histogram:
         self.counts = [0] * self.STEPS
 
     def note(self, seconds: float, times: int = 1) -> None:
-        """So many more."""
+        """Count a duration, `times` times."""
         step = int(4 * math.log2(seconds * 1e6)) if seconds > 1e-6 else 0
         self.counts[min(step, self.STEPS - 1)] += times
 
 
 def percentile(counts: Sequence[int], part: float) -> float:
-    """Seconds under which that part of a histogram's durations lies; 0 without any."""
+    """The percentile: a fraction `part` of the durations is shorter. 0 for an empty histogram."""
     left = part * sum(counts)
     for step, count in enumerate(counts):
         if count and left <= count:

@@ -1,1 +1,14 @@
-"""."""
+"""Batching: joins concurrent requests into batches and runs them on lanes, in the engine process.
+
+In reading order:
+    tensorbatch.py   queues, admission control, and when a batch is released
+    miss_queue.py    holds back requests with cold rows while the rows are loaded
+    versions.py      the engine's models: loading a version beside another, putting it in service
+    lanes.py         the engine's half of the path of a request: batch → version → logits → answers
+
+Only serve/processes imports it. It imports serve/protocol, serve/updates/freshness.py and serve/load_estimate.py, and
+calls serve/execution only through the Servable protocol.
+
+Threads: connection readers admit and queue requests, miss workers load rows, lanes run batches, command threads load
+and unload versions. One lock guards the queues; versions are read without one.
+"""

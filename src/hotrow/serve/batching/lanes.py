@@ -1,6 +1,6 @@
 """The engine's half of the path of a request: take a batch → choose the version → join → run → split → send.
 
-The first steps run on the thread that reads a front end's connection (serve/processes/engine_process.py):
+The first steps run on the thread that reads a front end's connection (serve/processes/request_admission.py):
 
     TensorBatch.admit       refuse a request that cannot be answered before its deadline     tensorbatch.py
     MissQueue.defer_cold    hold a request back while its rows are read from SSD or remote   miss_queue.py

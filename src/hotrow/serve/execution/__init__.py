@@ -1,1 +1,17 @@
-"""."""
+"""Execution: one version of a model in this process, from a joined batch to logits.
+
+In reading order:
+    engine.py               hr.Engine: look up rows, run the tower, apply updates between two batches
+    servable.py             an engine as lanes serve it, with its bus follower
+    reader_writer_gate.py   batches share it, an update holds it exclusively
+    towers.py               runs a tower on compiled buckets, otherwise on the original graph
+    artifact_check.py       compares and times an artifact before it takes traffic
+    padded_inputs.py        each lane's input tensors of each bucket
+    cuda_graphs.py          a bucket as a captured CUDA graph
+    device_lane.py          on a GPU: lookup and tower of a batch as two captured graphs
+
+serve/processes and users (hr.Engine) import it. It imports serve/compile, updates, repository, graph and protocol.
+
+Threads: any number of lanes run batches at the same time; one thread applies updates; the compiler's thread puts new
+artifacts in service.
+"""

@@ -171,6 +171,6 @@ def _checked_name(name: str) -> str:
     """A model's name that is safe as the name of a folder."""
     if _MODEL_NAME.fullmatch(name) is None:
         raise invalid(
-            f"{shown(name)} is no model name; use letters, digits, '_', '-' and '.', not starting with '.' or '-'"
+            f"{shown(name)} is no model's name; use letters, digits, '_', '-' and '.', not starting with '.' or '-'"
         )
     return name

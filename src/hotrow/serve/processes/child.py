@@ -1,19 +1,19 @@
-"""Child: a process of the server, as its supervisor keeps it: started, listened to, started again when it dies.
+"""Child: one process of the server as the supervisor keeps it: start, watch, restart when it dies.
 
-A child reads its options from its stdin, a line of JSON (its arguments would show tokens and passwords to every user of
-the machine), and further lines as they come. Only the supervisor holds that pipe, so that its end tells the child that
-the supervisor is gone, however it went. It writes lines of JSON on its stdout, read by a thread here and kept (`ready`,
-`figures`). Its stderr goes to ours, and the last lines of it are kept to say why it died.
+The child's side is child_runtime.py. A child reads its options from stdin, a line of JSON, and then further lines. (As
+arguments, tokens and passwords would be visible to every user of the machine.) Only the supervisor holds that pipe, so
+the end of stdin tells the child that the supervisor has ended, in whatever way. The child writes events as lines of
+JSON on stdout; a thread here reads them and keeps `ready` and `figures`. Its stderr is forwarded to ours, and the last
+lines are kept for the error that says why it died.
 
-A child that dies is started again after a pause that doubles from half a second to ten, and is half a second again once
-it has lived for a minute. One that has never been ready is given up after `TRIES`: what is wrong will not mend itself.
+A child that dies is restarted after a backoff, from half a second up to ten. After a minute of running the backoff
+starts again at half a second. A child that has never been ready is given up after `MAX_STARTS` starts.
 
-The supervisor's thread calls everything here.
+The supervisor's thread calls every method.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -23,129 +23,113 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any
 
-FIRST_PAUSE, LONGEST_PAUSE, LONG_LIFE = 0.5, 10.0, 60.0  # seconds
-TRIES = 3
+from hotrow.backoff import Backoff
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds before a restart
+STABLE_SECONDS = 60.0  # of running reset the backoff
+MAX_STARTS = 3  # of a child that has never been ready
 LAST_LINES = 5  # of stderr
-NOT_FOR_CHILDREN = ("HOTROW_TOKEN",)  # who needs the token gets it with the options
-
-
-def freeze_garbage_collector() -> None:
-    """Keep the garbage collector from all that is there now (torch's modules above all): looking through it takes a
-    tenth of a second and more, in the middle of some requests."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
-
-
-def read_options() -> tuple[dict[str, Any], BinaryIO]:
-    """In a child: its options, and the file of what the supervisor says after them."""
-    lines = os.fdopen(os.dup(0), "rb")
-    first = lines.readline()
-    if not first:
-        raise SystemExit("the supervisor went away before it gave options")
-    options: dict[str, Any] = json.loads(first)
-    return options, lines
+NOT_FOR_CHILDREN = ("HOTROW_TOKEN",)  # a front end gets the token with its options
 
 
 class Child:
-    """One process, over all its lives."""
+    """One process and its restarts."""
 
     def __init__(
-        self, name: str, module: str, options: dict[str, Any], heard: Callable[[Child, dict[str, Any]], None]
+        self, name: str, module: str, options: dict[str, Any], on_event: Callable[[Child, dict[str, Any]], None]
     ) -> None:
         self.name, self.module, self.options = name, module, options
         self.restarts = 0
         self.ready = False
-        self.failed: str | None = None  # why it cannot work: it says so, or it keeps dying
+        self.failed: str | None = None  # why it cannot work: as it reported, or that it dies at every start
         self.figures: dict[str, Any] = {}
         self.process: subprocess.Popen[bytes] | None = None
-        self.environment: dict[str, str] = {}  # beside ours
-        self._heard = heard
-        self._backoff, self._started, self._again = Backoff(FIRST_PAUSE, LONGEST_PAUSE), 0.0, 0.0
+        self.environment: dict[str, str] = {}  # in addition to ours
+        self._on_event = on_event
+        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        self._started_at, self._restart_at = 0.0, 0.0
         self._was_ready = False
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._threads: list[threading.Thread] = []  # that read what this life says
+        self._readers: list[threading.Thread] = []  # of the running process's stdout and stderr
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
-        """A new life."""
-        self.ready, self.failed, self._started, self._again = False, None, time.monotonic(), 0.0
+        """Start the process."""
+        self.ready, self.failed, self._started_at, self._restart_at = False, None, time.monotonic(), 0.0
         self._last_lines.clear()
         environment = {name: value for name, value in os.environ.items() if name not in NOT_FOR_CHILDREN}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", self.module, self.name],  # the name is for whoever looks at `ps`
+            [sys.executable, "-m", self.module, self.name],  # the name is only shown by `ps`
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches it once, through us
+            start_new_session=True,  # Ctrl-C reaches it once, through the supervisor
             env={**environment, **self.environment},
         )
-        self._threads = [
-            threading.Thread(target=read, args=(self.process,), name=f"hear {self.name}", daemon=True)
-            for read in (self._listen, self._forward)
+        self._readers = [
+            threading.Thread(target=read, args=(self.process,), name=f"read {self.name}", daemon=True)
+            for read in (self._read_events, self._forward_stderr)
         ]
-        for thread in self._threads:
-            thread.start()
+        for reader in self._readers:
+            reader.start()
         self.send(self.options)
 
     def restart_if_due(self) -> str | None:
-        """Start it again if it is dead and its pause is over; returns what to tell people, if anything."""
+        """Restart the process if it has died and its backoff is over; returns a message for the user, if any."""
         if self.process is None or self.process.poll() is None:
             return None
         now = time.monotonic()
-        if not self._again:
+        if not self._restart_at:
             self.ready = False
-            if not self._was_ready and self._hopeless():
+            if not self._was_ready and self._is_given_up():
                 return None
-            lived = now - self._started
-            if lived > LONG_LIFE:
+            if now - self._started_at > STABLE_SECONDS:
                 self._backoff.reset()
             pause = self._backoff.next()
-            self._again = now + pause
+            self._restart_at = now + pause
             return f"{self.name} ended with {self.process.returncode}; it starts again in {pause:g} s"
-        if now >= self._again:
+        if now >= self._restart_at:
             self.restarts += 1
             self.start()
         return None
 
     def send(self, content: Any) -> None:
-        """A line on its stdin."""
+        """Write a line of JSON to its stdin."""
         if self.process is not None and self.process.stdin is not None:
             with suppress(OSError, ValueError):
                 self.process.stdin.write(json.dumps(content).encode() + b"\n")
                 self.process.stdin.flush()
 
-    def _hopeless(self) -> bool:
-        """Whether it died for the last time without ever having been ready; `failed` then says why."""
+    def _is_given_up(self) -> bool:
+        """Whether this was its last start without ever being ready; `failed` then says why."""
         assert self.process is not None
-        for thread in self._threads:  # perhaps it said that it is ready, and what it said last
-            thread.join(1.0)
-        if self._was_ready or self.restarts + 1 < TRIES:
+        for reader in self._readers:  # the last events and lines of stderr may not be read yet
+            reader.join(1.0)
+        if self._was_ready or self.restarts + 1 < MAX_STARTS:
             return False
         code = self.process.returncode
         how = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
         last = "\n".join(["it said last:", *self._last_lines]) if self._last_lines else "it said nothing on stderr"
-        self.failed = self.failed or f"{self.name} ended {how} before it was ready, {TRIES} times in a row; {last}"
+        self.failed = self.failed or f"{self.name} ended {how} before it was ready, {MAX_STARTS} times in a row; {last}"
         return True
 
-    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+    def _read_events(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             try:
-                said = json.loads(line)
+                content = json.loads(line)
             except ValueError:
-                continue  # a library that prints
-            if process is self.process and isinstance(said, dict):
-                self._hear(said)
+                continue  # printed by some library
+            if process is self.process and isinstance(content, dict):
+                self._handle_event(content)
 
-    def _forward(self, process: subprocess.Popen[bytes]) -> None:
-        """Its stderr to ours, line by line."""
+    def _forward_stderr(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stderr is not None
         for line in process.stderr:
             with suppress(OSError):
@@ -153,29 +137,29 @@ class Child:
             if process is self.process and line.strip():
                 self._last_lines.append(line.decode(errors="replace").rstrip())
 
-    def _hear(self, said: dict[str, Any]) -> None:
-        event = said.get("event")
+    def _handle_event(self, content: dict[str, Any]) -> None:
+        event = content.get("event")
         if event == "ready":
             self.ready = self._was_ready = True
         elif event == "failed":
-            self.failed = str(said.get("why"))
+            self.failed = str(content.get("why"))
         elif event == "figures":
-            self.figures = said
-        self._heard(self, said)
+            self.figures = content
+        self._on_event(self, content)
 
 
-def end(children: Sequence[Child], patience: float) -> bool:
-    """Tell them to stop, wait, and kill what is left; whether all ended by themselves with 0."""
+def stop_all(children: Sequence[Child], timeout: float) -> bool:
+    """Terminate the children, wait for `timeout` seconds, kill the rest; returns whether all exited with 0."""
     alive = [child.process for child in children if child.process is not None and child.alive]
     for process in alive:
         process.terminate()
-    until = time.monotonic() + patience
-    good = True
+    until = time.monotonic() + timeout
+    clean = True
     for process in alive:
         try:
-            good = process.wait(max(0.0, until - time.monotonic())) == 0 and good
+            clean = process.wait(max(0.0, until - time.monotonic())) == 0 and clean
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            good = False
-    return good
+            clean = False
+    return clean

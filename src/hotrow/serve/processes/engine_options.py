@@ -1,4 +1,4 @@
-"""EngineOptions: what an engine is told by its supervisor. Made and checked there, before a process starts."""
+"""EngineOptions: the options of an engine process. The supervisor makes and checks them before it starts one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from hotrow.errors import OptionError, choices
 from hotrow.serve.protocol.request import POLICIES
 
-LONGEST_SOCKET = 107  # bytes that a Unix socket's path may have
+MAX_SOCKET_PATH = 107  # bytes of a Unix socket's path
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Everything that an engine process needs to know.
+    """The options of one engine process.
 
     >>> EngineOptions("engine.sock", "repository", lanes=0)
     Traceback (most recent call last):
@@ -23,22 +23,22 @@ class EngineOptions:
 
     socket: str
     repository: str
-    models: tuple[str, ...] = ()  # () is all that the repository has
+    models: tuple[str, ...] = ()  # (): all models of the repository
     loader: str = "hotrow.serve.execution.servable:open_version"  # module:function(folder, options) -> Servable
     options: dict[str, Any] = field(default_factory=dict)  # the loader's: dram, ssd, hbm
     lanes: int = 1
     threads: int = 1  # of each lane
-    policy: str | None = None  # instead of the versions' own
+    policy: str | None = None  # overrides that of the versions
     max_rows: int = 1024
     max_wait: float = 0.002
-    deadline: float | None = None  # likewise
+    deadline: float | None = None  # seconds; overrides that of the versions
     queue_rows: int = 262_144
     queue_bytes: int = 512 << 20
     miss_workers: int = 4
-    stale_after: float | None = None  # seconds: an alarm when what a version answers from is older
-    poll: float = 0.0  # seconds between looks at the repository; 0: never
+    stale_after: float | None = None  # seconds: an alarm when a version's data is older
+    poll: float = 0.0  # seconds between polls of the repository; 0: never
     drain: float = 10.0  # seconds
-    restore: dict[str, list[str]] | None = None  # instead of models: what this engine's last life had, restore.py
+    restore: dict[str, list[str]] | None = None  # instead of models: what was in service before a restart (restore.py)
 
     def __post_init__(self) -> None:
         for name in ("lanes", "threads", "max_rows", "queue_rows", "queue_bytes", "miss_workers"):
@@ -52,7 +52,7 @@ class EngineOptions:
                 raise OptionError(f"{name}={getattr(self, name):g}: give seconds, 0 or more")
         if self.policy is not None and self.policy not in POLICIES:
             raise OptionError(f"policy={self.policy}: {choices(self.policy, POLICIES)}")
-        if len(os.fsencode(self.socket)) > LONGEST_SOCKET:
+        if len(os.fsencode(self.socket)) > MAX_SOCKET_PATH:
             raise OptionError(
-                f"the socket {self.socket} has a path of over {LONGEST_SOCKET} bytes; set TMPDIR to a shorter folder"
+                f"the socket {self.socket} has a path of over {MAX_SOCKET_PATH} bytes; set TMPDIR to a shorter folder"
             )

@@ -262,4 +262,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # daemon threads inside torch may hang an ordinary exit
+    os._exit(code)  # everything has ended; torch's daemon threads need no finalizing

@@ -1,13 +1,13 @@
-"""Connection: a front end's socket as an engine sees it: frames in without copies, answers out without waiting.
+"""FrontendConnection: an engine's side of a front end's socket: frames are read without copies, sends never block.
 
-A thread of its own receives into large chunks and gives whole frames on as (chunk, offset, length): a request's bytes
-stay where the kernel put them until they are joined. A chunk is written front to back and never again, so it may be
-read at any time; it is freed with its last request. Only a frame that is cut by a chunk's end is moved, to the next
-chunk.
+A reader thread receives into large chunks and passes complete frames on as (chunk, offset, length). A request's bytes
+stay in their chunk until they are joined into a batch. Each byte of a chunk is written once, so frames may be read
+from it at any time. A chunk is freed with its last request. Only a frame that is cut by the end of a chunk is copied,
+to the next chunk.
 
-`send` is called by lanes. It gives the kernel what it takes at once (nearly always all of it), and leaves the rest to a
-writer thread, so that a front end that does not read cannot hold up a lane. One that lets more than `MOST_UNSENT` bytes
-lie is cut off.
+Lanes call `send`. It passes to the kernel what fits at once, which is nearly always everything, and leaves the rest to
+a writer thread, so a front end that does not read cannot block a lane. A front end with more than `MAX_UNSENT_BYTES`
+unread is disconnected.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 SMALLEST_READ = 64 << 10
-MOST_UNSENT = 256 << 20
+MAX_UNSENT_BYTES = 256 << 20
 
 
 class FrontendConnection:
-    """One front end."""
+    """One front end's connection."""
 
     def __init__(
         self,
         connected: socket.socket,
         receive: Callable[[FrontendConnection, bytearray, list[tuple[Any, ...]]], None],
-        gone: Callable[[FrontendConnection], None],
+        on_close: Callable[[FrontendConnection], None],
     ) -> None:
-        self._socket, self._receive, self._gone = connected, receive, gone
+        self._socket, self._receive, self._on_close = connected, receive, on_close
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             connected.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
         self._unsent = bytearray()
@@ -46,12 +46,12 @@ class FrontendConnection:
         self._closed = False
 
     def start(self) -> None:
-        """Begin to read and write."""
+        """Start the reader and the writer thread."""
         threading.Thread(target=self._read, name="hotrow-reader", daemon=True).start()
         threading.Thread(target=self._write, name="hotrow-writer", daemon=True).start()
 
     def send(self, data: bytes) -> None:
-        """To the front end, in the order of the calls. Does not block, does not raise."""
+        """Send to the front end, in the order of the calls. Never blocks, never raises."""
         with self._sending:
             if self._closed:
                 return
@@ -66,13 +66,13 @@ class FrontendConnection:
                     return
                 data = data[sent:]
             self._unsent += data
-            if len(self._unsent) > MOST_UNSENT:
-                log.warning("a front end does not read its answers; it is cut off")
+            if len(self._unsent) > MAX_UNSENT_BYTES:
+                log.warning("a front end does not read its answers; its connection is closed")
                 return self._end()
             self._sending.notify()
 
     def close(self, flush: float = 0.0) -> None:
-        """End it, after what is unsent has left or `flush` seconds have passed."""
+        """Close after everything is sent, or after `flush` seconds."""
         until = time.monotonic() + flush
         while self._unsent and not self._closed and time.monotonic() < until:
             time.sleep(0.002)
@@ -91,13 +91,13 @@ class FrontendConnection:
         except OSError:
             pass
         except (frames.FrameError, ValueError, KeyError) as error:
-            log.warning("a front end sent what is no frame; it is cut off: %s", error)
+            log.warning("a front end sent a malformed frame; its connection is closed: %s", error)
         except Exception:
-            log.exception("reading from a front end failed; it is cut off")
+            log.exception("reading from a front end failed; its connection is closed")
         finally:
             with self._sending:
                 self._end()
-            self._gone(self)
+            self._on_close(self)
 
     def _read_frames(self) -> None:
         chunk = bytearray(CHUNK_BYTES)
@@ -122,7 +122,7 @@ class FrontendConnection:
                 if self._closed:
                     return
                 part = bytes(self._unsent[: 1 << 20])
-            # Nobody else sends while something is unsent, so what is sent here is the front of it.
+            # While something is unsent, `send` only appends. So the bytes sent here are the first of _unsent.
             try:
                 sent = self._socket.send(part)
             except OSError:

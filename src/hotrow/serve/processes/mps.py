@@ -1,8 +1,9 @@
-"""NVIDIA's Multi-Process Service: several engine processes share one GPU at the same moment instead of taking turns.
+"""NVIDIA's Multi-Process Service (MPS): kernels of several engine processes run on one GPU at the same time.
 
-`hotrow serve --processes N` on a GPU starts it if nobody has, in a private folder that only its own children are told
-of (CUDA_MPS_PIPE_DIRECTORY), and ends it with them. One that runs already is used and left alone: its pipe is where
-CUDA_MPS_PIPE_DIRECTORY says, or in /tmp/nvidia-mps. Without the program processes take turns, and it is said.
+`hotrow serve --processes N` on a GPU starts MPS unless it is running, in a private folder whose path only its own
+children get (CUDA_MPS_PIPE_DIRECTORY), and ends it with them. A running MPS is used and never ended: its pipe is in
+CUDA_MPS_PIPE_DIRECTORY or /tmp/nvidia-mps. Without MPS the processes share the GPU by time slices, and a message says
+so.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 CONTROL = "nvidia-cuda-mps-control"
-USUAL = "/tmp/nvidia-mps"
-PATIENCE = 10.0  # seconds
+DEFAULT_PIPE_FOLDER = "/tmp/nvidia-mps"
+TIMEOUT_SECONDS = 10.0
 
 
 class Mps:
-    """The service, if it was started here."""
+    """Starts and stops MPS. `started` is whether this object started it."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.environment: dict[str, str] = {}  # for the processes that are to share the GPU
+        self.environment: dict[str, str] = {}  # of the processes that share the GPU
         self.started = False
 
     def start(self) -> str:
-        """Start it unless one runs; returns what is so now, for people."""
+        """Start MPS unless it is running; returns a message for the user."""
         if running():
             return "MPS runs already and is used"
         if shutil.which(CONTROL) is None:
@@ -48,21 +49,21 @@ class Mps:
         return "MPS was started: engine processes share the GPU"
 
     def stop(self) -> None:
-        """End what `start` started."""
+        """End MPS if `start` started it."""
         if self.started:
             self.started = False
             try:
                 self._control([], "quit\n")
             except subprocess.TimeoutExpired:
-                log.warning("MPS has not ended after %.0f s", PATIENCE)
+                log.warning("MPS has not ended after %.0f s", TIMEOUT_SECONDS)
 
-    def _control(self, options: list[str], words: str | None) -> subprocess.CompletedProcess[str]:
+    def _control(self, options: list[str], commands: str | None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [CONTROL, *options], input=words, env={**os.environ, **self.environment}, timeout=PATIENCE,
+            [CONTROL, *options], input=commands, env={**os.environ, **self.environment}, timeout=TIMEOUT_SECONDS,
             capture_output=True, text=True, check=False,
         )  # fmt: skip
 
 
 def running() -> bool:
-    """Whether somebody's service is there."""
-    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", USUAL)) / "control").exists()
+    """Whether an MPS is running."""
+    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_FOLDER)) / "control").exists()

@@ -1,11 +1,10 @@
-"""Restore: an engine that is started again serves what it served when it died.
+"""Restore: after a restart an engine serves the same models and versions as before.
 
-While it lives, an engine tells its supervisor which versions of which models are loaded (`in_service`); the supervisor
-gives that to its next life, which loads the same: not what was unloaded, and the version that was in service, with the
-one that was kept for going back. A model that was in service and does not load now, because the store of its rows is
-away perhaps, is tried again as long as it takes.
+An engine reports to its supervisor which versions of which models are loaded (`in_service`). The supervisor passes this
+to the restarted engine, which loads the same: the current version, the version kept for rollback, and nothing that was
+unloaded. A model that was in service and fails to load, perhaps because its row store is away, is retried without end.
 
-Threads: `begin` first; then `retry` by one thread, the others from any.
+Threads: `begin` first. Then one thread calls `retry`, and any thread the other methods.
 """
 
 from __future__ import annotations
@@ -17,44 +16,44 @@ from hotrow.backoff import Backoff
 from hotrow.serve.batching.versions import Models
 from hotrow.serve.protocol.request import RefusedError
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between tries
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between retries
 
 InService = dict[str, list[str]]  # each model's versions, the current one last
 
 
 class Restore:
-    """Brings models into service at an engine's start, and again if they were lost."""
+    """Loads models at an engine's start, and retries those that were in service before."""
 
-    def __init__(self, models: Models, tell: Callable[..., None]) -> None:
-        self._models, self._tell = models, tell
-        self._lost: InService = {}  # were in service, and do not load
-        self._backoff, self._again = Backoff(FIRST_PAUSE, LONGEST_PAUSE), 0.0
+    def __init__(self, models: Models, report_event: Callable[..., None]) -> None:
+        self._models, self._report_event = models, report_event
+        self._lost: InService = {}  # were in service, and fail to load
+        self._backoff, self._retry_at = Backoff(FIRST_PAUSE, LONGEST_PAUSE), 0.0
 
     def begin(self, before: Mapping[str, list[str]] | None, names: Sequence[str]) -> None:
-        """Load what there was before; in a first life the newest versions of the models named."""
+        """Load what was in service `before`, or at a first start the newest versions of the models `names`."""
         wanted: Mapping[str, list[str]] = {name: [] for name in names} if before is None else before
         for name, versions in wanted.items():
             if (why := self._load(name, versions)) is not None:
-                self._tell("refused", model=name, why=why)
+                self._report_event("refused", model=name, why=why)
                 if versions:
                     self._lost[name] = versions
-        self._again = time.monotonic() + self._backoff.next()
+        self._retry_at = time.monotonic() + self._backoff.next()
 
     def retry(self) -> None:
-        """Load what was lost, if it is time."""
-        if not self._lost or time.monotonic() < self._again:
+        """Load the lost models again, if the backoff is over."""
+        if not self._lost or time.monotonic() < self._retry_at:
             return
         for name, versions in list(self._lost.items()):
             if self._current(name) or self._load(name, versions) is None:
                 self.forget(name)
-        self._again = time.monotonic() + self._backoff.next()
+        self._retry_at = time.monotonic() + self._backoff.next()
 
     def forget(self, name: str) -> None:
-        """A model need not come back."""
+        """Stop retrying a model."""
         self._lost.pop(name, None)
 
     def in_service(self) -> InService:
-        """What the next life should have: what is loaded, and what was lost."""
+        """What a restarted engine should load: the loaded versions, and the lost models."""
         found = dict(self._lost)
         for name, model in self._models.by_name.items():
             current, versions = model.current, list(model.versions)
@@ -64,7 +63,8 @@ class Restore:
         return found
 
     def _load(self, name: str, versions: Sequence[str]) -> str | None:
-        """Load versions in order, or the newest if none of them loads; why the model is not in service, if it isn't."""
+        """Load these versions in order, or the newest if none of them loads. Returns None, or why the model is not in
+        service."""
         why = ""
         for version in (*versions, None):
             if version is None and self._current(name):
@@ -75,7 +75,7 @@ class Restore:
                 why = str(error)
         current = self._current(name)
         if current:
-            self._tell("loaded", model=name, version=current)
+            self._report_event("loaded", model=name, version=current)
         return None if current else why
 
     def _current(self, name: str) -> str:

@@ -1,7 +1,7 @@
 """ServeOptions: the options of `hotrow serve`, all of them checked before any process starts.
 
-What an engine and a front end are told is made here (`engine`, `front_end`) by their own classes, so a value that one
-of them would refuse is refused at once, and by the same words.
+`engine` and `front_end` make the options of those processes, so a value that one of them would refuse is refused at
+once and with the same error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The options of `hotrow serve`. Sizes are as a person writes them; times in seconds."""
+    """The options of `hotrow serve`. Sizes are strings such as "4GiB"; times are in seconds."""
 
     repository: str
     models: tuple[str, ...] = ()
@@ -39,14 +39,14 @@ class ServeOptions:
     grpc: int | None = 8001
     metrics: int | None = 8002
     lanes: int = 1
-    threads: int | None = None  # of each lane; None shares the cores
+    threads: int | None = None  # of each lane; None: an equal part of the cores
     processes: int = 1
     frontends: int = 1
     dram: str | None = None
     ssd: str | None = None
     hbm: str | None = None
-    deadline: float | None = None  # None: the version's
-    policy: str | None = None  # likewise
+    deadline: float | None = None  # None: that of the version
+    policy: str | None = None  # None: that of the version
     compile: bool = True
     artifacts: str | None = None  # the folder of compiled buckets; None: the user's cache
     precision: str = "fp32"  # of towers on a GPU
@@ -54,7 +54,7 @@ class ServeOptions:
     max_wait: float = 0.002
     poll: float = 0.0
     bus: tuple[str, ...] = ()  # addresses, or model=address
-    remote: tuple[str, ...] = ()  # likewise
+    remote: tuple[str, ...] = ()  # addresses, or model=address
     stale_after: float | None = None
     token: str | None = field(default=None, repr=False)
     drain: float = 10.0
@@ -98,11 +98,11 @@ class ServeOptions:
         self.front_end({name: port for name in PORTS if (port := getattr(self, name)) is not None})
 
     def buses(self) -> dict[str, str]:
-        """The bus of each model that follows one. An address without a model is for the only one there is."""
+        """The bus of each model that follows one. An address without a model's name belongs to the only model."""
         return self._by_model("bus", self.bus, SCHEMES, "dir:/data/publications")
 
     def remotes(self) -> dict[str, str]:
-        """The remote store of each model that has one; likewise."""
+        """The remote store of each model that has one. An address without a model's name belongs to the only model."""
         return self._by_model("remote", self.remote, REMOTE_SCHEMES, "redis://10.0.0.1:6379")
 
     def _by_model(self, option: str, all_given: Sequence[str], schemes: Sequence[str], example: str) -> dict[str, str]:
@@ -132,15 +132,16 @@ class ServeOptions:
         return found
 
     def lane_threads(self) -> int:
-        """Of each lane: what it was told, or its share of the cores. Front ends get cores of their own where there are
-        more than four; with fewer, a lane that uses them all is faster (2,400 against 2,150 requests/s on two)."""
+        """Intra-op threads of each lane: the option, or an equal part of the cores. With more than four cores, one is
+        left for each front end. With fewer, lanes that use all cores are faster (2,400 against 2,150 requests/s on
+        two)."""
         if self.threads is not None:
             return max(1, self.threads)
         cores = len(os.sched_getaffinity(0))
         return max(1, (cores - self.frontends if cores > 4 else cores) // (self.lanes * self.processes))
 
     def engine(self, number: int, socket: str) -> EngineOptions:
-        """What engine `number` is told."""
+        """The options of engine `number`."""
         tiers = {name: value for name in ("dram", "ssd", "hbm") if (value := getattr(self, name)) is not None}
         if "ssd" in tiers and self.processes > 1:
             tiers["ssd"] = os.path.join(tiers["ssd"], f"engine-{number}")
@@ -172,7 +173,7 @@ class ServeOptions:
         )
 
     def front_end(self, ports: Mapping[str, int], first: bool = True) -> FrontendOptions:
-        """What a front end on these ports is told; the first one has the metrics page, with the figures of all."""
+        """The options of a front end on these ports. The first one has the metrics page, with the figures of all."""
         try:
             from hotrow.serve.frontend.ports import FrontendOptions
         except ModuleNotFoundError as error:

@@ -1,15 +1,15 @@
-"""The supervisor behind `hotrow serve`: it starts engines and front ends as processes, watches them, and ends them.
+"""Supervisor: `hotrow serve`. It starts engines and front ends as processes, restarts them when they die, ends them.
 
     engines (--processes)      models, rows, lanes            a Unix socket each
     front ends (--frontends)   HTTP, gRPC, metrics            the same ports, shared by SO_REUSEPORT
 
-Order: ports are tried first (one in use is an error that names it, before a model is loaded), then engines load, then
-front ends open; nobody can connect before there is something to answer. What dies is started again (child.py). At
-the end (SIGTERM, Ctrl-C) front ends drain first, then engines, then it ends with 0. Sockets lie in a private temporary
-folder. If the supervisor is killed, its children see their stdin end, and end.
+At the start the supervisor binds the ports (a port in use is an error before a model is loaded), then engines load
+their models, then front ends listen: no client can connect before the server can answer. A child that dies is restarted
+(child.py). On SIGTERM or Ctrl-C the front ends drain, then the engines, and the supervisor exits with 0. Sockets are in
+a private temporary folder. If the supervisor is killed, its children see the end of their stdin, and end.
 
-The supervisor holds each port bound, without listening: a port stays ours while a front end starts again, and nobody
-else's server can share it by chance.
+The supervisor keeps each port bound, without listening. So the port stays reserved while a front end restarts, and no
+other server can share it by accident.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from rich.markup import escape
 from rich.status import Status
 
 from hotrow.errors import HotRowError, OptionError
-from hotrow.serve.load_estimate import percentile
-from hotrow.serve.processes.child import Child, end
+from hotrow.serve.processes.child import Child, stop_all
 from hotrow.serve.processes.mps import Mps
 from hotrow.serve.processes.serve_options import PORTS, ServeOptions
+from hotrow.serve.processes.status_line import StatusLine
 
 POLL_SECONDS = 0.05
 
 
 class Supervisor:
-    """The supervisor. `run` is its life; it needs the main thread, for signals."""
+    """Runs the server's processes. `run` must be called on the main thread, because it handles signals."""
 
     def __init__(self, options: ServeOptions, console: Console | None = None) -> None:
         self.options = options
@@ -50,36 +50,36 @@ class Supervisor:
         self.mps = Mps(self.folder)
         self.versions: dict[str, str] = {}
         self._stop = False
-        self._held: list[socket.socket] = []
+        self._held_ports: list[socket.socket] = []
         self._status: Status | None = None
-        self._speed = StatusLine()
+        self._status_line = StatusLine()
 
     def run(self, ready: Callable[[dict[str, int]], None] = lambda ports: None) -> int:
-        """Serve until SIGTERM or Ctrl-C; the exit code."""
+        """Serve until SIGTERM or Ctrl-C; returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._told)
+            signal.signal(number, self._on_signal)
         try:
             ports = self._hold_ports()
             self._start(ports)
             if not self._stop:
-                self._greet(ports)
+                self._print_addresses(ports)
                 ready(ports)
             self._watch()
             return self._end()
         finally:
             if self._status is not None:
                 self._status.stop()
-            end([*self.frontends, *self.engines], 1.0)
+            stop_all([*self.frontends, *self.engines], 1.0)
             self.mps.stop()
-            for held in self._held:
+            for held in self._held_ports:
                 held.close()
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def stop(self) -> None:
-        """End soon, as by SIGTERM."""
+        """End as on SIGTERM."""
         self._stop = True
 
-    def _told(self, number: int, _: object) -> None:
+    def _on_signal(self, number: int, _: object) -> None:
         self._stop = True
 
     # --- start ---
@@ -89,24 +89,24 @@ class Supervisor:
         for name in PORTS:
             if (port := getattr(self.options, name)) is not None:
                 held = hold_port(self.options.host, port, name)
-                self._held.append(held)
+                self._held_ports.append(held)
                 ports[name] = held.getsockname()[1]
         return ports
 
     def _start(self, ports: dict[str, int]) -> None:
         if self.options.hbm is not None and self.options.processes > 1:
-            self._say(self.mps.start())
+            self._print(self.mps.start())
         for number in range(self.options.processes):
-            told = asdict(self.options.engine(number, self._socket(number)))
-            child = Child(f"engine {number}", "hotrow.serve.processes.engine_process", told, self._heard)
+            options = asdict(self.options.engine(number, self._socket(number)))
+            child = Child(f"engine {number}", "hotrow.serve.processes.engine_process", options, self._on_event)
             child.environment = self.mps.environment
             self.engines.append(child)
             child.start()
         self._wait_for(self.engines)
         sockets = [self._socket(number) for number in range(self.options.processes)]
         for number in range(self.options.frontends):
-            told = {"sockets": sockets, "options": asdict(self.options.front_end(ports, number == 0))}
-            child = Child(f"front end {number}", "hotrow.serve.processes.frontend_process", told, self._heard)
+            options = {"sockets": sockets, "options": asdict(self.options.front_end(ports, number == 0))}
+            child = Child(f"front end {number}", "hotrow.serve.processes.frontend_process", options, self._on_event)
             self.frontends.append(child)
             child.start()
         self._wait_for(self.frontends)
@@ -116,7 +116,7 @@ class Supervisor:
             for child in children:
                 if child.failed is not None:
                     raise HotRowError(child.failed)
-                self._tend(child)
+                self._restart_if_due(child)
             time.sleep(POLL_SECONDS)
 
     def _socket(self, number: int) -> str:
@@ -128,124 +128,82 @@ class Supervisor:
         shown = time.monotonic()
         while not self._stop:
             for child in (*self.engines, *self.frontends):
-                self._tend(child)
+                self._restart_if_due(child)
             if time.monotonic() - shown >= 1.0:
                 shown = time.monotonic()
                 self._share_figures()
                 if self._status is not None:
-                    self._status.update(self._speed.line([child.figures for child in self.engines], self.versions))
+                    self._status.update(
+                        self._status_line.line([child.figures for child in self.engines], self.versions)
+                    )
             time.sleep(POLL_SECONDS)
 
-    def _tend(self, child: Child) -> None:
-        if (news := child.restart_if_due()) is not None:
-            self._say(f"[yellow]{escape(news)}[/]")
+    def _restart_if_due(self, child: Child) -> None:
+        if (message := child.restart_if_due()) is not None:
+            self._print(f"[yellow]{escape(message)}[/]")
 
     def _share_figures(self) -> None:
-        """The front end with the metrics page learns what the others counted."""
+        """Send the figures of the others to the front end with the metrics page."""
         restarts = sum(child.restarts for child in self.engines)
         ours = [["hotrow_engine_restarts_total", restarts]]
         others = [child.figures["figures"] for child in self.frontends[1:] if child.figures]
         self.frontends[0].send({"others": [*others, ours]})
 
-    def _heard(self, child: Child, said: dict[str, Any]) -> None:
-        event = said.get("event")
+    def _on_event(self, child: Child, content: dict[str, Any]) -> None:
+        event = content.get("event")
         if event == "refused":
-            self._say(f"[yellow]{child.name}: {escape(str(said['why']))}[/]")
+            self._print(f"[yellow]{child.name}: {escape(str(content['why']))}[/]")
         elif event == "stale":
-            self._say(f"[bold red]{escape(said['model'])} is {said['age']:.1f} s old[/] {escape(str(said['why']))}")
+            self._print(
+                f"[bold red]{escape(content['model'])} is {content['age']:.1f} s old[/] {escape(str(content['why']))}"
+            )
         elif event == "fresh":
-            self._say(f"{escape(said['model'])} is fresh again: {said['age']:.1f} s")
+            self._print(f"{escape(content['model'])} is fresh again: {content['age']:.1f} s")
         elif event == "models":
-            child.options["restore"] = said["versions"]  # its next life has what this one has
+            child.options["restore"] = content["versions"]  # loaded after a restart
         elif event == "loaded":
-            self.versions[said["model"]] = said["version"]
-            self._say(f"{child.name}: model [bold]{escape(said['model'])}[/] version {escape(said['version'])}")
+            self.versions[content["model"]] = content["version"]
+            self._print(f"{child.name}: model [bold]{escape(content['model'])}[/] version {escape(content['version'])}")
         elif event == "figures" and child in self.engines:
-            self.versions.update({m["model"]: m["version"] for m in said["models"] if m["version"]})
+            self.versions.update({m["model"]: m["version"] for m in content["models"] if m["version"]})
 
     # --- end ---
 
     def _end(self) -> int:
-        self._say("draining")
-        patience = self.options.drain + 5.0
-        good = end(self.frontends, patience)
-        good = end(self.engines, patience) and good
-        self._say("stopped" if good else "stopped; something did not end by itself in time")
-        return 0 if good else 1
+        self._print("draining")
+        timeout = self.options.drain + 5.0
+        clean = stop_all(self.frontends, timeout)
+        clean = stop_all(self.engines, timeout) and clean
+        self._print("stopped" if clean else "stopped; something did not end by itself in time")
+        return 0 if clean else 1
 
-    # --- words ---
+    # --- output ---
 
-    def _greet(self, ports: dict[str, int]) -> None:
+    def _print_addresses(self, ports: dict[str, int]) -> None:
         host = f"[{self.options.host}]" if ":" in self.options.host else self.options.host
         where = {"http": f"http://{host}", "grpc": f"grpc://{host}", "metrics": f"http://{host}"}
         ends = {"metrics": "/metrics"}
         models = ", ".join(f"{name} (version {version})" for name, version in sorted(self.versions.items())) or "none"
-        self._say(f"[bold green]serving[/] {escape(models)}")
+        self._print(f"[bold green]serving[/] {escape(models)}")
         for name, port in ports.items():
-            self._say(f"  {name:<8}{where[name]}:{port}{ends.get(name, '')}")
+            self._print(f"  {name:<8}{where[name]}:{port}{ends.get(name, '')}")
         if self.console.is_terminal:
             self._status = self.console.status("waiting for requests")
             self._status.start()
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
 
 
-class StatusLine:
-    """What the engines did since the last line, in words."""
-
-    def __init__(self) -> None:
-        self._before: tuple[float, float, float, float, list[int]] | None = None
-
-    def line(self, figures: list[dict[str, Any]], versions: dict[str, str]) -> str:
-        """One line for a terminal."""
-        found = [f for f in figures if f]
-        queue = [f["queue"] for f in found]
-        latency = [sum(counts) for counts in zip(*[f["latency"] for f in found], strict=True)]
-        now = (
-            time.monotonic(),
-            float(sum(q["admitted"] for q in queue)),
-            float(sum(q["batches"] for q in queue)),
-            float(sum(q["batch_rows"] for q in queue)),
-            latency,
-        )
-        before, self._before = self._before, now
-        models = "  ".join(f"{name} {version}" for name, version in sorted(versions.items()))
-        if before is None or len(before[4]) != len(latency) or now[1] < before[1]:
-            return models
-        seconds, requests, batches, rows = (a - b for a, b in zip(now[:4], before[:4], strict=True))
-        recent = [max(0, a - b) for a, b in zip(latency, before[4], strict=True)]
-        return (
-            f"{models}  ·  {requests / seconds:,.0f} requests/s  ·  p99 {percentile(recent, 0.99) * 1e3:.1f} ms  ·  "
-            f"{rows / max(1.0, batches):,.0f} rows a batch{_freshness(found, versions)}"
-        )
-
-
-def _freshness(figures: list[dict[str, Any]], versions: dict[str, str]) -> str:
-    """The publication and the age of the models that follow a bus, for the status line."""
-    words = []
-    for name, version in sorted(versions.items()):
-        parts = [v for f in figures for v in f["versions"] if (v["model"], v["version"]) == (name, version)]
-        if not any(part["freshness"]["follower"] for part in parts):
-            continue
-        ages = [part["freshness"]["age"] for part in parts if part["freshness"]["age"] is not None]
-        states = {part["freshness"]["follower"]["state"] for part in parts if part["freshness"]["follower"]}
-        told = [f"publication {min(part['publication'] for part in parts)}"]
-        told += [f"{max(ages):.1f} s old"] if ages else []
-        told += sorted(states - {"following"})
-        words.append(f"  ·  {name}: {', '.join(told)}" if len(versions) > 1 else f"  ·  {', '.join(told)}")
-    return "".join(words)
-
-
 def hold_port(host: str, port: int, name: str) -> socket.socket:
-    """Bind a port without listening, so that front ends may share it and nobody else takes it."""
+    """Bind a port without listening, so that front ends can share it and no other program can take it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         if port:
-            with socket.socket(family) as alone:  # without SO_REUSEPORT: fails if anybody has it
-                alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                alone.bind((host, port))
-                alone.listen(1)
+            with socket.socket(family) as exclusive:  # without SO_REUSEPORT: fails if another program has the port
+                exclusive.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                exclusive.bind((host, port))
+                exclusive.listen(1)
         held = socket.socket(family)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -258,7 +216,7 @@ def hold_port(host: str, port: int, name: str) -> socket.socket:
 
 
 def serve(options: ServeOptions) -> int:
-    """What `hotrow serve` does."""
+    """Run `hotrow serve`; returns the exit code."""
     with suppress(KeyboardInterrupt):
         return Supervisor(replace(options, repository=os.path.abspath(options.repository))).run()
     return 0

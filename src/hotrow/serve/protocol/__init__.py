@@ -1,1 +1,17 @@
-"""."""
+"""The protocol: what clients, front ends and engines send each other, as functions of bytes, without a network.
+
+Files in reading order:
+
+    request.py         Request, Answer, Signature, RefusedError: the values that flow through the server
+    limits.py          Limits: how much one client and all clients may use
+    backend.py         Backend: the interface between a front end and the models
+    inference_json.py  RequestParser: bodies of the Open Inference Protocol to Requests; write_answer
+    tensors.py         a tensor's declaration and its elements, from bytes or JSON
+    input_layout.py    Layout: input tensors to the columns of a signature
+    raw_columns.py     RawColumns: raw columns through the model's feature spec
+    frames.py          requests and answers as flat bytes between front end and engine (docs/formats/frames.md)
+    metrics.py         every metric, and Prometheus' text format
+
+All packages of serve may import it. Except for the caches of RequestParser and the counters of metrics, which belong to
+a front end's event loop, its functions are pure and any thread may call them.
+"""

@@ -1,0 +1,56 @@
+"""StatusLine: one line for the terminal about what the engines did since the last line."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from hotrow.serve.load_estimate import percentile
+
+
+class StatusLine:
+    """Keeps the last counts, to show the differences."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, float, float, float, list[int]] | None = None
+
+    def line(self, figures: list[dict[str, Any]], versions: dict[str, str]) -> str:
+        """The line, from the engines' figures."""
+        found = [f for f in figures if f]
+        queue = [f["queue"] for f in found]
+        latency = [sum(counts) for counts in zip(*[f["latency"] for f in found], strict=True)]
+        now = (
+            time.monotonic(),
+            float(sum(q["admitted"] for q in queue)),
+            float(sum(q["batches"] for q in queue)),
+            float(sum(q["batch_rows"] for q in queue)),
+            latency,
+        )
+        before, self._before = self._before, now
+        models = "  ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+        if before is None or len(before[4]) != len(latency) or now[1] < before[1]:
+            return models
+        seconds, requests, batches, rows = (a - b for a, b in zip(now[:4], before[:4], strict=True))
+        recent = [max(0, a - b) for a, b in zip(latency, before[4], strict=True)]
+        return (
+            f"{models}  ·  {requests / seconds:,.0f} requests/s  ·  p99 {percentile(recent, 0.99) * 1e3:.1f} ms  ·  "
+            f"{rows / max(1.0, batches):,.0f} rows a batch{_freshness(found, versions)}"
+        )
+
+
+def _freshness(figures: list[dict[str, Any]], versions: dict[str, str]) -> str:
+    """The publication and the age of the models that follow a bus."""
+    texts = []
+    for name, version in sorted(versions.items()):
+        parts = [v for f in figures for v in f["versions"] if (v["model"], v["version"]) == (name, version)]
+        if not any(part["freshness"]["follower"] for part in parts):
+            continue
+        ages = [part["freshness"]["age"] for part in parts if part["freshness"]["age"] is not None]
+        states = {part["freshness"]["follower"]["state"] for part in parts if part["freshness"]["follower"]}
+        parts_shown = [f"publication {min(part['publication'] for part in parts)}"]
+        parts_shown += [f"{max(ages):.1f} s old"] if ages else []
+        parts_shown += sorted(states - {"following"})
+        texts.append(
+            f"  ·  {name}: {', '.join(parts_shown)}" if len(versions) > 1 else f"  ·  {', '.join(parts_shown)}"
+        )
+    return "".join(texts)
