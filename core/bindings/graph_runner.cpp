@@ -1,5 +1,6 @@
-// Bindings of device/graph_runner.h and device/reader_writer_gate.h. The Python callers (src/hotrow/tiers/hbm/serving_reader.py,
-// src/hotrow/serve/execution/device_lane.py) own the memory at every address passed here.
+// Bindings of device/graph_runner.h and device/reader_writer_gate.h. The Python callers
+// (src/hotrow/tiers/hbm/serving_reader.py, src/hotrow/serve/execution/device_lane.py) own the memory at every address
+// passed here.
 #include "device/graph_runner.h"
 
 #include <nanobind/stl/shared_ptr.h>
@@ -26,7 +27,7 @@ std::vector<const int64_t*> lists_of(const std::vector<Address>& addresses) {
 
 void bind_graph_runner(nb::module_& m) {
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
-  nb::class_<ReaderWriterGate>(m, "Gate")
+  nb::class_<ReaderWriterGate>(m, "ReaderWriterGate")
       .def(nb::init<bool>(), nb::arg("device"))
       .def("add_lane", &ReaderWriterGate::add_lane)
       .def(
@@ -35,11 +36,11 @@ void bind_graph_runner(nb::module_& m) {
       .def(
           "begin_write", [](ReaderWriterGate& self, Address stream) { self.begin_write(at<void>(stream)); }, unlocked)
       .def(
-          "follow_writes", [](ReaderWriterGate& self, Address stream) { self.wait_for_writes(at<void>(stream)); },
+          "wait_for_writes", [](ReaderWriterGate& self, Address stream) { self.wait_for_writes(at<void>(stream)); },
           unlocked)
       .def("end_write", [](ReaderWriterGate& self, Address stream) { self.end_write(at<void>(stream)); });
 
-  nb::class_<MissBuffers>(m, "Missing")
+  nb::class_<MissBuffers>(m, "MissBuffers")
       .def(
           "__init__",
           [](MissBuffers* self, std::vector<std::shared_ptr<Table>> tables, size_t capacity, Address columns,
@@ -54,10 +55,10 @@ void bind_graph_runner(nb::module_& m) {
             new (self) MissBuffers{std::move(tables), lists, at<float>(rows), at<int64_t>(places), at<int64_t>(flat),
                                    at<int32_t>(count)};
           },
-          nb::arg("tables"), nb::arg("room"), nb::arg("columns"), nb::arg("counts"), nb::arg("keys"),
+          nb::arg("tables"), nb::arg("capacity"), nb::arg("columns"), nb::arg("counts"), nb::arg("keys"),
           nb::arg("examples"), nb::arg("rows"), nb::arg("places"), nb::arg("flat"), nb::arg("count"));
 
-  nb::class_<GraphRunner>(m, "Room")
+  nb::class_<GraphRunner>(m, "GraphRunner")
       .def(
           "__init__",
           [](GraphRunner* self, std::shared_ptr<ReaderWriterGate> gate, int lane, Address stream, Address find,
@@ -76,11 +77,11 @@ void bind_graph_runner(nb::module_& m) {
             new (self) GraphRunner(std::move(gate), lane, at<void>(stream), at<void>(find), at<void>(tower), buffers,
                                    std::move(missing));
           },
-          nb::arg("gate"), nb::arg("lane"), nb::arg("stream"), nb::arg("find"), nb::arg("tower"), nb::arg("room"),
+          nb::arg("gate"), nb::arg("lane"), nb::arg("stream"), nb::arg("find"), nb::arg("tower"), nb::arg("capacity"),
           nb::arg("features"), nb::arg("dense"), nb::arg("width"), nb::arg("tasks"), nb::arg("keys"),
           nb::arg("examples"), nb::arg("dense_in"), nb::arg("logits"), nb::arg("late"), nb::arg("missing"))
       .def(
-          "ask",
+          "enqueue_lookup",
           [](GraphRunner& self, const std::vector<Address>& keys, size_t count, Address dense) {
             const auto lists = lists_of(keys);
             nb::gil_scoped_release release;
@@ -88,13 +89,14 @@ void bind_graph_runner(nb::module_& m) {
           },
           nb::arg("keys"), nb::arg("count"), nb::arg("dense"))
       .def(
-          "answer",
+          "fill_misses_and_enqueue_tower",
           [](GraphRunner& self, int policy) {
             return self.fill_misses_and_enqueue_tower(static_cast<ColdReadPolicy>(policy));
           },
           unlocked, nb::arg("policy"), "Returns how many ids were missing.")
       .def(
-          "logits", [](GraphRunner& self, Address out) { self.copy_logits(at<float>(out)); }, unlocked, nb::arg("out"))
+          "copy_logits", [](GraphRunner& self, Address out) { self.copy_logits(at<float>(out)); }, unlocked,
+          nb::arg("out"))
       .def(
           "run",
           [](GraphRunner& self, const std::vector<Address>& keys, size_t count, Address dense, int policy,
@@ -107,7 +109,7 @@ void bind_graph_runner(nb::module_& m) {
             return missing;
           },
           nb::arg("keys"), nb::arg("count"), nb::arg("dense"), nb::arg("policy"), nb::arg("out"),
-          "The three, one after the other; returns how many ids were missing.");
+          "Runs the three steps above in order. Returns how many ids were missing.");
 }
 
 }  // namespace hotrow::bindings

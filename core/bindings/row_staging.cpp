@@ -1,5 +1,5 @@
-// Bindings of device/row_staging.h and device/miss_lists.h. The Python callers (src/hotrow/tiers/host/store.py, tiers/host/row_staging.py)
-// have checked every address passed here.
+// Bindings of device/row_staging.h and device/miss_lists.h. The Python callers (src/hotrow/tiers/host/store.py and
+// row_staging.py, src/hotrow/tiers/hbm) have checked every address passed here.
 #include <stdexcept>
 
 #include "bindings/bindings.h"
@@ -10,7 +10,7 @@
 namespace hotrow::bindings {
 void bind_row_staging(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>& plan) {
   m.def(
-      "seek_rows",
+      "lookup_rows",
       [](const TableRangeTuples& tuples, Address keys, size_t begin, size_t end, Address slots, Address steps,
          Address counts, Address out, size_t stride) {
         const auto parts = table_ranges(tuples);
@@ -19,15 +19,15 @@ void bind_row_staging(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>
                                at<uint32_t>(counts)};
         return lookup_rows(lookup, {begin, end, at<float>(out)}, stride);
       },
-      "Slots, steps and counts of keys in DRAM, with `out` their rows too; returns how many are not there.");
-  m.def("copy_rows",
+      "Slots, steps and counts of keys in DRAM, with `out` their rows too; returns how many are missing.");
+  m.def("gather_rows",
         [](const TableRangeTuples& tuples, Address slots, size_t begin, size_t end, Address out, size_t stride) {
           const auto parts = table_ranges(tuples);
           nb::gil_scoped_release release;
           lookup_rows({parts, nullptr, at<uint32_t>(slots), nullptr, nullptr}, {begin, end, at<float>(out)}, stride);
         });
-  m.def("lower_rows", [](const TableRangeTuples& tuples, Address slots, Address steps, Address counts,
-                         uint32_t last_clean_step, size_t begin, size_t end, Address rows, size_t stride) {
+  m.def("write_back_rows", [](const TableRangeTuples& tuples, Address slots, Address steps, Address counts,
+                              uint32_t last_clean_step, size_t begin, size_t end, Address rows, size_t stride) {
     const auto parts = table_ranges(tuples);
     nb::gil_scoped_release release;
     write_back_rows(parts, at<const uint32_t>(slots), at<const uint32_t>(steps), at<const uint32_t>(counts),
@@ -35,7 +35,7 @@ void bind_row_staging(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>
   });
 
   m.def(
-      "read_missing",
+      "read_misses",
       [](const std::vector<std::shared_ptr<Table>>& tables, Address columns, Address counts, Address keys,
          Address examples, size_t capacity, int policy, size_t width, Address out, Address places, Address flat,
          Address late) {
@@ -53,29 +53,17 @@ void bind_row_staging(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>
       "Values of keys that a device's cache lacks, and where they belong; returns how many.");
 
   plan.def(
-          "route_unique",
-          [](Plan& self, const std::vector<std::tuple<std::shared_ptr<Table>, Address, Address, size_t>>& tuples) {
-            std::vector<JobInput> jobs;
-            for (const auto& [table, keys, occurrences, count] : tuples)
-              jobs.push_back({table,
-                              {{at<const int64_t>(keys), count, nullptr, count, nullptr, Pooling::kNone,
-                                at<const uint32_t>(occurrences)}}});
-            nb::gil_scoped_release release;
-            self.route(jobs);
-          },
-          nb::arg("jobs"), "Tables with their unique keys and how often each was seen (int32), by address.")
-      .def(
-          "places",
+          "slot_metadata",
           [](const Plan& self, Address slots, Address steps, Address counts) {
             self.slot_metadata(at<uint32_t>(slots), at<uint32_t>(steps), at<uint32_t>(counts));
           },
           nb::arg("slots"), nb::arg("steps"), nb::arg("counts"), nb::call_guard<nb::gil_scoped_release>())
-      .def("hold", &Plan::pin_for_device, nb::call_guard<nb::gil_scoped_release>())
-      .def("commit", &Plan::commit_device_update, nb::call_guard<nb::gil_scoped_release>());
+      .def("pin_for_device", &Plan::pin_for_device, nb::call_guard<nb::gil_scoped_release>())
+      .def("commit_device_update", &Plan::commit_device_update, nb::call_guard<nb::gil_scoped_release>());
 
   table
       .def(
-          "unhold",
+          "unpin_from_device",
           [](Table& self, Vector<const int32_t> slots) {
             nb::gil_scoped_release release;
             self.unpin_from_device(reinterpret_cast<const uint32_t*>(slots.data()), slots.size());

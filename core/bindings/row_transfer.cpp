@@ -1,5 +1,5 @@
-// Bindings of device/row_transfer.h. The Python caller (src/hotrow/tiers/hbm/row_transfer.py) owns the memory at every address
-// passed here.
+// Bindings of device/row_transfer.h. The Python caller (src/hotrow/tiers/hbm/row_transfer.py) owns the memory at every
+// address passed here.
 #include "device/row_transfer.h"
 
 #include <nanobind/stl/pair.h>
@@ -30,9 +30,9 @@ std::vector<std::pair<device::Handle, Cell*>> launches_of(const Launches& addres
 }  // namespace
 
 void bind_row_transfer(nb::module_& m) {
-  nb::class_<WriteBack>(m, "Leaving")
+  nb::class_<WriteBack>(m, "WriteBack")
       .def(
-          "put",
+          "store_rows",
           [](WriteBack& self, const TableRangeTuples& tuples, Address slots, Address steps, Address counts,
              uint32_t last_clean_step) {
             const auto parts = table_ranges(tuples);
@@ -40,9 +40,9 @@ void bind_row_transfer(nb::module_& m) {
             self.store_rows(parts, at<const uint32_t>(slots), at<const uint32_t>(steps), at<const uint32_t>(counts),
                             last_clean_step);
           },
-          nb::arg("parts"), nb::arg("slots"), nb::arg("steps"), nb::arg("counts"), nb::arg("clean"));
+          nb::arg("parts"), nb::arg("slots"), nb::arg("steps"), nb::arg("counts"), nb::arg("last_clean_step"));
 
-  nb::class_<RowTransfer>(m, "Way")
+  nb::class_<RowTransfer>(m, "RowTransfer")
       .def(
           "__init__",
           [](RowTransfer* self, Address up, Address copies, Address down, size_t width, size_t capacity,
@@ -51,10 +51,10 @@ void bind_row_transfer(nb::module_& m) {
                 RowTransfer(at<void>(up), at<void>(copies), at<void>(down), width, capacity, chunk_rows,
                             launches_of<ZeroCopyArgs>(zero_copy_launches), launches_of<ScatterArgs>(scatter_launches));
           },
-          nb::arg("up"), nb::arg("copies"), nb::arg("down"), nb::arg("width"), nb::arg("room"), nb::arg("piece"),
-          nb::arg("pulls"), nb::arg("lands"))
+          nb::arg("up"), nb::arg("copies"), nb::arg("down"), nb::arg("width"), nb::arg("capacity"),
+          nb::arg("chunk_rows"), nb::arg("zero_copy_launches"), nb::arg("scatter_launches"))
       .def(
-          "raise_rows",
+          "upload",
           [](RowTransfer& self, const TableRangeTuples& tuples, size_t count, Address keys, Address slots,
              Address steps, Address counts, size_t zero_copy_count, Address device_slots, Address device_tables,
              Address staged, Address device_staging, bool stop_at_first_miss, bool scatter, size_t parts) {
@@ -75,14 +75,15 @@ void bind_row_transfer(nb::module_& m) {
             return self.upload(upload, parts);
           },
           nb::arg("tables"), nb::arg("count"), nb::arg("keys"), nb::arg("slots"), nb::arg("steps"), nb::arg("counts"),
-          nb::arg("first"), nb::arg("device_slots"), nb::arg("device_tables"), nb::arg("staged"), nb::arg("incoming"),
-          nb::arg("all"), nb::arg("land"), nb::arg("parts"), "Returns how many rows are not there.")
+          nb::arg("zero_copy_count"), nb::arg("device_slots"), nb::arg("device_tables"), nb::arg("staged"),
+          nb::arg("device_staging"), nb::arg("stop_at_first_miss"), nb::arg("scatter"), nb::arg("parts"),
+          "Returns how many rows are missing.")
       .def(
-          "lower_rows",
+          "begin_write_back",
           [](RowTransfer& self, Address stream, Address device_rows, size_t rows, Address staged) {
             return self.begin_write_back(at<void>(stream), device_rows, rows, at<float>(staged));
           },
-          nb::arg("stream"), nb::arg("leaving"), nb::arg("rows"), nb::arg("staged"),
+          nb::arg("stream"), nb::arg("device_rows"), nb::arg("rows"), nb::arg("staged"),
           nb::call_guard<nb::gil_scoped_release>());
 }
 

@@ -54,18 +54,19 @@ void check(int code, const char* what) {
   if (code == 0) return;
   const char* name = nullptr;
   driver().error_name(code, &name);
-  throw std::runtime_error(std::string("the GPU refused ") + what + ": " + (name ? name : std::to_string(code)));
+  throw std::runtime_error(std::string("the CUDA driver failed to ") + what + ": " +
+                           (name ? name : std::to_string(code)));
 }
 
-Event::Event() { check(driver().event_create(&event_, kDisableTiming), "to make an event"); }
+Event::Event() { check(driver().event_create(&event_, kDisableTiming), "create an event"); }
 bool Event::is_complete() {
   const int code = driver().event_query(event_);
-  if (code != kNotReady) check(code, "to say how far it is");
+  if (code != kNotReady) check(code, "query an event");
   return code != kNotReady;
 }
 Event::~Event() { driver().event_destroy(event_); }
 
-Graph::Graph(Handle captured) { check(driver().graph_instantiate(&ready_, captured, 0), "to make a graph ready"); }
+Graph::Graph(Handle captured) { check(driver().graph_instantiate(&ready_, captured, 0), "instantiate a graph"); }
 Graph::~Graph() { driver().graph_destroy(ready_); }
 
 }  // namespace hotrow::device

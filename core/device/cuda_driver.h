@@ -45,10 +45,10 @@ class Event {
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
 
-  void record(Handle stream) { check(driver().event_record(event_, stream), "to record an event"); }
-  void wait() { check(driver().event_wait(event_), "to wait for the device"); }
+  void record(Handle stream) { check(driver().event_record(event_, stream), "record an event"); }
+  void wait() { check(driver().event_wait(event_), "wait for an event"); }
   bool is_complete();
-  void block_stream(Handle stream) { check(driver().stream_wait(stream, event_, 0), "to have a stream wait"); }
+  void block_stream(Handle stream) { check(driver().stream_wait(stream, event_, 0), "make a stream wait"); }
 
  private:
   Handle event_ = nullptr;
@@ -62,7 +62,7 @@ class Graph {
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
 
-  void launch(Handle stream) { check(driver().graph_launch(ready_, stream), "to launch a graph"); }
+  void launch(Handle stream) { check(driver().graph_launch(ready_, stream), "launch a graph"); }
 
  private:
   Handle ready_ = nullptr;

@@ -15,15 +15,15 @@ GraphRunner::GraphRunner(std::shared_ptr<ReaderWriterGate> gate, int lane, Handl
       misses_(std::move(missing)),
       find_(find),
       tower_(tower) {
-  check(driver().context_get(&context_), "to say which device this is");
+  check(driver().context_get(&context_), "get the current context");
   for (MissBuffers& part : misses_)
     for (const auto& table : part.tables) part.lists.tables.push_back(table.get());
 }
 
 void GraphRunner::enqueue_lookup(const std::vector<const int64_t*>& keys, size_t count, const float* dense) {
   if (count > buffers_.capacity || keys.size() != buffers_.features)
-    throw std::invalid_argument("ask: not for this room");
-  check(driver().context_set(context_), "to be used on this thread");
+    throw std::invalid_argument("enqueue_lookup: more examples than the runner holds, or another number of features");
+  check(driver().context_set(context_), "set the context of this thread");
   for (size_t f = 0; f < keys.size(); ++f)
     std::memcpy(buffers_.keys + f * buffers_.capacity, keys[f], count * sizeof(int64_t));
   if (dense) std::memcpy(buffers_.dense_in, dense, count * buffers_.dense * sizeof(float));

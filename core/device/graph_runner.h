@@ -4,10 +4,10 @@
 //   keys, dense → pinned → [graph 1: find and gather] → wait → read missing rows → pinned →
 //   [graph 2: insert them, run the tower, copy logits back] → wait → logits
 //
-// All buffers belong to the lane (serve/execution/device_lane.py allocates them and captures the graphs over them). A runner has
-// one batch in flight. Several runners of a lane share its stream, so a large batch is pipelined through them:
-// enqueue_lookup() never blocks, fill_misses_and_enqueue_tower() blocks until the lookup is done, and copy_logits()
-// blocks until the tower is done.
+// All buffers belong to the lane (serve/execution/device_lane.py allocates them and captures the graphs over them). A
+// runner has one batch in flight. Several runners of a lane share its stream, so a large batch is pipelined through
+// them: enqueue_lookup() never blocks, fill_misses_and_enqueue_tower() blocks until the lookup is done, and
+// copy_logits() blocks until the tower is done.
 #pragma once
 
 #include <memory>

@@ -14,7 +14,7 @@
 // reads.
 //
 // Launches are CUDA graphs, captured once. Before each launch the host writes the arguments into a struct in pinned
-// memory, which the graph's kernels read (kernels/rows/move.py).
+// memory, which the graph's kernels read (kernels/rows/transfer.py).
 #pragma once
 
 #include <cstdint>
@@ -104,8 +104,8 @@ class RowTransfer {
     Cell* cell;
     Event read;
     Launch(Handle captured, Cell* cell) : graph(captured), cell(cell) {}
-    void run(Handle stream, const Cell& says) {
-      *cell = says;
+    void run(Handle stream, const Cell& args) {
+      *cell = args;
       graph.launch(stream);
       read.record(stream);
     }

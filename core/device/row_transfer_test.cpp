@@ -20,17 +20,17 @@ constexpr uint32_t kAbsent = ~0u;
 
 Handle stream(intptr_t number) { return reinterpret_cast<Handle>(number); }
 
-// Two tables with rows, and a cache above them with its launches, as the kernels of kernels/rows/move.py do them.
+// Two tables with rows, and a cache above them with its launches, as the kernels of kernels/rows/transfer.py do them.
 struct Bench {
   testing::SlowDevice slow;
   testing::Random random{11};
   std::vector<std::shared_ptr<Table>> tables;
   std::vector<float> rows;  // of the cache
   std::vector<int32_t> hosts, steps, counts;
-  std::vector<ZeroCopyArgs> pull_cells{kCells};
+  std::vector<ZeroCopyArgs> zero_copy_cells{kCells};
   std::vector<ScatterArgs> land_cells{2};
   std::deque<std::function<void()>> launches;
-  std::unique_ptr<RowTransfer> way;
+  std::unique_ptr<RowTransfer> transfer;
 
   explicit Bench(size_t keys, bool last_first = true)
       : slow(last_first), rows(keys * 4 * kWidth, -1.0f), hosts(keys * 4, -9), steps(hosts), counts(hosts) {
@@ -44,13 +44,13 @@ struct Bench {
       tables[t]->assign(some.data(), keys, values.data(), kWidth, seen.data(), last.data());
     }
     std::vector<std::pair<Handle, ZeroCopyArgs*>> zero_copy_launches;
-    for (ZeroCopyArgs& cell : pull_cells)
+    for (ZeroCopyArgs& cell : zero_copy_cells)
       zero_copy_launches.emplace_back(&launches.emplace_back([&] { zero_copy(cell); }), &cell);
     std::vector<std::pair<Handle, ScatterArgs*>> scatter_launches;
     for (ScatterArgs& cell : land_cells)
       scatter_launches.emplace_back(&launches.emplace_back([&] { scatter(cell); }), &cell);
-    way = std::make_unique<RowTransfer>(stream(1), stream(2), stream(3), kWidth, kCapacity, kChunkRows,
-                                        zero_copy_launches, scatter_launches);
+    transfer = std::make_unique<RowTransfer>(stream(1), stream(2), stream(3), kWidth, kCapacity, kChunkRows,
+                                             zero_copy_launches, scatter_launches);
   }
   ~Bench() { slow.finish(); }
 
@@ -79,7 +79,7 @@ struct Bench {
   static const int32_t* at(int64_t address) { return reinterpret_cast<const int32_t*>(address); }
 };
 
-// Keys on their way up, each with a slot of the cache that no other batch has.
+// Keys being uploaded, each with a slot of the cache that no other batch has.
 struct Batch {
   std::vector<TableRange> parts;
   std::vector<int64_t> keys;
@@ -101,12 +101,13 @@ struct Batch {
     staged.assign((keys.size() - zero_copy_count) * kWidth, 0.0f);
     device_staging = staged;
   }
-  size_t upload(RowTransfer& way, bool all = false, bool scatter = true) {
+  size_t upload(RowTransfer& transfer, bool stop_at_first_miss = false, bool scatter = true) {
     const size_t n = keys.size();
-    return way.upload({parts, n, keys.data(), places.data(), places.data() + n, places.data() + 2 * n, zero_copy_count,
-                       reinterpret_cast<int64_t>(slots.data()), reinterpret_cast<int64_t>(of.data()), staged.data(),
-                       reinterpret_cast<DeviceAddress>(device_staging.data()), all, scatter},
-                      4);
+    return transfer.upload(
+        {parts, n, keys.data(), places.data(), places.data() + n, places.data() + 2 * n, zero_copy_count,
+         reinterpret_cast<int64_t>(slots.data()), reinterpret_cast<int64_t>(of.data()), staged.data(),
+         reinterpret_cast<DeviceAddress>(device_staging.data()), stop_at_first_miss, scatter},
+        4);
   }
   // Whether every row is in its slot, with where it is below.
   bool there(Bench& bench) const {
@@ -129,7 +130,7 @@ TEST(rows_are_uploaded_by_zero_copy_or_gathered) {
       testing::WithThreads with(threads);
       Bench bench(400, threads == 1);
       Batch batch(bench, 400, zero_copy_count, 0);
-      CHECK_EQ(batch.upload(*bench.way), 0u);
+      CHECK_EQ(batch.upload(*bench.transfer), 0u);
       bench.slow.finish();
       CHECK(batch.there(bench));
     }
@@ -139,7 +140,7 @@ TEST(more_launches_than_argument_structs_reuse_them) {
   testing::WithThreads with(4);
   Bench bench(2000);  // 4,000 rows, 300 a launch, and three cells
   Batch batch(bench, 2000, 3900, 0);
-  CHECK_EQ(batch.upload(*bench.way), 0u);
+  CHECK_EQ(batch.upload(*bench.transfer), 0u);
   bench.slow.finish();
   CHECK(batch.there(bench));
 }
@@ -149,7 +150,7 @@ TEST(batches_do_not_wait_for_the_device_and_do_not_mix) {
   Bench bench(600);
   std::deque<Batch> batches;
   for (int32_t b = 0; b < 6; ++b)  // in place, and gathered alone
-    CHECK_EQ(batches.emplace_back(bench, 40, b < 3 ? 50 : 0, b * 80).upload(*bench.way), 0u);
+    CHECK_EQ(batches.emplace_back(bench, 40, b < 3 ? 50 : 0, b * 80).upload(*bench.transfer), 0u);
   CHECK(bench.slow.busy() > 0);
   bench.slow.finish();
   for (const Batch& batch : batches) CHECK(batch.there(bench));
@@ -161,7 +162,7 @@ TEST(unseen_keys_stop_an_upload_or_are_skipped) {
       Bench bench(400);
       Batch batch(bench, 400, 500, 0);
       batch.keys[at] = -5;
-      CHECK_EQ(batch.upload(*bench.way, all), 1u);
+      CHECK_EQ(batch.upload(*bench.transfer, all), 1u);
       bench.slow.finish();
       CHECK_EQ(bench.hosts[batch.slots[0]] == -9, all);  // nothing landed
       if (!all) {
@@ -178,7 +179,7 @@ TEST(copies_before_a_failed_copy_are_complete_when_stream_up_has_passed) {
   Bench bench(400, false);
   Batch batch(bench, 400, 0, 0);
   bench.slow.take_copies(2);
-  CHECK_THROWS(std::runtime_error, batch.upload(*bench.way));
+  CHECK_THROWS(std::runtime_error, batch.upload(*bench.transfer));
   Event passed;  // behind it, what copies read is given to others
   passed.record(stream(1));
   passed.wait();
@@ -196,11 +197,11 @@ TEST(rows_whose_slots_are_known_are_gathered) {
   RowLookup lookup{batch.parts, batch.keys.data(), batch.places.data(), batch.places.data() + n,
                    batch.places.data() + 2 * n};
   CHECK_EQ(lookup_rows(lookup, {0, n}), 0u);
-  CHECK_EQ(
-      bench.way->upload({batch.parts, n, nullptr, batch.places.data(), nullptr, nullptr, 0, 0, 0, batch.staged.data(),
-                         reinterpret_cast<DeviceAddress>(batch.device_staging.data()), false, false},
-                        4),
-      0u);
+  CHECK_EQ(bench.transfer->upload(
+               {batch.parts, n, nullptr, batch.places.data(), nullptr, nullptr, 0, 0, 0, batch.staged.data(),
+                reinterpret_cast<DeviceAddress>(batch.device_staging.data()), false, false},
+               4),
+           0u);
   CHECK(batch.device_staging != batch.staged);
   bench.slow.finish();
   CHECK(batch.device_staging == batch.staged);
@@ -231,10 +232,10 @@ TEST(rows_are_stored_when_their_copies_have_arrived) {
                         device_rows.begin() + static_cast<ptrdiff_t>((i + 1) * kWidth));
       row.last_step = 9;
     }
-    std::vector<float> staged(n * kWidth, -3.0f), collected(n * kWidth, -4.0f);
-    bench.slow.enqueue(stream(4), [&] { return collected = device_rows, true; });
+    std::vector<float> staged(n * kWidth, -3.0f), gathered(n * kWidth, -4.0f);
+    bench.slow.enqueue(stream(4), [&] { return gathered = device_rows, true; });
     auto sent =
-        bench.way->begin_write_back(stream(4), reinterpret_cast<DeviceAddress>(collected.data()), n, staged.data());
+        bench.transfer->begin_write_back(stream(4), reinterpret_cast<DeviceAddress>(gathered.data()), n, staged.data());
     sent->store_rows(batch.parts, batch.places.data(), batch.places.data() + n, batch.places.data() + 2 * n, 5);
     for (size_t t = 0; t < 2; ++t) CHECK(testing::same_bits(testing::rows_of(*bench.tables[t]), expected[t]));
   }
@@ -244,7 +245,7 @@ TEST(a_write_back_that_is_not_stored_waits_for_its_copies) {
   Bench bench(400);
   const auto device_rows = bench.random.reals(400 * kWidth);
   std::vector<float> staged(device_rows.size(), -3.0f);
-  bench.way->begin_write_back(stream(4), reinterpret_cast<DeviceAddress>(device_rows.data()), 400, staged.data())
+  bench.transfer->begin_write_back(stream(4), reinterpret_cast<DeviceAddress>(device_rows.data()), 400, staged.data())
       .reset();
   CHECK(staged == device_rows);
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hotrow.device import stream_trace
-from hotrow.device.stream_trace import Streams
+from hotrow.device.stream_trace import StreamTracer
 
 
 class Machine:
@@ -81,7 +81,7 @@ def test_a_span_is_shown_when_the_device_has_done_it_and_nobody_waits(
 ) -> None:
     machine = machine_of(monkeypatch)
     up = Stream(machine, 1)
-    streams = Streams(up, machine.event)
+    streams = StreamTracer(up, machine.event)
     assert machine.waits == 1  # for the anchor
     for number in range(2):
         with streams.span("gpu: rows up", up, f"batch {number}", {"rows": 5}):
@@ -103,7 +103,7 @@ def test_every_stream_of_a_kind_has_a_track_and_work_of_another_is_not_waited_fo
 ) -> None:
     machine = machine_of(monkeypatch)
     first, second = Stream(machine, 1), Stream(machine, 2)
-    streams = Streams(first, machine.event)
+    streams = StreamTracer(first, machine.event)
     for stream, seconds in ((first, 9.0), (second, 0.1)):
         with streams.span("gpu: rows down", stream, "rows", {}):
             stream.work(seconds)
@@ -121,15 +121,15 @@ def test_the_devices_time_stays_the_hosts_over_hours(
     """Clocks drift apart by 0.36 s in two hours, and milliseconds since the start are floats: both are made up for."""
     machine = machine_of(monkeypatch, drift)
     stream = Stream(machine, 1)
-    streams, real = Streams(stream, machine.event), []
+    streams, real = StreamTracer(stream, machine.event), []
     for _ in range(7200):
-        asked = machine.host
+        enqueued = machine.host
         with streams.span("gpu: compute", stream, "batch", {}):
             stream.work(0.9)
-        real.append((asked, asked + 0.9))
+        real.append((enqueued, enqueued + 0.9))
         machine.host += 0.9001
         streams.resolve()
-        machine.host = asked + 1
+        machine.host = enqueued + 1
     assert len(shown["gpu: compute"]) == 7200
     before = 0.0
     for (_, begin, end, _), (truly_began, truly_ended) in zip(shown["gpu: compute"], real, strict=True):

@@ -21,24 +21,24 @@ from typing import Any
 
 import pytest
 import torch
+from hotrow.device.count_streams import CapturedSteps
+from kernels import reference
 from torch import Tensor, nn
 
 from hotrow import optim
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.config import Memory
 from hotrow.data import Cursor
-from hotrow.device.streams import Recorded
 from hotrow.errors import GradientError, MemoryBudgetError, OptionError, StorageError
-from hotrow.kernels import reference
 from hotrow.kernels.index.sets import WAYS
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Admission, Expiry, Lookup, Table
-from hotrow.tiers.hbm.group_batch import Part
-from hotrow.tiers.hbm.miss_list import Answer, Asker
-from hotrow.tiers.hbm.pinned_ring import DOWN, UP, Ring
-from hotrow.tiers.hbm.row_transfer import Way
-from hotrow.tiers.hbm.table_group import Group
-from hotrow.tiers.host.row_staging import Places
+from hotrow.tiers.hbm.group_batch import GroupBatch
+from hotrow.tiers.hbm.miss_list import MissFinder, MissList
+from hotrow.tiers.hbm.pinned_ring import UPLOAD_BUFFERS, WRITE_BACK_BUFFERS, PinnedRing
+from hotrow.tiers.hbm.row_transfer import RowTransfer
+from hotrow.tiers.hbm.table_group import TableGroup
+from hotrow.tiers.host.row_staging import RowLocations
 from hotrow.train import tier_traffic
 from hotrow.train.report import Report
 from hotrow.train.train_step import make_step
@@ -146,8 +146,8 @@ def figures(trainer: Trainer) -> dict[str, int]:
 
 
 def figures_of(embeddings: EmbeddingCollection) -> dict[str, int]:
-    assert embeddings.hot is not None
-    return embeddings.hot.report()
+    assert embeddings.hbm_cache is not None
+    return embeddings.hbm_cache.report()
 
 
 def fitted(trainer: Trainer) -> tuple[Trainer, Report]:
@@ -165,13 +165,15 @@ def roomy_run(device: str, accumulate: int = 1) -> tuple[Trainer, Report]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether batches that were asked for in one go were ahead of their turn, one after another."""
     batches: list[bool] = []
-    plain = Asker.ask
+    plain = MissFinder.find_misses
 
-    def ask(asker: Asker, keys: Tensor, begins: Tensor, batch: int, settled: int, score: float, ahead: bool) -> Answer:
+    def ask(
+        miss_finder: MissFinder, keys: Tensor, begins: Tensor, batch: int, settled: int, score: float, ahead: bool
+    ) -> MissList:
         batches.append(ahead)
-        return plain(asker, keys, begins, batch, settled, score, ahead)
+        return plain(miss_finder, keys, begins, batch, settled, score, ahead)
 
-    monkeypatch.setattr(Asker, "ask", ask)
+    monkeypatch.setattr(MissFinder, "find_misses", ask)
     return batches
 
 
@@ -195,8 +197,10 @@ def test_every_budget_gives_the_same_bits(
     below = {"dram": "16MiB", "ssd": tmp_path} if ssd else {}
     roomy, in_roomy = roomy_run(device, accumulate)
     tight, in_tight = fitted(trainer_of(Memory(hbm=TINY, **below), device, accumulate))
-    assert tight.model.embeddings.hot is not None
-    assert all(bool(group.way.in_place) == (not ssd) for group in tight.model.embeddings.hot.groups)
+    assert tight.model.embeddings.hbm_cache is not None
+    assert all(
+        bool(group.row_transfer.zero_copy_share) == (not ssd) for group in tight.model.embeddings.hbm_cache.groups
+    )
     assert in_roomy.losses == in_tight.losses
     assert in_roomy.evaluations == in_tight.evaluations and in_roomy.evaluations
     assert in_roomy.hbm["evictions"] == in_roomy.hbm["overflows"] == 0 and in_roomy.hbm["hits"] > 0
@@ -226,9 +230,9 @@ def test_admission_and_expiry_do_not_depend_on_the_cache(device: str) -> None:
 
 def test_a_checkpoint_has_the_rows_that_are_in_hbm(device: str, tmp_path: Path) -> None:
     straight, _ = roomy_run(device)
-    first = trainer_of(Memory(hbm=ROOMY), device)
-    first.fit(Clicks(STEPS), steps=STEPS // 2, progress=False)
-    first.save(tmp_path)
+    zero_copy_count = trainer_of(Memory(hbm=ROOMY), device)
+    zero_copy_count.fit(Clicks(STEPS), steps=STEPS // 2, progress=False)
+    zero_copy_count.save(tmp_path)
     other = trainer_of(Memory(hbm=TINY), device)
     other.fit(Clicks(1, seed=5), progress=False)  # something else, that must be gone
     other.load(tmp_path)
@@ -270,9 +274,9 @@ def test_a_bad_gradient_changes_nothing(device: str) -> None:
 def test_budgets_that_cannot_work_are_refused_with_the_one_that_does(device: str, tmp_path: Path) -> None:
     with pytest.raises(MemoryBudgetError, match=r"hbm=1\.0 KiB is too small for 4 tables; give at least"):
         trainer_of(Memory(hbm="1KiB"), device)
-    with pytest.raises(MemoryBudgetError, match=r"a row in HBM keeps its place in DRAM\. Give dram= at least"):
+    with pytest.raises(MemoryBudgetError, match=r"a row in HBM keeps its slot in DRAM\. Give dram= at least"):
         trainer_of(Memory(hbm="64MiB", dram="8MiB", ssd=tmp_path), device)
-    with pytest.raises(MemoryBudgetError, match="keeps its place in DRAM") as too_small:
+    with pytest.raises(MemoryBudgetError, match="keeps its slot in DRAM") as too_small:
         trainer_of(Memory(hbm="4MiB", dram="5MiB", ssd=tmp_path / "small"), device)
     works = re.findall("at least ([0-9]+MiB)", str(too_small.value))[0]
     trainer_of(Memory(hbm="4MiB", dram=works, ssd=tmp_path / "enough"), device)
@@ -313,18 +317,24 @@ def test_hbm_stays_inside_its_budget_and_scratch_with_batches_ahead(device: str)
     trainer.fit(clicks, epochs=2, progress=False)
     torch.cuda.synchronize()
     ids = clicks.all[0].id_count()
-    widest = max(group.width for group in trainer.model.embeddings.hot.groups)  # type: ignore[union-attr]
+    widest = max(group.width for group in trainer.model.embeddings.hbm_cache.groups)  # type: ignore[union-attr]
     scratch = (lookahead + 2) * ids * (200 + 2 * 4 * widest) + ids * 8 * 32 + (16 << 20)
     assert torch.cuda.max_memory_allocated() - before <= hbm + scratch
 
 
 def test_many_rows_come_down_a_few_at_a_time(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.tiers.hbm.row_transfer.PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr("hotrow.tiers.hbm.row_transfer.CHUNK_BYTES", 1 << 10)
     trainer, plain = trainer_of(Memory(hbm=ROOMY), device), trainer_of(None)
     for each in (trainer, plain):
         each.fit(Clicks(1), progress=False)
-    assert trainer.model.embeddings.hot is not None
-    assert max(group.tier.dirty().numel() / group.way.piece for group in trainer.model.embeddings.hot.groups) > 4
+    assert trainer.model.embeddings.hbm_cache is not None
+    assert (
+        max(
+            group.cache.dirty().numel() / group.row_transfer.chunk_rows
+            for group in trainer.model.embeddings.hbm_cache.groups
+        )
+        > 4
+    )
     ours, theirs = rows_of(trainer), rows_of(plain)
     for name in ours:
         torch.testing.assert_close(ours[name][1], theirs[name][1], rtol=1e-4, atol=1e-5)
@@ -335,15 +345,15 @@ def test_rows_that_could_not_be_put_away_are_an_error_until_a_checkpoint_is_load
     trainer.fit(Clicks(1), progress=False)
     trainer.save(tmp_path)
     saved = rows_of(trainer)
-    assert trainer.model.embeddings.hot is not None
+    assert trainer.model.embeddings.hbm_cache is not None
 
-    def fails(places: Places, clean: int) -> None:
+    def fails(places: RowLocations, clean: int) -> None:
         raise StorageError("disk full")
 
-    group = trainer.model.embeddings.hot.groups[0]
-    group._put_behind(fails, group.describe(group.tier.resident()), 0, None)
+    group = trainer.model.embeddings.hbm_cache.groups[0]
+    group._store_in_background(fails, group.locate(group.cache.resident()), 0, None)
     for _ in range(2):
-        with pytest.raises(StorageError, match=r"could not be put away: disk full\. They are lost"):
+        with pytest.raises(StorageError, match=r"could not be written back: disk full\. They are lost"):
             trainer.model.embeddings.table("user").read(torch.tensor([1]))
     trainer.load(tmp_path)
     for name, parts in rows_of(trainer).items():
@@ -351,7 +361,7 @@ def test_rows_that_could_not_be_put_away_are_an_error_until_a_checkpoint_is_load
 
 
 def test_tables_that_are_full_get_what_others_leave_empty(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.tiers.hbm.capacity_split.FIRST", 2)
+    monkeypatch.setattr("hotrow.tiers.hbm.capacity_split.FIRST_CHECK", 2)
     few = {"user": "user", "item": "clicked"}
 
     def trainer(hbm: str) -> Trainer:
@@ -374,8 +384,8 @@ def test_tables_that_are_full_get_what_others_leave_empty(device: str, monkeypat
     reports = [each.fit(source, progress=False) for each in (tight, roomy)]
     assert reports[0].losses == reports[1].losses
     assert_same(tight, roomy)
-    assert tight.model.embeddings.hot is not None
-    sets = tight.model.embeddings.hot.groups[0].tier.index.counts
+    assert tight.model.embeddings.hbm_cache is not None
+    sets = tight.model.embeddings.hbm_cache.groups[0].cache.index.counts
     assert min(sets[2:]) > 2 * max(sets[:2])
 
 
@@ -383,11 +393,11 @@ def test_tables_that_are_full_get_what_others_leave_empty(device: str, monkeypat
 def test_rows_that_are_read_in_place_or_not_are_the_same_bits(
     device: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotrow.tiers.hbm.row_transfer.IN_PLACE", share)
-    monkeypatch.setattr("hotrow.tiers.hbm.row_transfer.AHEAD", share)
+    monkeypatch.setattr("hotrow.tiers.hbm.row_transfer.ZERO_COPY_SHARE", share)
+    monkeypatch.setattr("hotrow.tiers.hbm.row_transfer.ZERO_COPY_SHARE_AHEAD", share)
     tight = trainer_of(Memory(hbm=TINY), device)
-    assert tight.model.embeddings.hot is not None
-    assert all(group.way.in_place == share for group in tight.model.embeddings.hot.groups)
+    assert tight.model.embeddings.hbm_cache is not None
+    assert all(group.row_transfer.zero_copy_share == share for group in tight.model.embeddings.hbm_cache.groups)
     report = tight.fit(Clicks(STEPS), progress=False)
     assert report.losses == roomy_run(device)[1].losses
     assert_same(roomy_run(device)[0], tight)
@@ -421,7 +431,7 @@ QUICK = {False: [(TIGHT, 1)], True: [("ssd", 3)]}  # by policies; the rows over 
 def test_rows_that_come_ahead_are_the_same_bits(
     device: str, policies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[bool]
 ) -> None:
-    monkeypatch.setattr("hotrow.tiers.hbm.staging_queue.PATIENCE", 0)
+    monkeypatch.setattr("hotrow.tiers.hbm.staging_queue.BACKOFF", 0)
     rules = {"admission": Admission(after=2, sketch="4KiB"), "expiry": Expiry(steps=2, every=2)} if policies else {}
     plain = trainer_of(Memory(hbm=ROOMY), device, **rules)
     clicks = Clicks(STEPS - (not LARGE), even=not policies)
@@ -444,7 +454,7 @@ def test_rows_that_come_ahead_are_the_same_bits(
 def test_every_lookahead_gives_the_same_bits_on_the_device(
     lookahead: int, accumulate: int, even: bool, monkeypatch: pytest.MonkeyPatch, asked: list[bool]
 ) -> None:
-    monkeypatch.setattr("hotrow.tiers.hbm.staging_queue.PATIENCE", 0)
+    monkeypatch.setattr("hotrow.tiers.hbm.staging_queue.BACKOFF", 0)
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU: the interpreter has one thread")
     many = Clicks(4 * STEPS, even=even)
@@ -494,7 +504,7 @@ def test_rows_without_room_say_that_less_should_come_ahead(device: str) -> None:
     embeddings.table("u").create(many)
     lookup = embeddings.route(KeyedBatch({"u": Jagged(many)}))
     lookup.stage()
-    assert embeddings.fetch(lookup).plan.late > 100
+    assert embeddings.fetch(lookup).plan.prefetch_misses > 100
 
 
 def test_a_batch_that_was_looked_up_and_dropped_leaves_nothing_behind(device: str) -> None:
@@ -533,14 +543,14 @@ def test_a_staged_batch_is_not_collected_while_its_rows_are_on_their_way(
     del dropped
     gc.collect()
     assert plan() is not None
-    raise_rows, alive = Part.raise_rows, []
+    stage, alive = GroupBatch.stage, []
 
-    def collect(part: Part) -> bool:
+    def collect(part: GroupBatch) -> bool:
         gc.collect()  # the release of a plan waits for the thread that brings its rows: this one
         alive.append(plan() is not None)
-        return raise_rows(part)
+        return stage(part)
 
-    monkeypatch.setattr(Part, "raise_rows", collect)
+    monkeypatch.setattr(GroupBatch, "stage", collect)
     lookup = embeddings.route(KeyedBatch({"u": Jagged(others)})).fetch()
     assert alive == [True]
     gc.collect()
@@ -560,7 +570,7 @@ def test_a_fetch_that_fails_loses_no_row(device: str, seed: int, monkeypatch: py
         raise MemoryBudgetError("dram= is full")
 
     with monkeypatch.context() as patch, pytest.raises(MemoryBudgetError):
-        patch.setattr("hotrow.tiers.host.row_staging.HostLift.fetch", full)
+        patch.setattr("hotrow.tiers.host.row_staging.HostRowFetch.fetch", full)
         embeddings(KeyedBatch({"u": Jagged(torch.cat([others, torch.tensor([777])]))}))
     assert torch.equal(embeddings.table("u").read(keys), plain.table("u").read(keys))
 
@@ -603,27 +613,27 @@ def asked_at_once(embeddings: EmbeddingCollection) -> EmbeddingCollection:
     embeddings.in_flight(3)
     for keys in (MANY, *FEW):
         train_on(embeddings, keys)
-    assert embeddings.hot is not None and embeddings.hot.groups[0].asker.ready(40)
+    assert embeddings.hbm_cache is not None and embeddings.hbm_cache.groups[0].miss_finder.ready(40)
     return embeddings
 
 
 def test_a_batch_that_is_looked_up_while_rows_lie_beside_the_cache_takes_nobodys_place(device: str) -> None:
     embeddings, plain = one_table(Memory(hbm="2KiB"), device), one_table(None, None)
-    first, second = torch.arange(200, 234).repeat(2)[:40], torch.arange(300, 340)
+    zero_copy_count, second = torch.arange(200, 234).repeat(2)[:40], torch.arange(300, 340)
     for each in (embeddings, plain):
-        each.table("u").create(torch.cat([first, second]))
+        each.table("u").create(torch.cat([zero_copy_count, second]))
     asked_at_once(embeddings)
     embeddings.train()
-    one, two = (embeddings.route(batch(keys)) for keys in (first, second))
+    one, two = (embeddings.route(batch(keys)) for keys in (zero_copy_count, second))
     embeddings.fetch(one)
-    assert embeddings.hot is not None and embeddings.hot.groups[0].aside
+    assert embeddings.hbm_cache is not None and embeddings.hbm_cache.groups[0].batches_with_extra
     two.prefetch()
     update(embeddings, one)
     two.stage()
     update(embeddings, embeddings.fetch(two))
-    for keys in (MANY, *FEW, first, second):
+    for keys in (MANY, *FEW, zero_copy_count, second):
         train_on(plain, keys)
-    everything = torch.cat([MANY, torch.arange(1000, 1008), first, second])
+    everything = torch.cat([MANY, torch.arange(1000, 1008), zero_copy_count, second])
     assert torch.equal(embeddings.table("u").read(everything), plain.table("u").read(everything))
 
 
@@ -633,14 +643,14 @@ def test_only_the_thread_that_trains_records_what_is_launched_again(
     """While anything is captured, torch refuses random numbers in the whole process: a tower's dropout would fail."""
     recorders: list[threading.Thread] = []
 
-    class Noted(Recorded):
+    class Noted(CapturedSteps):
         def __init__(self, device: torch.device, steps: Callable[[], Any], keep_graph: bool = False) -> None:
             recorders.append(threading.current_thread())
             super().__init__(device, steps, keep_graph)
 
-    monkeypatch.setattr("hotrow.tiers.hbm.miss_list.Recorded", Noted)
+    monkeypatch.setattr("hotrow.tiers.hbm.miss_list.CapturedSteps", Noted)
     embeddings = asked_at_once(one_table(Memory(hbm="2KiB"), device))
-    assert recorders and embeddings.hot is not None  # those that were asked for at their turn
+    assert recorders and embeddings.hbm_cache is not None  # those that were asked for at their turn
     recorders.clear()
     embeddings.train()
     for number in range(3):
@@ -648,26 +658,26 @@ def test_only_the_thread_that_trains_records_what_is_launched_again(
         thread = threading.Thread(target=lookup.prefetch)
         thread.start()
         thread.join()
-        assert embeddings.hot.groups[0].asker.unrecorded == (number == 0)
+        assert embeddings.hbm_cache.groups[0].miss_finder.capture_pending == (number == 0)
         update(embeddings, embeddings.fetch(lookup))
     assert recorders == [threading.main_thread()]
 
 
 def test_an_evaluation_of_other_sizes_does_not_undo_what_was_recorded(device: str) -> None:
     embeddings = asked_at_once(one_table(Memory(hbm="2KiB"), device))
-    assert embeddings.hot is not None
-    asker = embeddings.hot.groups[0].asker
-    rooms = dict(asker._rooms)
+    assert embeddings.hbm_cache is not None
+    miss_finder = embeddings.hbm_cache.groups[0].miss_finder
+    captures = dict(miss_finder._captures)
     embeddings.eval()
     embeddings(batch(torch.arange(5)))
-    assert asker.ready(40) and asker._rooms == rooms and rooms
+    assert miss_finder.ready(40) and miss_finder._captures == captures and captures
 
 
 @pytest.mark.gpu
 def test_a_tower_with_dropout_trains_while_batches_come_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU: nothing is captured without one")
-    monkeypatch.setattr("hotrow.tiers.hbm.staging_queue.PATIENCE", 0)
+    monkeypatch.setattr("hotrow.tiers.hbm.staging_queue.BACKOFF", 0)
 
     class Dropping(Tower):
         def __init__(self) -> None:
@@ -686,7 +696,7 @@ def test_a_tower_with_dropout_trains_while_batches_come_ahead(monkeypatch: pytes
     assert losses[0] == losses[1]
 
 
-LOST = r"could not be put away: no memory\. They are lost; put that right and load"
+LOST = r"could not be written back: no memory\. They are lost; fix this and load"
 
 
 def no_memory(*_: object) -> None:
@@ -701,14 +711,14 @@ def test_keys_that_took_places_of_rows_that_could_not_leave_are_an_error(
     asked_at_once(embeddings)
     lookup = embeddings.route(batch(torch.arange(300, 340)))
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
-        patch.setattr(Way, "lower_rows", no_memory)
+        patch.setattr(RowTransfer, "begin_write_back", no_memory)
         lookup.prefetch()
     embeddings.release(lookup)
     with pytest.raises(StorageError, match=LOST):
         embeddings.table("u").read(MANY)
 
 
-@pytest.mark.parametrize(("failing", "ahead"), [("lower_rows", 0), ("lower_rows", 1), ("deliver", 0)])
+@pytest.mark.parametrize(("failing", "ahead"), [("begin_write_back", 0), ("begin_write_back", 1), ("deliver", 0)])
 def test_an_error_while_rows_move_loses_none_or_says_so(
     device: str, failing: str, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -725,9 +735,9 @@ def test_an_error_while_rows_move_loses_none_or_says_so(
     lookup = embeddings.route(batch(others))
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
         if failing == "deliver":
-            patch.setattr("hotrow.tiers.hbm.table_group.move.deliver", no_memory)
+            patch.setattr("hotrow.tiers.hbm.table_group.transfer.deliver", no_memory)
         else:
-            patch.setattr(Way, "lower_rows", no_memory)
+            patch.setattr(RowTransfer, "begin_write_back", no_memory)
         lookup.prefetch()
         embeddings.fetch(lookup).gather()
     embeddings.release(lookup)
@@ -744,7 +754,7 @@ def test_rows_beside_the_cache_that_could_not_leave_are_an_error(device: str, mo
     lookup = embeddings.fetch(embeddings.route(batch(torch.arange(60))))
     embeddings(lookup)["u"].sum().backward()  # type: ignore[no-untyped-call]
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
-        patch.setattr(Way, "lower_rows", no_memory)
+        patch.setattr(RowTransfer, "begin_write_back", no_memory)
         embeddings.step()
     embeddings.discard()
     with pytest.raises(StorageError, match=LOST):
@@ -755,7 +765,7 @@ def test_rows_that_the_gpu_cannot_reach_are_gathered(device: str, monkeypatch: p
     def unreachable(*_: object) -> None:
         raise StorageError("the GPU cannot reach 1 GiB of DRAM rows; lower dram=")
 
-    monkeypatch.setattr("hotrow.kernels.rows.move.reachable", unreachable)
+    monkeypatch.setattr("hotrow.kernels.rows.transfer.register_host_memory", unreachable)
     embeddings, plain = one_table(Memory(hbm="64KiB"), device), one_table(None, None)
     for each in (embeddings, plain):
         each.table("u").create(MANY)
@@ -767,13 +777,13 @@ def test_rows_that_the_gpu_cannot_reach_are_gathered(device: str, monkeypatch: p
     assert torch.equal(embeddings.table("u").read(MANY), plain.table("u").read(MANY))
 
 
-def test_few_rows_wait_to_be_put_away_however_slow_that_is(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU a thread puts them away: here it is one that waits until it is waited for."""
-    monkeypatch.setattr("hotrow.tiers.hbm.row_transfer.PIECE_BYTES", 64)
+def test_few_rows_wait_to_be_written_back_however_slow_that_is(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write-back thread is replaced by one that runs a task only when somebody waits for it."""
+    monkeypatch.setattr("hotrow.tiers.hbm.row_transfer.CHUNK_BYTES", 64)
     embeddings = one_table(Memory(hbm="64KiB"), device)
     train_on(embeddings, torch.arange(300))
-    assert embeddings.hot is not None
-    group, waiting, most = embeddings.hot.groups[0], list[Callable[[], None]](), 0
+    assert embeddings.hbm_cache is not None
+    group, waiting, most = embeddings.hbm_cache.groups[0], list[Callable[[], None]](), 0
 
     class Waiting:
         def __init__(self, put: Callable[[], None]) -> None:
@@ -784,26 +794,26 @@ def test_few_rows_wait_to_be_put_away_however_slow_that_is(device: str, monkeypa
             while self.put in waiting:
                 waiting.pop(0)()
 
-    def lower(*given: Any, **options: Any) -> Callable[[], None]:
-        put = Group.lower(group, *given, **options)
+    def begin_write_back(*given: Any, **options: Any) -> Callable[[], None]:
+        put = TableGroup.begin_write_back(group, *given, **options)
 
         def behind() -> None:
             nonlocal most
-            group.landing = Waiting(put)  # type: ignore[assignment]
+            group.last_write_back = Waiting(put)  # type: ignore[assignment]
             most = max(most, len(waiting))
 
         return behind
 
-    monkeypatch.setattr(group, "lower", lower)
-    monkeypatch.setattr(group, "_put_away", group._put)  # ours is the only thread behind
+    monkeypatch.setattr(group, "begin_write_back", begin_write_back)
+    monkeypatch.setattr(group, "_submit_write_back", group._store)  # ours is the only thread behind
     group.flush()
     assert most == 2 and not waiting
 
 
 def test_hbm_is_free_when_a_collection_is_let_go(device: str) -> None:
     embeddings = asked_at_once(one_table(Memory(hbm="2KiB"), device))
-    assert embeddings.hot is not None
-    rows = weakref.ref(embeddings.hot.groups[0].tier)
+    assert embeddings.hbm_cache is not None
+    rows = weakref.ref(embeddings.hbm_cache.groups[0].cache)
     gc.disable()
     try:
         del embeddings
@@ -817,21 +827,23 @@ def test_rows_pass_through_memory_that_is_part_of_dram(
     device: str, dram: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts, where a buffer holds four rows; ahead of their batch's turn and at it."""
-    monkeypatch.setattr("hotrow.tiers.hbm.pinned_ring.LEAST", 64)
-    monkeypatch.setattr("hotrow.tiers.hbm.pinned_ring.MOST", 64)
+    monkeypatch.setattr("hotrow.tiers.hbm.pinned_ring.MIN_BYTES", 64)
+    monkeypatch.setattr("hotrow.tiers.hbm.pinned_ring.MAX_BYTES", 64)
     used = [0]
 
-    class Watched(Ring):
+    class Watched(PinnedRing):
         def buffer(self, floats: int) -> Tensor:
             made = super().buffer(floats)
             used.append(sum(size * number for size, number in self._used.items()))
             return made
 
-    monkeypatch.setattr("hotrow.tiers.hbm.cache.Ring", Watched)
+    monkeypatch.setattr("hotrow.tiers.hbm.cache.PinnedRing", Watched)
     embeddings, plain = one_table(Memory(hbm="2KiB", dram=dram), device), one_table(None, None)
     charged = embeddings.budget.used - one_table(Memory(dram=dram), None).budget.used
-    assert embeddings.hot is not None and embeddings.hot.groups[0].way.most == 4
-    assert charged == figures_of(embeddings)["pinned_bytes"] == (64 * (UP + DOWN) if dram else 0)
+    assert embeddings.hbm_cache is not None and embeddings.hbm_cache.groups[0].row_transfer.buffer_rows == 4
+    assert (
+        charged == figures_of(embeddings)["pinned_bytes"] == (64 * (UPLOAD_BUFFERS + WRITE_BACK_BUFFERS) if dram else 0)
+    )
     embeddings.in_flight(1)
     keys = [(torch.arange(40) * 7 + 11 * number) % 90 for number in range(5)]
     for number in range(10):
@@ -882,8 +894,8 @@ def test_keys_of_all_kinds_and_batches_of_all_sizes_train_as_without_a_cache(dev
     """Nothing, one, the ends of int64, and keys that all want the same two sets of a cache that has more."""
     embeddings = one_table(Memory(hbm="4KiB", hbm_policy=policy), device)
     plain = one_table(None, None)
-    assert embeddings.hot is not None
-    index = embeddings.hot.groups[0].tier.index
+    assert embeddings.hbm_cache is not None
+    index = embeddings.hbm_cache.groups[0].cache.index
     assert index.capacity > 80
     keys = torch.arange(-20_000, 20_000)
     one, other = (

@@ -1,15 +1,20 @@
-"""A GPU for tests, on a machine that has none: what runs only there runs, and says where it is not ordered.
+"""A simulated GPU, for tests on a machine without one. Code for a GPU runs, and accesses without an order are reported.
 
-    with pretend(folder) as device:
+    with simulate_gpu(folder) as device:
         ...train with hbm= on "cuda"...
     assert not device.order.races
 
-Tensors are the host's memory under another name (tensors.py), kernels are interpreted, and the core finds a driver
-(driver.py); streams, events and captured graphs order what they do (device.py), and whatever touches memory without
-being ordered after who touched it before is noted (order.py), kernels by the addresses that they really read and write.
+README.md says what this guards and what it cannot see. The parts:
 
-Requires: TRITON_INTERPRET=1, and that torch sees no GPU. One at a time; a process that pretended once goes on seeing
-NVIDIA's driver, so tests do it in a process of their own.
+    tensors.py  CUDA tensors over host memory
+    device.py   streams, events and captured graphs
+    driver.py   the CUDA driver, for the core
+    order.py    vector clocks and the race detector; kernels report the addresses that they really access
+    threads.py  the order between host threads
+    plugin.py   runs tests marked gpu over the simulated one
+
+Requires: TRITON_INTERPRET=1, and that torch sees no GPU. One at a time. A process that used it keeps the simulated
+driver, so tests use it in a process of their own.
 """
 
 from __future__ import annotations
@@ -28,18 +33,18 @@ from triton.runtime import interpreter
 
 from hotrow import _core
 from hotrow.kernels import current_stream
-from hotrow.kernels.index.launch_arguments import Terms
+from hotrow.kernels.index.launch_arguments import BatchArguments
 from simulated_gpu import driver, tensors, threads
 from simulated_gpu.device import CudaEvent, Device, Graph, on_stream
 from simulated_gpu.order import HOST
-from simulated_gpu.tensors import CudaTensor, Mode, room, touch
+from simulated_gpu.tensors import CudaTensor, Mode, allocate, touch
 
-BYTES = 1 << 34  # that it says it has
+BYTES = 1 << 34  # of memory that the device reports
 
 
 @contextmanager
-def pretend(folder: Path, seed: int = 0, failing: Callable[[str], bool] = lambda name: False) -> Iterator[Device]:
-    """Inside it there is a GPU. `failing` says of a call of the driver whether it is to be refused."""
+def simulate_gpu(folder: Path, seed: int = 0, failing: Callable[[str], bool] = lambda name: False) -> Iterator[Device]:
+    """Simulate a GPU inside the block. `failing(name)` says whether a driver call must fail."""
     device = Device(seed)
     tensors.use(device)
     driver.connect(driver.load(folder), lambda: device, failing)
@@ -78,7 +83,7 @@ def _torch_cuda(device: Device) -> list[tuple[Any, str, Any]]:
         "empty_cache": lambda: None,
         "get_rng_state": lambda where=None: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, where=None: None,
-        "get_device_properties": lambda where=None: types.SimpleNamespace(multi_processor_count=2, uuid="pretended"),
+        "get_device_properties": lambda where=None: types.SimpleNamespace(multi_processor_count=2, uuid="simulated"),
         "cudart": lambda: _Runtime(device),
     }
     current_stream._streams.clear()
@@ -103,7 +108,7 @@ class _Runtime:
         self.device = device
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
-        self.device.refuse("making memory reachable")
+        self.device.refuse_if_capturing("making memory reachable")
         if self.device.unreachable:
             self.device.here.failed = True
             return 801
@@ -117,10 +122,10 @@ class _Runtime:
 
 
 def _elsewhere(device: Device) -> list[tuple[Any, str, Any]]:
-    """What is told, and what tells us, beside torch.cuda."""
+    """Replacements outside torch.cuda: calls that touch memory report it."""
     numpy, execute = torch.Tensor.numpy, interpreter.GridExecutor.__call__
     run = interpreter.InterpretedFunction.run
-    say, builder = Terms.say, interpreter.InterpreterBuilder
+    set_original, builder = BatchArguments.set, interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
     swap, change = builder.create_atomic_cas, builder.create_atomic_rmw
 
@@ -130,18 +135,18 @@ def _elsewhere(device: Device) -> list[tuple[Any, str, Any]]:
         return numpy(tensor, *args, **options)
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:
-        device.refuse("making pinned memory")
+        device.refuse_if_capturing("making pinned memory")
         with _disable_current_modes():
-            return room(tensor.shape, tensor.dtype, "pinned", HOST).copy_(tensor)
+            return allocate(tensor.shape, tensor.dtype, "pinned", HOST).copy_(tensor)
 
     def is_pinned(tensor: torch.Tensor, *_: Any) -> bool:
         block = device.order.block_of(tensor.data_ptr())
         return block is not None and block.kind == "pinned"
 
-    def said(terms: Terms, *numbers: Any) -> None:
+    def set_arguments(arguments: BatchArguments, *numbers: Any) -> None:
         with device.order.lock:
-            touch(HOST, terms._said, True, "saying terms")
-        say(terms, *numbers)
+            touch(HOST, arguments._pinned, True, "setting the batch's arguments")
+        set_original(arguments, *numbers)
 
     def execute_kernel(kernel: Any, *args: Any, **options: Any) -> None:
         plain = [arg.inner if isinstance(arg, CudaTensor) else arg for arg in args]
@@ -161,7 +166,7 @@ def _elsewhere(device: Device) -> list[tuple[Any, str, Any]]:
                     if writes == write:
                         device.order.touch(agent, np.unique(np.concatenate(places)), size, write, name)
 
-        device.ask(name, work)
+        device.enqueue(name, work)
 
     def run_alone(function: Any, *args: Any, **options: Any) -> Any:
         with device.order.lock:  # the interpreter has one thread, and CPython 3.11 parses on one
@@ -191,64 +196,64 @@ def _elsewhere(device: Device) -> list[tuple[Any, str, Any]]:
         noted(pointers, mask.data, False, True)
         return change(self, kind, pointers, value, mask, *rest)
 
-    way = _core.Way
+    row_transfer = _core.RowTransfer
     return [
         (torch, "inference_mode", torch.no_grad),  # whose tensors cannot be wrapped
         (torch.Tensor, "numpy", to_numpy),
         (torch.Tensor, "pin_memory", pin),
         (torch.Tensor, "is_pinned", is_pinned),
-        (Terms, "say", said),
+        (BatchArguments, "set", set_arguments),
         (interpreter.InterpretedFunction, "run", run_alone),
         (interpreter.GridExecutor, "__call__", execute_kernel),
         (builder, "create_masked_load", loading),
         (builder, "create_masked_store", storing),
         (builder, "create_atomic_cas", swapping),
         (builder, "create_atomic_rmw", changing),
-        (_core, "Way", lambda *args: _Way(device, way, *args)),
+        (_core, "RowTransfer", lambda *args: _RowTransfer(device, row_transfer, *args)),
     ]
 
 
-class _Way:
-    """_core.Way, which says what the host touches in it."""
+class _RowTransfer:
+    """Wraps _core.RowTransfer and reports the memory that the host touches in it."""
 
-    def __init__(self, device: Device, way: Any, *args: Any) -> None:
-        self.device, self.way, self.width = device, way(*args), args[3]
+    def __init__(self, device: Device, transfer: Any, *args: Any) -> None:
+        self.device, self.transfer, self.width = device, transfer(*args), args[3]
         for size, cells in zip((32, 40), args[6:8], strict=True):
             device.cells |= {graph: (cell, size) for graph, cell in cells}
 
-    def raise_rows(
-        self, parts: Any, count: int, keys: int, slots: int, steps: int, counts: int, first: int, *rest: Any
+    def upload(
+        self, parts: Any, count: int, keys: int, slots: int, steps: int, counts: int, zero_copy_count: int, *rest: Any
     ) -> int:
         order, staged = self.device.order, rest[2]
         with order.lock:
             if keys:
                 for address in (slots, steps, counts):
-                    order.touch_range(HOST, address, 4 * count, True, "finding rows")
-            order.touch_range(HOST, staged, 4 * self.width * (count - first), True, "gathering rows")
+                    order.touch_range(HOST, address, 4 * count, True, "looking rows up")
+            order.touch_range(HOST, staged, 4 * self.width * (count - zero_copy_count), True, "gathering rows")
         order.caller = order.host()
-        return int(self.way.raise_rows(parts, count, keys, slots, steps, counts, first, *rest))
+        return int(self.transfer.upload(parts, count, keys, slots, steps, counts, zero_copy_count, *rest))
 
-    def lower_rows(self, stream: int, leaving: int, rows: int, staged: int) -> Any:
-        return _Leaving(self, self.way.lower_rows(stream, leaving, rows, staged), rows, staged)
+    def begin_write_back(self, stream: int, device_rows: int, rows: int, staged: int) -> Any:
+        return _WriteBack(self, self.transfer.begin_write_back(stream, device_rows, rows, staged), rows, staged)
 
 
-class _Leaving:
-    def __init__(self, way: _Way, leaving: Any, rows: int, staged: int) -> None:
-        self.way, self.leaving, self.rows, self.staged = way, leaving, rows, staged
+class _WriteBack:
+    def __init__(self, transfer: _RowTransfer, write_back: Any, rows: int, staged: int) -> None:
+        self.transfer, self.write_back, self.rows, self.staged = transfer, write_back, rows, staged
 
-    def put(self, parts: Any, slots: int, steps: int, counts: int, clean: int) -> None:
-        self.leaving.put(parts, slots, steps, counts, clean)
-        order, row = self.way.device.order, 4 * self.way.width
+    def store_rows(self, parts: Any, slots: int, steps: int, counts: int, clean: int) -> None:
+        self.write_back.store_rows(parts, slots, steps, counts, clean)
+        order, row = self.transfer.device.order, 4 * self.transfer.width
         if not self.rows:
             return
-        places = driver.int32s(slots, self.rows)
+        slot_numbers = driver.int32s(slots, self.rows)
         with order.lock:
-            order.touch_range(HOST, self.staged, row * self.rows, False, "putting rows away")
+            order.touch_range(HOST, self.staged, row * self.rows, False, "storing written-back rows")
             for table, begin, end in parts:
                 address, _, _ = table.row_memory()
-                some = places[begin:end][places[begin:end] >= 0].astype(np.int64)
+                some = slot_numbers[begin:end][slot_numbers[begin:end] >= 0].astype(np.int64)
                 if some.size:
-                    order.touch(HOST, address + some * row, row, True, "putting rows away")
+                    order.touch(HOST, address + some * row, row, True, "storing written-back rows")
 
 
-__all__ = ["CudaTensor", "Device", "pretend"]
+__all__ = ["CudaTensor", "Device", "simulate_gpu"]

@@ -1,9 +1,9 @@
-"""The pretended device: streams, events and graphs with the faces of torch's, over `order.Order`.
+"""The simulated device: streams, events and graphs with the interfaces of torch's, over `order.Order`.
 
-What a stream is asked for is done at once. A stream that is being captured does nothing: what it is asked for becomes a
-list of the graph, which `replay` goes through. As torch's: 32 streams of each priority are handed out in turn; a thread
-that captures may not wait, ask whether something has come to pass, or make pinned memory; nobody waits for what is only
-recorded. Whether an event has come to pass that nobody waited for is answered by chance.
+Work is done when it is enqueued. Work on a stream that is being captured is not done but added to the graph, and
+`replay` does it. As in torch: 32 streams of each priority are handed out in turn; a capturing thread may not wait,
+query an event or allocate pinned memory; nothing can wait for captured work. Whether an event has completed that
+nothing waited for is random.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POOL = 32
 
 
 class CaptureError(RuntimeError):
-    """What CUDA refuses then."""
+    """An operation that CUDA refuses during a capture."""
 
 
 class Device:
@@ -39,11 +39,13 @@ class Device:
         self.given = [0, 0]
         self.graphs: dict[int, Graph] = {}
         self.events: dict[int, Event] = {}
-        self.cells: dict[int, tuple[int, int]] = {}  # of graphs that the core launches: where it says what, and bytes
+        self.cells: dict[
+            int, tuple[int, int]
+        ] = {}  # by graph that the core launches: address and size of its arguments
         self.capturers: set[str] = set()  # threads that captured
-        self.done: dict[str, int] = {}  # how often what was done
+        self.done: dict[str, int] = {}  # how often each kind of work was done
         self.unreachable = False  # whether the host's memory cannot be registered
-        self.errors: list[BaseException] = []  # that the driver's caller could not be told
+        self.errors: list[BaseException] = []  # errors in driver callbacks, which cannot raise through C
 
     def new_stream(self, device: Any = None, priority: int = 0, **_: Any) -> Stream:
         pool = int(priority < 0)
@@ -58,23 +60,25 @@ class Device:
 
     @property
     def capturing(self) -> Graph | None:
-        """What this thread captures."""
+        """The graph that this thread captures."""
         return getattr(self.here, "graph", None)
 
     @property
     def memory(self) -> str:
-        """The kind that is made now."""
+        """The kind of memory that an allocation gets now."""
         return "device" if self.current().graph is None else "graph"
 
-    def refuse(self, what: str) -> None:
+    def refuse_if_capturing(self, what: str) -> None:
         """Raise, if this thread captures."""
         if self.capturing is not None:
             raise CaptureError(f"{what}: operation not permitted when stream is capturing")
 
-    def ask(self, what: str, work: Callable[[int], Any]) -> Any:
-        """Have the stream of now do something: `work` is given its agent. While it is captured, remember it."""
+    def enqueue(self, what: str, work: Callable[[int], Any]) -> Any:
+        """Enqueue work on the current stream; `work` gets the stream's agent. During a capture, add it to the graph."""
         stream = self.current()
-        if what.startswith("a") and getattr(self.here, "failed", False):  # torch looks behind its own launches
+        if what.startswith("a") and getattr(
+            self.here, "failed", False
+        ):  # torch checks for errors after its own launches
             self.here.failed = False
             raise RuntimeError("CUDA error: what an earlier call returned")
         with self.order.lock:
@@ -91,7 +95,7 @@ class Device:
             return work(agent)
 
     def synchronize(self, stream: Stream) -> None:
-        self.refuse("waiting for a stream")
+        self.refuse_if_capturing("waiting for a stream")
         with self.order.lock:
             self.order.join(HOST, stream.agent)
 
@@ -102,7 +106,7 @@ class Device:
 
 
 class Stream:
-    """Has the calls of torch.cuda.Stream."""
+    """The interface of torch.cuda.Stream."""
 
     def __init__(self, owner: Device, agent: int, priority: int) -> None:
         self.owner, self.agent, self.priority = owner, agent, priority
@@ -135,7 +139,7 @@ class Stream:
 
 
 class CudaEvent:
-    """Has the calls of torch.cuda.Event."""
+    """The interface of torch.cuda.Event."""
 
     def __init__(self, owner: Device, enable_timing: bool = False, **_: Any) -> None:
         self.owner, self.timing, self.event = owner, enable_timing, Event()
@@ -159,12 +163,12 @@ class CudaEvent:
                 self.owner.order.wait(stream.agent, self.event)
 
     def synchronize(self) -> None:
-        self.owner.refuse("waiting for an event")
+        self.owner.refuse_if_capturing("waiting for an event")
         with self.owner.order.lock:
             self.owner.order.wait(HOST, self.event)
 
     def query(self) -> bool:
-        self.owner.refuse("asking for an event")
+        self.owner.refuse_if_capturing("asking for an event")
         with self.owner.order.lock:
             if self.owner.order.passed(self.event) or self.owner.random.random() < 0.5:
                 self.owner.order.wait(HOST, self.event)
@@ -178,7 +182,7 @@ class CudaEvent:
 
 
 class Graph:
-    """Has the calls of torch.cuda.CUDAGraph."""
+    """The interface of torch.cuda.CUDAGraph."""
 
     def __init__(self, owner: Device, keep_graph: bool = False) -> None:
         self.owner, self.keep = owner, keep_graph
@@ -188,7 +192,7 @@ class Graph:
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         assert capture_error_mode == "thread_local", "other threads may go on with theirs"
-        self.owner.refuse("capturing twice")
+        self.owner.refuse_if_capturing("capturing twice")
         stream = self.owner.current()
         assert stream is not self.owner.default and stream.graph is None, "a stream that can be captured"
         self.stream, stream.graph, self.owner.here.graph = stream, self, self
@@ -204,7 +208,7 @@ class Graph:
         return id(self)
 
     def replay(self) -> None:
-        self.owner.refuse("replaying")
+        self.owner.refuse_if_capturing("replaying")
         self.run(self.owner.current().agent)
 
     def run(self, agent: int) -> None:

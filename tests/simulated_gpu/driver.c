@@ -1,4 +1,4 @@
-// NVIDIA's driver, as far as core/device/cuda_driver.cpp asks for it, handed on to functions that a test gives.
+// The CUDA driver calls that core/device/cuda_driver.cpp uses. They call back into Python (driver.py).
 #include <stddef.h>
 
 typedef void* Handle;
@@ -16,7 +16,7 @@ static struct {
 } calls;
 static size_t events = 0;
 
-void pretend(void** functions) {
+void set_callbacks(void** functions) {
   for (size_t i = 0; i < sizeof calls / sizeof(void*); ++i) ((void**)&calls)[i] = functions[i];
 }
 

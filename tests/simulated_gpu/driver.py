@@ -1,5 +1,6 @@
-"""NVIDIA's driver for the core, which looks for libcuda.so.1 when it first wants it: a few lines of C under that name,
-loaded before, hand on to the pretended device."""
+"""The CUDA driver for the core, which loads libcuda.so.1 at its first call. A small C library of that name is loaded
+before, and its functions call the simulated device.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ from simulated_gpu.order import HOST
 Handle, Address, Size = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
 NOT_READY, FAILED = 600, 700
 
-_calls: list[Any] = []  # what C was given stays
+_calls: list[Any] = []  # C holds pointers to these
 
 
 def compiler() -> str | None:
-    """Of C, if there is one."""
+    """The C compiler, None if there is none."""
     return shutil.which("cc") or shutil.which("gcc")
 
 
 def load(folder: Path) -> Any:
-    """The library, made if it is not there. Once it is loaded, the core takes it for the machine's own."""
+    """Build the library if needed and load it. From then on the core uses it as the machine's driver."""
     made = folder / "libcuda.so.1"
     if not made.exists():
         found = compiler()
@@ -39,7 +40,7 @@ def load(folder: Path) -> Any:
 
 
 def connect(library: Any, device: Callable[[], Device], failing: Callable[[str], bool]) -> None:
-    """Have it hand on to the device of then; `failing` says whether a call is to be refused."""
+    """Connect the library to `device()`. `failing(name)` says whether a call must fail."""
 
     def event_of(handle: int) -> CudaEvent:
         return device().events.setdefault(handle, CudaEvent(device()))
@@ -69,8 +70,8 @@ def connect(library: Any, device: Callable[[], Device], failing: Callable[[str],
 
     def launch(graph: int, stream: int) -> None:
         on, (cell, size) = device().stream(stream or 0), device().cells.get(graph, (0, 0))
-        with device().order.lock:  # what it is to do was said just before
-            device().order.touch_range(HOST, cell, size, True, "saying what to launch")
+        with device().order.lock:  # its arguments were written just before
+            device().order.touch_range(HOST, cell, size, True, "writing launch arguments")
             device().graphs[graph].run(on.agent)
 
     kinds = {
@@ -88,7 +89,7 @@ def connect(library: Any, device: Callable[[], Device], failing: Callable[[str],
         def guard(*args: Any) -> int:
             try:
                 return FAILED if failing(name) else int(call(*args) or 0)
-            except BaseException as error:  # C++ cannot be thrown at
+            except BaseException as error:  # an exception cannot pass through C
                 device().errors.append(error)
                 return FAILED
 
@@ -96,9 +97,9 @@ def connect(library: Any, device: Callable[[], Device], failing: Callable[[str],
 
     _calls[:] = [ctypes.CFUNCTYPE(ctypes.c_int, *types)(guarded(name, call)) for name, (types, call) in kinds.items()]
     pointers = (ctypes.c_void_p * len(_calls))(*(ctypes.cast(call, ctypes.c_void_p) for call in _calls))
-    library.pretend(pointers)
+    library.set_callbacks(pointers)
 
 
 def int32s(address: int, count: int) -> np.ndarray:
-    """Numbers at an address."""
+    """An int32 array at an address."""
     return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_int32)), (count,))

@@ -1,17 +1,17 @@
-"""Who is ordered after whom on the pretended device, and which memory was touched without being ordered.
+"""The order of work on the simulated device, and a detector of accesses to memory without an order (data races).
 
-Agents are the streams and the host's threads. Each has a vector clock: of every agent, the last of its works that this
-one comes after. A launch comes after what its thread did before it and what its stream did; an event carries its
-stream's clock to who waits for it; threads hear of each other through locks (threads.py). What two threads of the host
-do to one place is not looked at.
+Agents are streams and host threads. Each has a vector clock: for every agent, the number of its last work that precedes
+this agent's present. A launch follows the earlier work of its thread and of its stream. An event carries its stream's
+clock to everything that waits for it. Threads exchange clocks through locks (threads.py). Conflicts between two host
+threads are not checked.
 
-Memory is watched by words of four bytes: who wrote each last, and who has read it since. An access that conflicts with
-one that it does not come after is a race, whether or not it did harm: work is done when it is asked for, so that
-results are what they should be, and only this says what a device might have made of them.
+Memory is tracked in words of four bytes: the last writer, and the readers since. An access that conflicts with one that
+it does not follow is a race, whether or not it did harm: work is done when it is enqueued, so results are right, and
+only this shows what a real device might have done.
 
-A block that is let go may be somebody else's at once, as torch's allocators have it: memory of the device for the
-stream that it was made on, pinned memory for the host, but for streams that torch knows of (`known`). What a graph was
-captured with is nobody else's before CUDA frees it, which waits for the device.
+Freed memory may be reused at once, as by torch's allocators: device memory by the stream that it was allocated on,
+pinned memory by the host, except for streams that torch knows of (`known`). Memory of a captured graph is not reused
+before CUDA frees it, which waits for the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 AGENTS, THREADS = 192, 70  # all, and the first of the host's threads
-HOST = -1  # the thread that asks
+HOST = -1  # the calling thread
 WORD = 4
 
 
@@ -41,7 +41,7 @@ class Event:
 
 
 class Block:
-    """Memory that somebody on the device may touch: `kind` is device, graph, pinned or registered."""
+    """Memory that the device may access. `kind` is device, graph, pinned or registered."""
 
     def __init__(self, kind: str, base: int, size: int, home: int, where: str) -> None:
         self.kind, self.base, self.end, self.home, self.where = kind, base, base + size, home, where
@@ -49,7 +49,7 @@ class Block:
         self.writer = np.zeros(words, dtype=np.int16)
         self.written = np.zeros(words, dtype=np.int32)
         self.read: dict[int, np.ndarray] = {}
-        self.work: dict[int, str] = {}  # what an agent did here last, for reports
+        self.work: dict[int, str] = {}  # an agent's last work here, for reports
         self.known: set[int] = set()
 
     def __repr__(self) -> str:
@@ -57,25 +57,25 @@ class Block:
 
 
 class Order:
-    """Clocks of all agents, and the memory that they touch."""
+    """The clocks of all agents, and the memory that they access."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.clocks = np.zeros((AGENTS, AGENTS), dtype=np.int32)
         self.names: dict[int, str] = {}
         self.here = threading.local()
-        self.caller: int | None = None  # for whom threads of the core work
+        self.caller: int | None = None  # the agent that threads of the core work for
         self._threads = itertools.count(THREADS)
-        self.races: dict[str, str] = {}  # by a short name, with where it was
+        self.races: dict[str, str] = {}  # long description by short one
         self._bases: list[int] = []
         self._blocks: dict[int, Block] = {}
         self._freed: deque[tuple[Block, np.ndarray, str]] = deque()
         self._arenas: dict[int, Any] = {}
 
-    # --- who comes after whom ---
+    # --- order ---
 
     def host(self) -> int:
-        """This thread."""
+        """The agent of this thread."""
         agent = getattr(self.here, "agent", None)
         if agent is None:
             known = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
@@ -85,27 +85,27 @@ class Order:
         return agent
 
     def enter(self, name: str) -> int:
-        """This thread is a new agent."""
+        """Make this thread a new agent."""
         agent: int = next(self._threads)
         self.here.agent, self.names[agent], self.clocks[agent, agent] = agent, f"thread {name!r}", 1
         return agent
 
-    def heard(self) -> np.ndarray:
-        """What this thread knows, for another to hear of; what it does next it does not tell."""
+    def send_clock(self) -> np.ndarray:
+        """This thread's clock, to pass to another thread. Later work of this thread is not included."""
         host = self.host()
-        said = self.clocks[host].copy()
+        clock = self.clocks[host].copy()
         self.clocks[host, host] += 1
-        return said
+        return clock
 
-    def hear(self, said: np.ndarray | None) -> None:
-        """This thread comes after what another knew."""
-        if said is not None:
+    def receive_clock(self, clock: np.ndarray | None) -> None:
+        """This thread follows everything in that clock."""
+        if clock is not None:
             host = self.host()
-            np.maximum(self.clocks[host], said, out=self.clocks[host])
+            np.maximum(self.clocks[host], clock, out=self.clocks[host])
 
     def launch(self, agent: int) -> None:
-        """Something is asked of a stream."""
-        np.maximum(self.clocks[agent], self.heard(), out=self.clocks[agent])
+        """This thread enqueues work on a stream."""
+        np.maximum(self.clocks[agent], self.send_clock(), out=self.clocks[agent])
         self.clocks[agent, agent] += 1
 
     def record(self, event: Event, agent: int) -> None:
@@ -113,19 +113,19 @@ class Order:
         event.clock, event.agent = self.clocks[agent].copy(), agent
 
     def wait(self, agent: int, event: Event) -> None:
-        """An agent goes on after an event."""
+        """An agent waits for an event."""
         if event.clock is not None:
             agent = self.host() if agent == HOST else agent
             np.maximum(self.clocks[agent], event.clock, out=self.clocks[agent])
 
     def join(self, agent: int, other: int) -> None:
-        """An agent comes after all that another was asked for."""
+        """An agent waits for all work of another."""
         self.launch(other)
         agent = self.host() if agent == HOST else agent
         np.maximum(self.clocks[agent], self.clocks[other], out=self.clocks[agent])
 
     def passed(self, event: Event) -> bool:
-        """Whether this thread knows that an event has come to pass."""
+        """Whether this thread follows an event."""
         return event.clock is None or bool(event.clock[event.agent] <= self.clocks[self.host(), event.agent])
 
     # --- memory ---
@@ -144,20 +144,19 @@ class Order:
         return block
 
     def _let_go(self, block: Block) -> None:
-        # No lock here: the garbage collector may call this inside of anything.
-        # Of pinned memory whoever had it has let go: what any thread has waited for counts.
+        # No lock: the garbage collector may call this anywhere. For pinned memory, a wait by any thread counts.
         clock = self.clocks[THREADS:].max(axis=0) if block.home == HOST else self.clocks[block.home].copy()
         self._freed.append((block, clock, _here()))
 
     def remove(self, base: int) -> None:
-        """Registered memory that is no more."""
+        """Memory was unregistered."""
         with self.lock:
             block = self._blocks[base]
             self._freed.append((block, self.clocks[self.host()].copy(), _here()))
             self.settle()
 
     def settle(self) -> None:
-        """Take leave of blocks that were let go; who might still touch one is a race."""
+        """Remove freed blocks. An agent that may still access one is a race."""
         while self._freed:
             block, clock, where = self._freed.popleft()
             agents = {*np.unique(block.writer[block.written > 0]).tolist(), *block.read}
@@ -186,7 +185,7 @@ class Order:
         return block if address < block.end else None
 
     def touch(self, agent: int, addresses: np.ndarray, size: int, write: bool, work: str) -> None:
-        """An agent reads or writes `size` bytes at each address. The host may touch what nobody watches."""
+        """An agent reads or writes `size` bytes at each address. The host may access untracked memory."""
         addresses = np.asarray(addresses).reshape(-1)
         while addresses.size:
             block = self.block_of(int(addresses[0]))
@@ -204,7 +203,7 @@ class Order:
             addresses = addresses[~inside]
 
     def touch_range(self, agent: int, address: int, size: int, write: bool, work: str) -> None:
-        """The same for bytes side by side."""
+        """The same for a range of bytes."""
         block = self.block_of(address) if size else None
         if block is not None:
             begin, end = (address - block.base) // WORD, -(-(min(address + size, block.end) - block.base) // WORD)
@@ -241,7 +240,7 @@ class Order:
 
 
 def _here(frames: int = 3) -> str:
-    """Where the tree's own code is just now."""
+    """The innermost frames of the project's code."""
     found: list[str] = []
     frame = sys._getframe(1)
     while frame is not None and len(found) < frames:

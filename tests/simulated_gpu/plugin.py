@@ -1,8 +1,9 @@
-"""Tests that are marked gpu, over the pretended one, with the sizes of the interpreter:
+"""A pytest plugin: runs tests marked gpu over the simulated GPU, with sizes for Triton's interpreter:
 
     TRITON_INTERPRET=1 PYTHONPATH=tests python -m pytest -p simulated_gpu.plugin tests/nn/test_hbm.py -m gpu
 
-Each fails if it touched memory unordered. Those that measure memory, or want the real device's sizes, say nothing here.
+A test fails if it accessed memory without an order. Tests that measure memory, or need a real device's sizes, prove
+nothing here.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 import pytest
 
 from hotrow.kernels import graph_capture
-from hotrow.kernels.rows import layout, move, update
+from hotrow.kernels.rows import layout, transfer, update
 from hotrow.tiers.hbm import batch_layout, row_transfer
-from simulated_gpu import Device, pretend
+from simulated_gpu import Device, simulate_gpu
 
 
 class _Os:
-    """Where tests look whether kernels are interpreted."""
+    """Replaces `os` in a test module: there, kernels do not look interpreted."""
 
     def __init__(self) -> None:
         self.environ = {**os.environ, "TRITON_INTERPRET": "0"}
@@ -32,19 +33,19 @@ class _Os:
 
 
 @pytest.fixture(autouse=True)
-def pretended(
+def simulated(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Device]:
     monkeypatch.setattr(request.module, "os", _Os(), raising=False)
     for module, name, value in (
-        (move, "PULLERS", 4),
-        (move, "NOTERS", 2),
-        (move, "ORDERERS", 2),
-        (row_transfer, "ROOM", 256),
+        (transfer, "ROW_PROGRAMS", 4),
+        (transfer, "METADATA_PROGRAMS", 2),
+        (transfer, "REQUEST_PROGRAMS", 2),
+        (row_transfer, "LAUNCH_ROWS", 256),
     ):
         monkeypatch.setattr(module, name, value)
     kept: list[Any] = [value for value in vars(request.module).values() if hasattr(value, "cache_clear")]
-    with pretend(_folder(tmp_path_factory)) as device:
+    with simulate_gpu(_folder(tmp_path_factory)) as device:
         yield device
         for known in (graph_capture._streams, layout._tables, batch_layout._PLAIN):
             known.clear()
@@ -57,7 +58,7 @@ def pretended(
 
 
 def _folder(factory: pytest.TempPathFactory) -> Path:
-    """Of the driver, which is loaded once."""
+    """The folder of the driver, which is loaded once."""
     folder = factory.getbasetemp() / "driver"
     folder.mkdir(exist_ok=True)
     return folder

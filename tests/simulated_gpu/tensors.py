@@ -99,7 +99,7 @@ def device() -> Device:
     return _device
 
 
-def room(shape: Sequence[int], dtype: torch.dtype, kind: str, home: int) -> Tensor:
+def allocate(shape: Sequence[int], dtype: torch.dtype, kind: str, home: int) -> Tensor:
     """Memory that is watched."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     array = np.zeros(-(-max(size, 1) // 64) * 64 + 64, dtype=np.uint8)
@@ -116,7 +116,7 @@ def _moved(made: Tensor, kind: str, home: int) -> Tensor:
     if made.numel() == 0 or device().order.block_of(made.data_ptr()) is not None:
         return made
     extent = 1 + sum((n - 1) * step for n, step in zip(made.shape, made.stride(), strict=True))
-    return room([extent], made.dtype, kind, home).as_strided(made.shape, made.stride()).copy_(made)
+    return allocate([extent], made.dtype, kind, home).as_strided(made.shape, made.stride()).copy_(made)
 
 
 def words_of(tensor: Tensor) -> np.ndarray:
@@ -210,11 +210,11 @@ def _on_device(func: Any, name: str, args: Any, kwargs: Any, plain_args: Any, pl
             index = name in ("index", "index_put_", "_index_put_impl_")
             if not index:
                 raise RuntimeError(f"{name}: expected all tensors to be on the same device, cuda:0 and cpu")
-            owner.refuse("an index from the host")
+            owner.refuse_if_capturing("an index from the host")
     mask = any(isinstance(v, Tensor) and v.dtype == torch.bool for v in tree_flatten(args[1:2])[0])
     waits = func in WAITS or (name in ("index", "index_put_", "_index_put_impl_") and mask)
     if waits:
-        owner.refuse(name)
+        owner.refuse_if_capturing(name)
     written = [t for t, write in _accesses(func, plain_args, plain_kwargs) if write]
     agent = owner.current().agent
     if written:
@@ -223,7 +223,7 @@ def _on_device(func: Any, name: str, args: Any, kwargs: Any, plain_args: Any, pl
             _note(agent, func, name, plain_args, plain_kwargs)
             return func(*plain_args, **plain_kwargs)
 
-        owner.ask(f"aten.{name}", change)
+        owner.enqueue(f"aten.{name}", change)
         result: Any = [t for t, write in _accesses(func, args, kwargs) if write]
         returned = len(func._schema.returns)
         result = result[0] if returned == 1 else tuple(result[:returned]) if returned else None
@@ -242,7 +242,7 @@ def _on_device(func: Any, name: str, args: Any, kwargs: Any, plain_args: Any, pl
                     out.copy_(new)
 
         graph = owner.current().graph
-        owner.ask(f"aten.{name}", again)
+        owner.enqueue(f"aten.{name}", again)
         result = tree_map(lambda t: CudaTensor(t) if isinstance(t, Tensor) else t, outs)
     if waits:
         owner.synchronize(owner.current())
@@ -258,7 +258,7 @@ def _make(func: Any, args: Any, kwargs: Any, to_gpu: bool) -> Any:
     if not to_gpu and not pinned:
         return made
     if pinned:
-        owner.refuse("making pinned memory")
+        owner.refuse_if_capturing("making pinned memory")
     with owner.order.lock:
         made = _moved(made, "pinned" if pinned else owner.memory, agent)
     name = func._schema.name.split("::")[1]
@@ -270,7 +270,7 @@ def _make(func: Any, args: Any, kwargs: Any, to_gpu: bool) -> Any:
                 touch(agent, made, True, f"aten.{name}")
                 made.copy_(values)
 
-            owner.ask(f"aten.{name}", fill)
+            owner.enqueue(f"aten.{name}", fill)
         return CudaTensor(made)
     return made
 
@@ -309,7 +309,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         elif block.kind == "pinned":
             block.known.add(owner.current().agent)
     if waits:
-        owner.refuse("a copy that is waited for")
+        owner.refuse_if_capturing("a copy that is waited for")
 
     def copy(agent: int) -> None:
         for tensor, write, there in ((off, False, ours[1]), (to, True, ours[0])):
@@ -317,7 +317,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
                 touch(agent, tensor, write, "a copy")
         to.copy_(off)
 
-    owner.ask("a copy", copy)
+    owner.enqueue("a copy", copy)
     if waits:
         owner.synchronize(owner.current())
     return target

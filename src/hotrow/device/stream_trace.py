@@ -1,12 +1,12 @@
-"""What the streams of a GPU did when, on tracks of a trace: rows that go up, rows that go down, compute.
+"""When a GPU's streams ran their work, as tracks of a trace: uploads, write-backs and compute.
 
-The host only asks for such work; when it happened is measured by the device, with an event before it and one behind.
-Pairs wait in order until their second event has come to pass, which is looked up now and then (`resolve`) and never
-waited for while training goes on. The device's time is made the host's by an anchor: an event that was waited for once,
-at the start. Clocks drift, so two things that must hold correct it: nothing happened before it was asked for, nor after
-it was seen to be done. An elapsed time is a float of milliseconds: the anchor is moved on, before that becomes coarse.
+The host only enqueues such work. The device measures it, with an event before and one after. Pairs of events queue
+until the second has completed, which `resolve` checks now and then; during training nothing waits for them. Device time
+is converted to host time by an anchor: an event that was waited for once, at the start. Clocks drift, so two facts
+correct the conversion: work starts after it was enqueued and ends before it was seen complete. Elapsed times are float
+milliseconds, so the anchor is moved forward before they lose precision.
 
-Without a recording, or a GPU, `span` costs a function call. Any thread may make spans; those of one stream come from
+Without a trace or a GPU, `span` costs one function call. Any thread may make spans; the spans of one stream come from
 one thread at a time. One thread resolves them.
 """
 
@@ -22,43 +22,43 @@ import torch
 
 from hotrow import trace
 
-MOVE_ON = 10.0  # seconds from the anchor: a float of milliseconds has a resolution of a microsecond there
+MAX_ANCHOR_AGE = 10.0  # seconds from the anchor: a float of milliseconds has a resolution of a microsecond there
 
 
 class _Pair(NamedTuple):
     name: str
     begin: Any
     end: Any
-    asked: float  # on the host, before `begin`
+    enqueued: float  # on the host, before `begin`
     args: dict[str, Any]
 
 
-class Streams:
-    """Pairs of events of all streams. `new_event` makes one that measures time."""
+class StreamTracer:
+    """The pairs of events of all streams. `new_event` makes an event that measures time."""
 
     def __init__(self, stream: Any, new_event: Callable[[], Any]) -> None:
         self._new_event = new_event
         self._anchor = new_event()
         self._anchor.record(stream)
         self._anchor.synchronize()
-        self._at = time.perf_counter()  # of the anchor, on the host
+        self._anchor_time = time.perf_counter()  # of the anchor, on the host
         self._waiting: dict[str, deque[_Pair]] = {}
         self._tracks: dict[tuple[str, Any], str] = {}
         self._last: dict[str, float] = {}  # when the last span of a track ended
 
     @contextmanager
     def span(self, track: str, stream: Any, name: str, args: dict[str, Any]) -> Iterator[None]:
-        """What is asked of a stream inside the block."""
-        asked, begin, end = time.perf_counter(), self._new_event(), self._new_event()
+        """Trace the work that is enqueued on a stream inside the block."""
+        enqueued, begin, end = time.perf_counter(), self._new_event(), self._new_event()
         begin.record(stream)
         try:
             yield
         finally:
             end.record(stream)
-            self._queue(track, stream).append(_Pair(name, begin, end, asked, args))
+            self._queue(track, stream).append(_Pair(name, begin, end, enqueued, args))
 
     def _queue(self, track: str, stream: Any) -> deque[_Pair]:
-        """Of a stream; the second one with that kind of work has a track of its own."""
+        """The queue of a stream. A second stream with the same kind of work gets its own track."""
         key = (track, stream.cuda_stream)
         if key not in self._tracks:
             number = sum(kind == track for kind, _ in list(self._tracks)) + 1  # other threads add theirs
@@ -66,28 +66,30 @@ class Streams:
         return self._waiting.setdefault(self._tracks[key], deque())
 
     def resolve(self, wait: bool = False) -> None:
-        """Put spans that are over on the trace. With `wait`, all of them."""
+        """Add completed spans to the trace. With `wait`, wait for all."""
         for track, queue in list(self._waiting.items()):
             while queue:
                 if wait:
                     queue[0].end.synchronize()
                 elif not queue[0].end.query():
                     break
-                self._show(track, queue.popleft())
+                self._emit(track, queue.popleft())
 
-    def _show(self, track: str, pair: _Pair) -> None:
+    def _emit(self, track: str, pair: _Pair) -> None:
         seen = time.perf_counter()
         begin, end = (self._anchor.elapsed_time(event) / 1e3 for event in (pair.begin, pair.end))
-        self._at += max(0.0, pair.asked - (self._at + begin))
-        self._at -= max(0.0, self._at + end - seen)
-        first = max(self._at + begin, self._last.get(track, 0.0))  # a correction must not make neighbours overlap
-        self._last[track] = last = max(first, self._at + end)
+        self._anchor_time += max(0.0, pair.enqueued - (self._anchor_time + begin))
+        self._anchor_time -= max(0.0, self._anchor_time + end - seen)
+        first = max(
+            self._anchor_time + begin, self._last.get(track, 0.0)
+        )  # corrections must not make neighbours overlap
+        self._last[track] = last = max(first, self._anchor_time + end)
         trace.add(track, pair.name, first, last, **pair.args)
-        if end > MOVE_ON:
-            self._anchor, self._at = pair.end, self._at + end
+        if end > MAX_ANCHOR_AGE:
+            self._anchor, self._anchor_time = pair.end, self._anchor_time + end
 
 
-_streams: Streams | None = None
+_streams: StreamTracer | None = None
 
 
 def on() -> bool:
@@ -96,9 +98,10 @@ def on() -> bool:
 
 
 def span(track: str, stream: Any, name: str, **args: Any) -> AbstractContextManager[None]:
-    """A span of what is asked of a stream inside the block: `with span("gpu: rows up", self.up, "rows", rows=n): ...`.
+    """Trace the work that is enqueued on a stream inside the block: `with span("gpu: rows up", self.up, "rows",
+    rows=n): ...`.
 
-    None is no stream, and nothing is measured.
+    Without a stream (None) nothing is measured.
     """
     if _streams is None or stream is None:
         return nullcontext()
@@ -106,7 +109,7 @@ def span(track: str, stream: Any, name: str, **args: Any) -> AbstractContextMana
 
 
 def computing(device: torch.device, name: str) -> AbstractContextManager[None]:
-    """The same, for what the thread that trains asks of its stream."""
+    """The same, for compute on the training thread's stream."""
     if _streams is None:
         return nullcontext()
     return _streams.span("gpu: compute", torch.cuda.current_stream(device), name, {})
@@ -116,17 +119,17 @@ def begin(device: torch.device) -> None:
     """Measure from now on, if there is a trace and the device is a GPU. Waits for the device once."""
     global _streams
     if trace.on() and device.type == "cuda":
-        _streams = Streams(torch.cuda.current_stream(device), lambda: torch.cuda.Event(enable_timing=True))
+        _streams = StreamTracer(torch.cuda.current_stream(device), lambda: torch.cuda.Event(enable_timing=True))
 
 
 def resolve() -> None:
-    """Put what is over on the trace. Waits for nothing."""
+    """Add completed spans to the trace. Does not wait."""
     if _streams is not None:
         _streams.resolve()
 
 
 def end(whole: bool = True) -> None:
-    """Measure no more; if the run was `whole`, wait for what is under way and put it on the trace, too."""
+    """Stop measuring. With `whole`, wait for the spans in flight and add them to the trace."""
     global _streams
     streams, _streams = _streams, None
     if streams is not None and whole:

@@ -1,4 +1,4 @@
-"""Streams of a GPU, and copies to and from it; without one, nothing waits for anything and nothing is copied."""
+"""Streams of a GPU and their order, copies to and from it. Without a GPU nothing waits and nothing is copied."""
 
 from __future__ import annotations
 
@@ -9,77 +9,78 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.device.device_to_host import Down
+from hotrow.device.device_to_host import HostCopy
 from hotrow.kernels import graph_capture
 from hotrow.kernels.current_stream import current_stream
-from hotrow.kernels.rows.move import tell
+from hotrow.kernels.rows.transfer import copy_to_pinned
 
 
 def new_stream(device: torch.device, urgent: bool = False) -> Any:
-    """A stream of that device, None where it has none. What is urgent gets room before what is not."""
+    """A stream of that device, None without a GPU. Kernels of an urgent stream are scheduled first."""
     return graph_capture.new_stream(device, urgent) if device.type == "cuda" else None
 
 
 def on(stream: Any) -> AbstractContextManager[Any]:
-    """Inside it, work goes to that stream."""
+    """Inside the block, that stream is the current one."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def follow(stream: Any) -> None:
-    """What goes to that stream from now on comes after what was asked of this one."""
+    """Make `stream` wait for the work that the current stream has so far."""
     if stream is not None:
         stream.wait_stream(current_stream(stream.device))
 
 
 def wait_for(stream: Any) -> None:
-    """What is asked of this stream from now on comes after what was asked of that one."""
+    """Make the current stream wait for the work that `stream` has so far."""
     if stream is not None:
         current_stream(stream.device).wait_stream(stream)
 
 
 def used_on(stream: Any, *tensors: Tensor | None) -> None:
-    """That stream reads these: their memory is not given to others before it has."""
+    """Tell torch that `stream` uses these tensors, so that it does not reuse their memory earlier."""
     if stream is not None:
         for tensor in tensors:
             if tensor is not None:
                 tensor.record_stream(stream)
 
 
-class Recorded:
-    """Steps that the device remembers: `replay` asks it for all of them, on the stream of then, and returns what they
-    make. Without a device nothing is recorded. kernels/graph_capture.py says who may record."""
+class CapturedSteps:
+    """Steps captured as a CUDA graph. `replay` launches it on the current stream and returns the steps' outputs.
+    Without a GPU nothing is captured, and `replay` runs the steps. kernels/graph_capture.py says which thread may
+    capture."""
 
     def __init__(self, device: torch.device, steps: Callable[[], Any], keep_graph: bool = False) -> None:
         self.graph: Any = None
         if device.type == "cuda":
-            with graph_capture.captured(device, keep_graph) as graph:
-                self.made = steps()
+            with graph_capture.capture_graph(device, keep_graph) as graph:
+                self.outputs = steps()
             self.graph = graph
 
     def replay(self, steps: Callable[[], Any]) -> Any:
-        """Requires: `steps` are those that were recorded."""
+        """Requires: `steps` are the captured ones."""
         if self.graph is None:
             return steps()
         self.graph.replay()
-        return self.made
+        return self.outputs
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, by way of pinned memory. Waits for it."""
-    return Down(tensor).wait()[0]
+    """A copy on the CPU, through pinned memory. Waits for the device."""
+    return HostCopy(tensor).wait()[0]
 
 
-def told(numbers: Tensor) -> Tensor:
-    """As to_host, for int32 numbers that are waited for while rows are on their way down."""
+def to_host_by_kernel(numbers: Tensor) -> Tensor:
+    """As `to_host`, for int32 tensors, by a kernel: the copy engine may be busy with write-backs."""
     if numbers.device.type == "cpu":
         return numbers
     pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     if numbers.numel():
-        tell(numbers, pinned)
+        copy_to_pinned(numbers, pinned)
     current_stream(numbers.device).synchronize()
     return pinned
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; does not wait where the tensor is pinned."""
+    """A copy on the device. Does not wait if the tensor is pinned."""
     return tensor if tensor.device == device else tensor.to(device, non_blocking=True)

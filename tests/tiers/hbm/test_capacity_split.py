@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrow.tiers.hbm.capacity_split import LEAST_SETS, WAYS, divide
+from hotrow.tiers.hbm.capacity_split import MIN_SETS, WAYS, divide
 
 tables = st.lists(
-    st.tuples(st.integers(LEAST_SETS, 500), st.floats(0, 1), st.integers(0, 10_000)), min_size=1, max_size=8
+    st.tuples(st.integers(MIN_SETS, 500), st.floats(0, 1), st.integers(0, 10_000)), min_size=1, max_size=8
 )
 
 
@@ -19,6 +19,6 @@ def test_no_set_is_lost_and_every_table_keeps_what_it_uses(drawn: list[tuple[int
     divided = divide(sets, used, [missed for _, _, missed in drawn])
     if divided is None:
         return
-    assert sum(divided) == sum(sets) and min(divided) >= LEAST_SETS
+    assert sum(divided) == sum(sets) and min(divided) >= MIN_SETS
     assert all(d * WAYS >= u for d, u in zip(divided, used, strict=True))
     assert divide(divided, used, [0] * len(used)) is None  # and where nobody misses anything, nothing moves

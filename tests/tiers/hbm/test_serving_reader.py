@@ -15,7 +15,7 @@ from hotrow.batch import Jagged, KeyedBatch
 from hotrow.config import Memory
 from hotrow.nn import EmbeddingCollection
 from hotrow.table import Table
-from hotrow.tiers.hbm.serving_reader import HotReader
+from hotrow.tiers.hbm.serving_reader import ServingReader
 
 KEYS = 200
 
@@ -62,15 +62,15 @@ def lane_stream(device: str) -> Iterator[None]:
 @pytest.mark.parametrize("below", ["dram", "ssd"])
 def test_lookups_give_the_values_of_below_while_the_cache_fills(device: str, below: str, tmp_path: Path) -> None:
     embeddings = collection(device, **({"dram": "4MiB", "ssd": str(tmp_path)} if below == "ssd" else {}))
-    assert embeddings.hot is not None
-    reader = HotReader(embeddings.layout, embeddings.hot)
+    assert embeddings.hbm_cache is not None
+    reader = ServingReader(embeddings.layout, embeddings.hbm_cache)
     lanes = [reader.lane(16), reader.lane(16)]
     generator = np.random.default_rng(1)
     misses = []
     for number in range(8):
         examples = int(generator.integers(1, 17))
         asked = batch(generator, examples)
-        assert reader.takes(asked)
+        assert reader.supports(asked)
         lane = lanes[number % 2]
         if number == 2:
             for each in lanes:
@@ -78,30 +78,30 @@ def test_lookups_give_the_values_of_below_while_the_cache_fills(device: str, bel
         pooled, late = lane.find(asked)
         assert torch.equal(pooled.cpu(), expected(embeddings, asked)) and late == 0
         misses.append(lane.misses / lane.ids)
-        reader.filler.round()
-    assert misses[0] == 1.0 and min(misses[3:]) < 0.7 and reader.filler.brought > 0
+        reader.filler.run_round()
+    assert misses[0] == 1.0 and min(misses[3:]) < 0.7 and reader.filler.rows_inserted > 0
     assert reader.filler.error is None
     reader.close()
 
 
 def test_batches_that_are_not_one_id_each_are_not_taken(device: str) -> None:
     embeddings = collection(device)
-    assert embeddings.hot is not None
-    reader = HotReader(embeddings.layout, embeddings.hot)
+    assert embeddings.hbm_cache is not None
+    reader = ServingReader(embeddings.layout, embeddings.hbm_cache)
     asked = batch(np.random.default_rng(0), 2)
     jagged = {**asked.ids, "item": Jagged(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]))}
-    assert not reader.takes(KeyedBatch(jagged))
+    assert not reader.supports(KeyedBatch(jagged))
     reader.close()
 
 
 def test_rows_that_change_below_are_brought_up_to_date(device: str) -> None:
     embeddings = collection(device)
-    assert embeddings.hot is not None
-    reader = HotReader(embeddings.layout, embeddings.hot)
+    assert embeddings.hbm_cache is not None
+    reader = ServingReader(embeddings.layout, embeddings.hbm_cache)
     generator = np.random.default_rng(5)
     lane, asked = reader.lane(16), batch(generator, 16)
     lane.find(asked)
-    reader.filler.round()
+    reader.filler.run_round()
     user, _, place = embeddings.tables
     changed, gone = torch.arange(0, KEYS, 2), torch.arange(1, 9, 2)
     touched = {id(user.store): torch.cat([changed, gone]), id(place.store): changed}

@@ -1,6 +1,7 @@
-"""What runs only on a GPU, on a pretended one (tests/simulated_gpu): it runs, and nothing touches memory unordered.
+"""Code that runs only on a GPU, on a simulated one (tests/simulated_gpu): it runs, and all accesses to memory are
+ordered.
 
-Each test is a process of its own, forked: what has seen a GPU once is another process.
+Each test runs in a forked process, because the core loads the driver once per process.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hotrow.data import Cursor
 from hotrow.device import device_to_host
 from hotrow.device.streams import new_stream
 from hotrow.errors import GradientError
-from hotrow.kernels.rows import move, runs
+from hotrow.kernels.rows import runs, transfer
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Table
 from hotrow.tiers.hbm import cache as hbm_cache
@@ -95,12 +96,12 @@ def swap(owner: Any, name: str, value: Any) -> None:
 
 def dial() -> None:
     """Small launches, captured soon, and batches that always come ahead."""
-    move.PULLERS, move.NOTERS, move.ORDERERS = 4, 2, 2
-    swap(row_transfer, "ROOM", 64)
-    swap(miss_list, "LEAST", 16)
-    swap(miss_list, "RECORDED", 2)
-    swap(runs, "RECORDED", 3)
-    swap(staging_queue, "PATIENCE", 0)
+    transfer.ROW_PROGRAMS, transfer.METADATA_PROGRAMS, transfer.REQUEST_PROGRAMS = 4, 2, 2
+    swap(row_transfer, "LAUNCH_ROWS", 64)
+    swap(miss_list, "CAPACITY_STEP", 16)
+    swap(miss_list, "CAPTURE_AFTER", 2)
+    swap(runs, "CAPTURE_AFTER", 3)
+    swap(staging_queue, "BACKOFF", 0)
 
 
 def nothing(*_: object) -> None:
@@ -127,13 +128,13 @@ def forget_what_is_read() -> None:
         def append(self, _: Any) -> None:
             pass
 
-    begin = row_transfer.Way.__init__
+    begin = row_transfer.RowTransfer.__init__
 
-    def begin_and_forget(self: row_transfer.Way, *args: Any) -> None:
+    def begin_and_forget(self: row_transfer.RowTransfer, *args: Any) -> None:
         begin(self, *args)
-        self._reads = Forgetful()
+        self._buffers_being_read = Forgetful()
 
-    swap(row_transfer.Way, "__init__", begin_and_forget)
+    swap(row_transfer.RowTransfer, "__init__", begin_and_forget)
 
 
 def forget_what_was_asked_for_in_spoiled_slots() -> None:
@@ -146,27 +147,27 @@ def forget_where_it_was_looked() -> None:
 
 
 def forget_that_logits_come_down() -> None:
-    swap(device_to_host.Down, "wait", lambda coming: coming._copies)
+    swap(device_to_host.HostCopy, "wait", lambda coming: coming._copies)
 
 
 def split_plans(embeddings: EmbeddingCollection) -> None:
     """Its plans ask and own in two objects, as over ranks."""
-    hot, stream, transport = embeddings.hot, new_stream(embeddings.device, urgent=True), LocalTransport()
+    hot, stream, transport = embeddings.hbm_cache, new_stream(embeddings.device, urgent=True), LocalTransport()
     assert hot is not None
     dims = [rows.table.dim for rows in embeddings.tables]
 
-    def new_plan() -> ShardedPlan:
+    def create_plan() -> ShardedPlan:
         parts = [Part(DeviceClient(embeddings.device, dim, stream)) for dim in dims]
-        return ShardedPlan(parts, range(len(parts)), HbmOwner(hbm_plan.HotPlan(hbm_cache)), transport)
+        return ShardedPlan(parts, range(len(parts)), HbmOwner(hbm_plan.HbmPlan(hot)), transport)
 
-    embeddings.layout.new_plan = new_plan
+    embeddings.layout.create_plan = create_plan
 
 
 def train(
     folder: Path, lookahead: int, hbm: str, more: int, ssd: bool = False, forget: str = "", split: bool = False
 ) -> Dials:
     """A run with an evaluation and a trace; what it did, and what was not ordered."""
-    from simulated_gpu import pretend
+    from simulated_gpu import simulate_gpu
 
     warnings.simplefilter("ignore")  # the lookahead may shrink
     dial()
@@ -174,23 +175,23 @@ def train(
         globals()[forget]()
     below = {"dram": "4MiB", "ssd": str(folder / "rows")} if ssd else {}
     staged = [0]
-    fetch = hbm_plan.HotPlan.fetch
+    fetch = hbm_plan.HbmPlan.fetch
 
-    def counted(plan: hbm_plan.HotPlan, step: int = 0) -> None:
+    def counted(plan: hbm_plan.HbmPlan, step: int = 0) -> None:
         if plan.staged is not None:
-            plan.hot.queue.finish(plan.staged)
-            staged[0] += plan.staged.generation == plan.hot.generation.number
+            plan.cache.queue.finish(plan.staged)
+            staged[0] += plan.staged.generation == plan.cache.generation.number
         fetch(plan, step)
 
-    swap(hbm_plan.HotPlan, "fetch", counted)
-    with pretend(folder) as device:
+    swap(hbm_plan.HbmPlan, "fetch", counted)
+    with simulate_gpu(folder) as device:
         trainer = trainer_of(Memory(hbm=hbm, **below), "cuda", lookahead)  # type: ignore[arg-type]
         if split:
             split_plans(trainer.model.embeddings)
         trainer.trace = folder / "run.json"
         report = trainer.fit(Clicks(more), evaluate=Clicks(0), evaluate_every=9, progress=False)
-        assert trainer.model.embeddings.hot is not None
-        figures = trainer.model.embeddings.hot.report()
+        assert trainer.model.embeddings.hbm_cache is not None
+        figures = trainer.model.embeddings.hbm_cache.report()
         rows = [
             [chunk.keys.tolist(), chunk.values.tolist()] for t in trainer.model.embeddings.tables for chunk in t.scan()
         ]
@@ -228,9 +229,9 @@ def alone(work: Callable[..., Dials], folder: Path, *args: Any, **options: Any) 
 
 
 def _work(pipe: Any, name: str, folder: Path, args: Any, options: Any) -> None:
-    import quick_interpreter
+    import interpreter_speedup
 
-    quick_interpreter.install()
+    interpreter_speedup.install()
     try:
         pipe.send(json.dumps(globals()[name](folder, *args, **options)))
     except BaseException:
@@ -242,7 +243,7 @@ def _work(pipe: Any, name: str, folder: Path, args: Any, options: Any) -> None:
 def c_compiler() -> None:
     driver = pytest.importorskip("simulated_gpu.driver")
     if driver.compiler() is None:
-        pytest.skip("there is no C compiler for the pretended driver")
+        pytest.skip("there is no C compiler for the simulated driver")
 
 
 @pytest.fixture(scope="module")
@@ -298,9 +299,9 @@ def test_what_is_forgotten_is_found(tmp_path: Path, forget: str, found: str) -> 
     raise AssertionError(races)
 
 
-def lose(folder: Path) -> Dials:
+def infinite_loss(folder: Path) -> Dials:
     """A loss that is infinite while all gradients are finite."""
-    from simulated_gpu import pretend
+    from simulated_gpu import simulate_gpu
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         value = nn.functional.binary_cross_entropy_with_logits(logits, labels.clamp(max=1.0))
@@ -316,7 +317,7 @@ def lose(folder: Path) -> Dials:
         ]
 
     dial()
-    with pretend(folder) as device:
+    with simulate_gpu(folder) as device:
         trainer = trainer_of(Memory(hbm="5KiB"), "cuda", 2)
         trainer.loss = loss
         good, bad = Clicks(0), Clicks(0)
@@ -334,7 +335,7 @@ def lose(folder: Path) -> Dials:
 
 
 def test_a_loss_that_is_infinite_changes_nothing(tmp_path: Path) -> None:
-    run = alone(lose, tmp_path)
+    run = alone(infinite_loss, tmp_path)
     batches = KEYS // SIZE
     assert run["said"].startswith(f"the loss is inf at step {batches + 1}; nothing was changed")
     assert run["after"][:3] == run["before"][:3]
@@ -343,17 +344,17 @@ def test_a_loss_that_is_infinite_changes_nothing(tmp_path: Path) -> None:
 
 
 def leave_rows_on_their_way(folder: Path) -> Dials:
-    from simulated_gpu import pretend
+    from simulated_gpu import simulate_gpu
 
     dial()
-    with pretend(folder) as device:
+    with simulate_gpu(folder) as device:
         trainer = trainer_of(Memory(hbm="5KiB"), "cuda", 2)
         trainer.fit(Clicks(0), progress=False)
         embeddings = trainer.model.embeddings
         lookup = embeddings.route(Clicks(1).all[-1])
         lookup.prefetch()
         lookup.stage()
-        brought = sum(part.brought for part in lookup.plan.parts)
+        brought = sum(part.staged_rows for part in lookup.plan.parts)
         lookup.plan.release()
         del trainer, embeddings, lookup
         gc.collect()
@@ -367,10 +368,10 @@ def test_rows_on_their_way_are_waited_for_when_a_collection_is_let_go(tmp_path: 
 
 
 def train_without_reach(folder: Path) -> Dials:
-    from simulated_gpu import pretend
+    from simulated_gpu import simulate_gpu
 
     dial()
-    with pretend(folder) as device, warnings.catch_warnings(record=True) as said:
+    with simulate_gpu(folder) as device, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         device.unreachable = True
         trainer = trainer_of(Memory(hbm="5KiB"), "cuda", 0)
@@ -387,17 +388,17 @@ def test_an_error_of_cuda_that_was_dealt_with_is_not_raised_by_the_next_launch(t
 
 
 def take_streams(folder: Path) -> Dials:
-    from simulated_gpu import pretend
+    from simulated_gpu import simulate_gpu
 
     from hotrow.device.streams import new_stream
     from hotrow.kernels import graph_capture
 
-    with pretend(folder) as device:
+    with simulate_gpu(folder) as device:
         where = torch.device("cuda", 0)
         taken = [new_stream(where, urgent) for urgent in (False, True) for _ in range(70)]
         kept = graph_capture.capture_stream(where)
         grouper, slots, group = runs.Grouper(), torch.zeros(5, dtype=torch.int32, device=where), runs.group
-        runs.RECORDED, refused = 1, 0
+        runs.CAPTURE_AFTER, refused = 1, 0
 
         def broken(_: Tensor) -> None:
             raise torch.OutOfMemoryError("no memory")
@@ -426,21 +427,21 @@ def test_the_stream_that_captures_is_nobody_elses_and_ends_its_captures(tmp_path
 
 
 def refresh_what_was_filled(folder: Path) -> Dials:
-    from simulated_gpu import pretend
+    from simulated_gpu import simulate_gpu
 
     from hotrow.device.streams import new_stream, on
-    from hotrow.tiers.hbm.serving_reader import HotReader
+    from hotrow.tiers.hbm.serving_reader import ServingReader
 
     dial()
     keys = torch.arange(10)
-    with pretend(folder) as device:
+    with simulate_gpu(folder) as device:
         embeddings = EmbeddingCollection(
             [Table("u", dim=4, values="fp32")], optim.SGD(), Memory(hbm="4KiB"), device="cuda", seed=3
         ).eval()
         rows = embeddings.tables[0]
         rows.assign(keys, torch.ones(10, 4))
-        assert embeddings.hot is not None
-        reader = HotReader(embeddings.layout, embeddings.hot)
+        assert embeddings.hbm_cache is not None
+        reader = ServingReader(embeddings.layout, embeddings.hbm_cache)
         streams = [new_stream(embeddings.device) for _ in range(2)]
         with on(streams[1]):
             lane = reader.lane(16)
@@ -453,7 +454,7 @@ def refresh_what_was_filled(folder: Path) -> Dials:
             with on(streams[1]):
                 pooled, _ = lane.find(KeyedBatch({"u": Jagged(keys)}))
                 found.append(float(pooled.min()))
-            reader.filler.round()  # on this stream, beside its own thread
+            reader.filler.run_round()  # on this stream, beside its own thread
         reader.close()
         del reader, lane, embeddings, rows
         gc.collect()

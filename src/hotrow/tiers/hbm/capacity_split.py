@@ -1,10 +1,9 @@
-"""How much of a cache each of its tables gets: equal shares at first, then what the batches so far have shown.
+"""How a cache's sets are divided between the tables of a group.
 
-Nobody knows beforehand how many keys a table has. A table that has left much of its share empty gives up what it is not
-likely to need (it keeps twice what it uses), and tables that are full get that in proportion to the keys they have
-missed. Looked at after batches 64, 128, 256 and so on, and done only where it moves a tenth of the cache, because
-everything goes down for it and comes back when it is met. It follows from the batches alone, and no result depends on
-it.
+The number of keys of a table is not known in advance, so all tables start with equal capacity. After batches 64, 128,
+256 and so on, tables that use little of their capacity keep twice what they use. Full tables get the rest, in
+proportion to the keys that they missed. Moving capacity flushes the whole cache, so it is done only if at least a tenth
+of the cache would move. The split is a function of the batches alone, and no result depends on it.
 """
 
 from __future__ import annotations
@@ -12,28 +11,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hotrow.kernels.index.sets import WAYS
-from hotrow.tiers.hbm.slots import LEAST_SETS
+from hotrow.tiers.hbm.group_cache import MIN_SETS
 
-FIRST = 64  # batches before the first look
-FULL = 0.5  # of its share in use, from which on a table may want more (sets fill to 0.6 before rows lose their place)
-WORTH = 0.1  # of the cache that must move
+FIRST_CHECK = 64  # batches before the first check
+FULL_SHARE = 0.5  # a table with more than this share of its slots in use is full (rows overflow from 0.6 on)
+MIN_MOVED = 0.1  # the share of the cache that must move
 
 
 def divide(sets: Sequence[int], used: Sequence[int], missed: Sequence[int]) -> list[int] | None:
-    """New numbers of sets, given those of now, the slots in use and the keys missed of each table; None: leave it.
+    """Each table's new number of sets, from its present sets, its slots in use and its missed keys. None: no change.
 
     >>> divide([100, 100, 100], used=[8, 700, 700], missed=[8, 3000, 1000])
     [2, 174, 124]
     >>> divide([100, 100], used=[700, 700], missed=[3000, 1000]) is None
     True
     """
-    full = [u > FULL * WAYS * s and m > 0 for s, u, m in zip(sets, used, missed, strict=True)]
-    kept = [s if f else min(s, max(LEAST_SETS, -(-2 * u // WAYS))) for s, u, f in zip(sets, used, full, strict=True)]
+    full = [u > FULL_SHARE * WAYS * s and m > 0 for s, u, m in zip(sets, used, missed, strict=True)]
+    kept = [s if f else min(s, max(MIN_SETS, -(-2 * u // WAYS))) for s, u, f in zip(sets, used, full, strict=True)]
     spare = sum(sets) - sum(kept)
-    if not any(full) or spare < WORTH * sum(sets):
+    if not any(full) or spare < MIN_MOVED * sum(sets):
         return None
     wanted = sum(m for m, f in zip(missed, full, strict=True) if f)
-    shares = [spare * m // wanted if f else 0 for m, f in zip(missed, full, strict=True)]
-    most = max(range(len(sets)), key=lambda t: shares[t])
-    shares[most] += spare - sum(shares)
-    return [k + share for k, share in zip(kept, shares, strict=True)]
+    extra_sets = [spare * m // wanted if f else 0 for m, f in zip(missed, full, strict=True)]
+    most = max(range(len(sets)), key=lambda t: extra_sets[t])
+    extra_sets[most] += spare - sum(extra_sets)
+    return [k + share for k, share in zip(kept, extra_sets, strict=True)]

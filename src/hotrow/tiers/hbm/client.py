@@ -1,12 +1,12 @@
-"""DeviceClient: a batch on a GPU whose rows other objects own. Its tables have one dim.
+"""DeviceClient: the batch's half of a plan, on a GPU, where other objects own the rows. All its tables have one dim.
 
-Duplicates, pooling and sums are on the device, with the kernels that a batch in one process uses. Keys come down when
-their duplicates are out: about 9 bytes each. For the gather kernel the rows that came are a table's rows, and the
-places of the unique keys its slots. A sum of gradients is the update kernel with plain descent, from zero and with rate
--1. dedup gives unique keys by table and hash; one stable sort brings them into the order of owners.
+Deduplication, pooling and gradient sums use the kernels of a batch in one process. Unique keys are copied to the host,
+about 9 bytes each. The gather kernel takes the received rows as a table and the positions of the unique keys as its
+slots. Gradients are summed by the update kernel: plain SGD from zero with learning rate -1. dedup orders unique keys by
+table and hash; one stable sort puts them into the order of owners.
 
-A batch that is routed ahead has a stream of its own, so that its route waits for nothing that training has asked of the
-device. When the batch's turn has come, the training stream waits for it (`take_over`).
+A batch that is routed ahead uses a stream of its own, so its route does not wait for training work on the device. At
+the batch's turn the training stream waits for it (`take_over`).
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from hotrow.device.streams import follow, on, to_host, used_on
 from hotrow.kernels.current_stream import current_stream, raw_stream
 from hotrow.kernels.index.dedup import dedup, hashes_of
 from hotrow.kernels.rows.gather import gather
-from hotrow.kernels.rows.layout import RowLayout, Source, small_table
+from hotrow.kernels.rows.layout import RowLayout, Source, cached_table
 from hotrow.kernels.rows.runs import group
 from hotrow.kernels.rows.update import Coefficients, update
-from hotrow.tiers.batch_values import Request, Summed
+from hotrow.tiers.batch_values import GradientSums, KeyRequest
 from hotrow.tiers.hbm.batch_layout import lay_out
 from hotrow.tiers.host.store import SHARDS
-from hotrow.tiers.plan import Jobs
+from hotrow.tiers.plan import TableInputs
 
 SGD = 0  # the code of kernels/rows/rules.py
 
 
 class DeviceClient:
-    """The batch's half of a plan, on a GPU (hotrow.tiers.plan.RowClient). `stream` is where batches ahead are asked
-    for."""
+    """The batch's half of a plan, on a GPU (hotrow.tiers.plan.RowClient). Batches that are routed ahead
+    enqueue their work on `stream`."""
 
     def __init__(self, device: torch.device, dim: int, stream: Any = None) -> None:
         self.device, self.dim, self.stream = device, dim, stream
         self._layout = RowLayout(dim)
-        self._jobs: Jobs = []
+        self._jobs: TableInputs = []
         self._number = 0  # of unique keys
-        self._asked: Any = None  # an event on `stream`: the last `ask` there is done
+        self._request_done: Any = None  # an event on `stream`: the last `request_keys` there has ended
         self._owners: dict[int, tuple[Tensor, Tensor]] = {}  # by stream: owner_of, and the same on the device
 
-    def ask(self, jobs: Jobs, owner_of: Tensor, owners: int, ahead: bool) -> Request:
+    def request_keys(self, jobs: TableInputs, owner_of: Tensor, owners: int, ahead: bool) -> KeyRequest:
         """The batch's unique keys by owner. Waits for the device."""
         stream = self.stream if ahead else None
         if any(jagged.values.device.type == "cuda" for _, of_table in jobs for jagged, _ in of_table):
-            follow(stream)  # keys that were made on this one
+            follow(stream)  # which may still be writing the keys
         with on(stream):
-            request = self._ask(jobs, owner_of, owners)
-            self._asked = None if stream is None else stream.record_event()
+            request = self._request_keys(jobs, owner_of, owners)
+            self._request_done = None if stream is None else stream.record_event()
         return request
 
-    def _ask(self, jobs: Jobs, owner_of: Tensor, owners: int) -> Request:
+    def _request_keys(self, jobs: TableInputs, owner_of: Tensor, owners: int) -> KeyRequest:
         self._jobs, tables = jobs, len(jobs)
         self._keys, _, self._items = lay_out([of_table for _, of_table in jobs], self.device)
         sizes = tuple(sum(jagged.values.numel() for jagged, _ in of_table) for _, of_table in jobs)
         numbers = torch.arange(tables, dtype=torch.int32, device=self.device)
-        of_position = torch.repeat_interleave(numbers, small_table(sizes, self.device))
+        of_position = torch.repeat_interleave(numbers, cached_table(sizes, self.device))
         unique = dedup(self._keys, of_position, tables)
         n = self._number = int(unique.number)
         keys = unique.keys[:n]
@@ -71,27 +71,28 @@ class DeviceClient:
         place[order] = torch.arange(n, device=self.device)
         self._slots = place[unique.inverse.long()].to(torch.int32)
         counts = torch.bincount(kind, minlength=owners * tables).view(owners, tables).cpu().tolist()
-        return Request(counts, to_host(keys[order]), to_host(unique.counts[:n][order]))
+        return KeyRequest(counts, to_host(keys[order]), to_host(unique.counts[:n][order]))
 
     def _on_device(self, owner_of: Tensor) -> Tensor:
-        """The owner of each shard, int64. Each stream has its own copy: another stream's may not be there yet."""
+        """The owner of each shard, int64. Each stream keeps its own copy: another stream may not have uploaded its copy
+        yet."""
         stream = raw_stream(self.device)
         if stream not in self._owners or self._owners[stream][0] is not owner_of:
-            self._owners[stream] = owner_of, small_table(tuple(owner_of.tolist()), self.device)
+            self._owners[stream] = owner_of, cached_table(tuple(owner_of.tolist()), self.device)
         return self._owners[stream][1]
 
-    def take_over(self) -> None:
-        """What was asked for on another stream is used on this one from now on."""
-        if self._asked is not None:
-            self._asked.wait()
-            self._asked = None
+    def join_route_stream(self) -> None:
+        """Make the current stream wait for the last `request_keys`, and use its results from now on."""
+        if self._request_done is not None:
+            self._request_done.wait()
+            self._request_done = None
             used_on(current_stream(self.device), self._keys, self._slots, *vars(self._items).values())
 
     def pool(self, rows: Tensor, outputs: Sequence[Tensor]) -> None:
         """Pool rows into the features' outputs."""
         gather(Source(self._rows(rows)), self._layout, self._slots, self._items, outputs)
 
-    def sum(self, gradients: Sequence[Tensor | None], checked: Sequence[Tensor], floats: int) -> Summed:
+    def sum_gradients(self, gradients: Sequence[Tensor | None], checked: Sequence[Tensor], floats: int) -> GradientSums:
         """Gradients by unique key."""
         finite = all(bool(torch.isfinite(matrix).all()) for matrix in checked)
         rows = self._rows(torch.zeros(floats, device=self.device))
@@ -103,7 +104,7 @@ class DeviceClient:
         )  # fmt: skip
         sums = rows[: self._number, : self.dim].reshape(-1)
         present = self._present(gradients)
-        return Summed(sums, present, finite, bool(present.all()))
+        return GradientSums(sums, present, finite, bool(present.all()))
 
     def _present(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Which unique keys have a gradient."""
@@ -111,8 +112,8 @@ class DeviceClient:
         if all(gradient is not None for gradient in gradients):
             return marks
         sizes = tuple(jagged.values.numel() for _, of_table in self._jobs for jagged, _ in of_table)
-        given = small_table(tuple(int(gradient is not None) for gradient in gradients), self.device, torch.uint8)
-        of_position = torch.repeat_interleave(given, small_table(sizes, self.device))
+        given = cached_table(tuple(int(gradient is not None) for gradient in gradients), self.device, torch.uint8)
+        of_position = torch.repeat_interleave(given, cached_table(sizes, self.device))
         return marks.zero_().scatter_reduce_(0, self._slots.long(), of_position, "amax")
 
     def _rows(self, flat: Tensor) -> Tensor:
@@ -125,5 +126,5 @@ class DeviceClient:
 
 
 def _shards(keys: Tensor) -> Tensor:
-    """The shard of each key: the top bits of its hash, whose sign is turned here."""
+    """The shard of each key: the top bits of its hash, as unsigned. int64 flips the top bit, hence the offset."""
     return (hashes_of(keys) >> 54) + SHARDS // 2

@@ -1,11 +1,15 @@
-"""One batch in one group of tables: its slots in HBM, and what must move for it.
+"""GroupBatch: one batch in one table group: its slots in HBM, and the transfers that it needs.
 
-At the batch's turn (`bring`) everything that is missing comes up in one go. Ahead of it, the same is done in two parts
-by two threads, so that one batch's slots are looked for while the rows of the one before move: `look` finds who is
-missing, gives them slots, writes their keys into the index and sends away whose slots they are; `raise_rows` has the
-rows themselves come. In between the index names rows that are not there yet: the staging queue brings them first.
-Only rows that exist and find room come ahead. A slot that was given to a key without a row (or whose row could not
-come) is spoiled, and emptied before anybody looks again.
+At the batch's turn, `fetch` does everything: it assigns slots to the missing keys, writes back the rows in those slots
+and uploads the missing rows. Ahead of its turn the same work is split over two threads, so that one batch's slots are
+found while the rows of the batch before it are in flight:
+
+    prefetch   assigns slots, inserts the keys into the index, starts writing back the evicted rows
+    stage      uploads the rows
+
+Between the two, the index names rows that are not uploaded yet. The staging queue uploads them before anything else
+changes the cache. Only rows that exist and get a slot are staged. A slot that was assigned to a key without a row (or
+whose upload failed) is invalid and is emptied before the next lookup.
 """
 
 from __future__ import annotations
@@ -19,351 +23,370 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow.device.streams import to_device, to_host, told, used_on, wait_for
+from hotrow.device.streams import to_device, to_host, to_host_by_kernel, used_on, wait_for
 from hotrow.kernels.current_stream import current_stream, raw_stream
-from hotrow.kernels.index.admit import FIELDS, SLOTS, TABLES, Brief, admit, answer, brief
 from hotrow.kernels.index.dedup import Unique, compact_keys, dedup
-from hotrow.kernels.index.find import Warmth, find
-from hotrow.kernels.index.insert import Chosen, choose_in_order, erase, place
-from hotrow.kernels.index.touch import first_score
-from hotrow.kernels.rows import move
+from hotrow.kernels.index.find import ScorePolicy, find
+from hotrow.kernels.index.insert import Chosen, choose_slots, erase, insert_keys
+from hotrow.kernels.index.miss_report import (
+    FIELDS,
+    SLOTS,
+    TABLES,
+    MissReport,
+    insert_fetched,
+    report_misses,
+    scatter_slots,
+)
+from hotrow.kernels.index.touch import initial_score
+from hotrow.kernels.rows import transfer
 from hotrow.kernels.rows.gather import gather
 from hotrow.kernels.rows.layout import Source
 from hotrow.kernels.rows.runs import Runs
 from hotrow.kernels.rows.runs import group as group_runs
-from hotrow.kernels.rows.update import Coefficients, Meta, update
+from hotrow.kernels.rows.update import Coefficients, RowMetadata, update
 from hotrow.tiers.batch_values import TableRule
 from hotrow.tiers.hbm.batch_layout import lay_out
-from hotrow.tiers.hbm.miss_list import Answer
-from hotrow.tiers.hbm.row_transfer import Into
-from hotrow.tiers.hbm.table_group import Coming, Group
-from hotrow.tiers.host.row_staging import HostLift, Places
+from hotrow.tiers.hbm.miss_list import MissList
+from hotrow.tiers.hbm.row_transfer import UploadTarget
+from hotrow.tiers.hbm.table_group import BegunUpload, TableGroup
+from hotrow.tiers.host.row_staging import HostRowFetch, RowLocations
 from hotrow.tiers.plan import Feature
 
 
-class Wanted(NamedTuple):
-    """Of missing keys: how often each was seen, and which slot it was given (-1: none)."""
+class AssignedSlots(NamedTuple):
+    """For each missing key: how often it occurs, and its assigned slot (-1: none)."""
 
     seen: Tensor
     slots: Tensor
 
 
-class Asked(NamedTuple):
-    """Missing ids: their positions, unique keys, what the host was told of them, who leaves, and where they come."""
+class Misses(NamedTuple):
+    """A batch's missing ids: positions, unique keys, the report to the host, the evicted rows, and the upload's
+    target."""
 
     positions: Tensor
     unique: Unique
-    report: Brief
+    report: MissReport
     keys: Tensor
-    wanted: Wanted
-    leaving: Places
-    into: Into
-    placed: bool  # whether their keys are in the index, if that is to be done ahead
+    assigned: AssignedSlots
+    victims: RowLocations
+    target: UploadTarget
+    keys_inserted: bool  # whether the keys are in the index already (ahead of the turn)
 
 
-class Part:
-    """One batch in one group."""
+class GroupBatch:
+    """One batch in one table group. Its calls come one after another."""
 
-    def __init__(self, group: Group, features: Sequence[Sequence[Feature]], numbers: Sequence[int]) -> None:
+    def __init__(self, group: TableGroup, features: Sequence[Sequence[Feature]], numbers: Sequence[int]) -> None:
         self.group = group
-        self.numbers = numbers  # of its features, among all
-        self.keys, self.begins, self.items = lay_out(features, group.tier.device)
-        self._home = raw_stream(group.tier.device)
+        self.numbers = numbers  # its features' numbers in the collection
+        self.keys, self.begins, self.items = lay_out(features, group.cache.device)
+        self._layout_stream = raw_stream(group.cache.device)
         self.ids = [jagged for of_table in features for jagged, _ in of_table]
-        self.late = torch.zeros(0, dtype=torch.int64)  # positions that a policy answered
+        self.late = torch.zeros(0, dtype=torch.int64)  # positions of ids that a policy answered
         self.batch = 0
-        self.seen: Tensor | None = None  # by position, where duplicates were taken out before
+        self.seen: Tensor | None = None  # occurrences by position, if keys are unique already
         self.extra: Tensor | None = None
-        self._borrowed = False  # whether those are values that were only read
-        self.extra_rows: Places | None = None  # of those that go down after the update
-        self._lift: HostLift | None = None
+        self._extra_is_read_only = False  # whether extra rows are values that were only read
+        self.extra_locations: RowLocations | None = None  # of extra rows, which are written back after the update
+        self._host_rows: HostRowFetch | None = None
         self._runs: Runs | None = None
-        self._answer: Answer | None = None  # what was asked in one go
-        self.aside = False
-        self.brought = self.homeless = self.unseen = 0  # of rows that came ahead, or could not
+        self._miss_list: MissList | None = None  # the result of the captured search, if used
+        self.writes_back_extra = False
+        self.staged_rows = self.unplaced_rows = self.unseen_rows = (
+            0  # of rows ahead of the turn: uploaded; without a slot; without a row
+        )
         self._counted = False
-        self._asked: Asked | None = None  # rows that have slots and are not there yet
-        self._placed = False  # whether keys are in slots whose rows have not been sent away
-        self._after: Future[None] | None = None  # what must be below before they are looked for there
+        self._misses: Misses | None = None  # rows that have slots and are not uploaded yet
+        self._keys_inserted = False  # whether keys are in the index whose slots still have other rows
+        self._pending_write_back: Future[None] | None = None  # must be in DRAM before the rows are looked up there
 
     def find(self, batch: int, ahead: bool | None = None) -> None:
-        """Slots of the ids; -1 where there is no row here. Where the caller will go on at once with what is missing, it
-        says whether that is ahead of the batch's turn."""
+        """Find the slots of the ids, -1 for a miss. `ahead` says that the caller handles misses at once, and whether
+        that is ahead of the batch's turn. None: it handles them later."""
         self.batch = batch
-        self._runs = self._answer = None
+        self._runs = self._miss_list = None
         ids = self.keys.numel()
-        # While rows lie beside the cache, `look` gives nobody a place: then none may be given here, either.
-        waits = ahead is None or (ahead and self.group.aside > 0)
-        if ahead is not None and not waits and self.seen is None and self.group.asker.ready(ids):
-            tier = self.group.tier
-            settled = tier.settled_before(batch) if ahead else tier.settled
-            tier.wait(settled)
-            self._placed = ahead
-            self._answer = self.group.asker.ask(self.keys, self.begins, batch, settled, self._score(), ahead)
-            self._placed = ahead and self._answer.whole
-            self.slots = self._answer.slots
+        # While a batch has extra rows to write back, `prefetch` assigns no slots, so none may be assigned here either.
+        waits = ahead is None or (ahead and self.group.batches_with_extra > 0)
+        if ahead is not None and not waits and self.seen is None and self.group.miss_finder.ready(ids):
+            cache = self.group.cache
+            settled = cache.settled_before(batch) if ahead else cache.settled
+            cache.wait(settled)
+            self._keys_inserted = ahead
+            self._miss_list = self.group.miss_finder.find_misses(
+                self.keys, self.begins, batch, settled, self._score(), ahead
+            )
+            self._keys_inserted = ahead and self._miss_list.complete
+            self.slots = self._miss_list.slots
             return
-        missing = self.group.missing
+        missing = self.group.miss_counter
         missing.catch_up()
-        tier = self.group.tier
+        cache = self.group.cache
         self.slots = find(
-            tier.index, self.keys, self.begins, batch, missing.number, Warmth(tier.policy, tier.half_life)
+            cache.index, self.keys, self.begins, batch, missing.number, ScorePolicy(cache.policy, cache.half_life)
         )
         missing.send()
 
-    def missing(self, learn: bool = True) -> int:
-        """How many ids were not found. Waits for the device. The asker does not learn from batches that are only read:
-        it asks for others, of other sizes."""
-        missing = self._answer.missing if self._answer is not None else self.group.missing.increase()
+    def count_missing(self, learn: bool = True) -> int:
+        """The number of missing ids. Waits for the device. Read-only batches have other sizes, so they pass
+        learn=False."""
+        missing = self._miss_list.missing if self._miss_list is not None else self.group.miss_counter.increase()
         if learn:
-            self.group.asker.saw(self.keys.numel(), missing)
+            self.group.miss_finder.observe(self.keys.numel(), missing)
         return missing
 
     def _count(self, missing: int) -> None:
         if not self._counted:
-            self.group.tier.hits += self.keys.numel() - missing
-            self.group.tier.misses += missing
+            self.group.cache.hits += self.keys.numel() - missing
+            self.group.cache.misses += missing
         self._counted = True
 
     # --- ahead of the batch's turn ---
 
-    def look(self, count: int) -> bool:
-        """Slots for the rows of `count` ids that were not found, and their keys into the index; whose slots they were
-        goes down. Whether all rows that are to come have room."""
+    def prefetch(self, count: int) -> bool:
+        """Assign slots to the rows of `count` missing ids, insert their keys into the index and start writing back the
+        evicted rows. Returns whether every row got a slot."""
         self._count(count)
-        tier, group = self.group.tier, self.group
-        self.brought = self.homeless = self.unseen = 0
-        if count == 0 or group.aside:
-            assert count == 0 or self._answer is None, "keys were placed, and nobody brings their rows"
-            self._placed = False
+        cache, group = self.group.cache, self.group
+        self.staged_rows = self.unplaced_rows = self.unseen_rows = 0
+        if count == 0 or group.batches_with_extra:
+            assert count == 0 or self._miss_list is None, "keys were inserted and their rows are not uploaded"
+            self._keys_inserted = False
             return count == 0
-        asked = self._ask(count, tier.settled_before(self.batch))
-        after, put = group.landing, self._send_away(asked)
+        misses = self._assign_slots(count, cache.settled_before(self.batch))
+        after, put = group.last_write_back, self._begin_eviction(misses)
         if put is not None:
             put()
-        # From here on those slots can be emptied, and not before: whose they were is on its way down.
-        self._asked, self._after, self._placed = asked, after, False
-        if not asked.placed:
-            number = asked.keys.numel()
-            place(tier.index, asked.report.keys[:number], asked.into.slots, None, self.batch, self._score())
-            answer(asked.positions, asked.unique.inverse, asked.report.ranks, asked.into.slots, self.slots)
-        self.homeless = int(np.count_nonzero(asked.wanted.slots.numpy() < 0))
-        return self.homeless == 0
+        # From here on those slots may be emptied: the write-back of their rows has started.
+        self._misses, self._pending_write_back, self._keys_inserted = misses, after, False
+        if not misses.keys_inserted:
+            number = misses.keys.numel()
+            insert_keys(cache.index, misses.report.keys[:number], misses.target.slots, None, self.batch, self._score())
+            scatter_slots(misses.positions, misses.unique.inverse, misses.report.ranks, misses.target.slots, self.slots)
+        self.unplaced_rows = int(np.count_nonzero(misses.assigned.slots.numpy() < 0))
+        return self.unplaced_rows == 0
 
-    def abandon(self, error: BaseException) -> None:
-        """Looking for this batch ended there."""
-        if self._placed:
-            self.group.lose(error)
-        self._placed = False
+    def prefetch_failed(self, error: BaseException) -> None:
+        """`find` or `prefetch` raised this error. Keys may be in slots whose rows were not written back."""
+        if self._keys_inserted:
+            self.group.mark_lost(error)
+        self._keys_inserted = False
 
-    def raise_rows(self) -> bool:
-        """The rows that `look` found slots for come up, on the stream `up`. Whether all of them exist."""
-        if self._asked is None:
+    def stage(self) -> bool:
+        """Upload the rows that `prefetch` assigned slots to, on the upload stream. Returns whether all exist."""
+        if self._misses is None:
             return True
-        group, asked, count = self.group, self._asked, self._asked.keys.numel()
-        group.landed(self._after)
-        places = HostLift(pinned=group.up is not None).nowhere(group.stores, asked.leaving.bounds, count)
-        absent = group.way.land_rows(places, asked.keys, group.way.reading(count, ahead=True), asked.into)
-        used_on(group.up, asked.report.told)
-        self._asked = self._after = None
-        self.unseen = 0
-        if absent:  # some of those may have had no slot
-            wanted = asked.wanted.slots.numpy()
-            lost = (wanted >= 0) & (places.slots.numpy() < 0)
-            self.unseen = int(lost.sum())
-            group.spoil(torch.from_numpy(wanted[lost]))
-        self.brought = count - self.unseen - self.homeless
-        return self.unseen == 0
+        group, misses, count = self.group, self._misses, self._misses.keys.numel()
+        group.wait_for_write_backs(self._pending_write_back)
+        places = HostRowFetch(pinned=group.upload_stream is not None).allocate(
+            group.stores, misses.victims.bounds, count
+        )
+        absent = group.row_transfer.upload(
+            places, misses.keys, group.row_transfer.zero_copy_rows(count, ahead=True), misses.target
+        )
+        used_on(group.upload_stream, misses.report.packed)
+        self._misses = self._pending_write_back = None
+        self.unseen_rows = 0
+        if absent:  # some of the absent rows may have had no slot
+            assigned = misses.assigned.slots.numpy()
+            lost = (assigned >= 0) & (places.slots.numpy() < 0)
+            self.unseen_rows = int(lost.sum())
+            group.invalidate(torch.from_numpy(assigned[lost]))
+        self.staged_rows = count - self.unseen_rows - self.unplaced_rows
+        return self.unseen_rows == 0
 
-    def give_up(self) -> bool:
-        """Rows that were looked for will not come. Whether there are any."""
-        if self._asked is None:
+    def cancel(self) -> bool:
+        """Drop an upload that `stage` has not done. Returns whether there was one."""
+        if self._misses is None:
             return False
-        self.group.spoil(self._asked.wanted.slots)
-        self._asked = self._after = None
+        self.group.invalidate(self._misses.assigned.slots)
+        self._misses = self._pending_write_back = None
         return True
 
     # --- at its turn ---
 
-    def bring(self, count: int, step: int) -> None:
-        """Rows of `count` ids that were not found come up; rows whose slots they take go down."""
+    def fetch(self, count: int, step: int) -> None:
+        """Upload the rows of `count` missing ids, and write back the rows that they evict."""
         self._count(count)
-        tier, group = self.group.tier, self.group
+        cache, group = self.group.cache, self.group
         if count == 0:
             return
-        asked = self._ask(count, tier.settled)
-        group.landed()
-        put = self._send_away(asked)
+        misses = self._assign_slots(count, cache.settled)
+        group.wait_for_write_backs()
+        put = self._begin_eviction(misses)
         try:
-            coming, slots, places = self._fetch(step, asked)
+            upload, slots, places = self._begin_upload(step, misses)
         except BaseException:
-            with group.moving():
-                self._undo(asked.into.slots, put)
+            with group.lost_on_error():
+                self._undo_fetch(misses.target.slots, put)
             raise
-        with group.moving():
-            group.raise_rows(Into(tier.source(self.extra), slots, asked.into.tables), coming)
+        with group.lost_on_error():
+            group.finish_upload(UploadTarget(cache.source(self.extra), slots, misses.target.tables), upload)
             if put is not None:
                 put()
-            admit(
-                tier.index, (tier.hosts, tier.steps, tier.counts), asked.report.keys, slots, places, self.batch,
+            insert_fetched(
+                cache.index, (cache.hosts, cache.steps, cache.counts), misses.report.keys, slots, places, self.batch,
                 self._score(),
             )  # fmt: skip
-        answer(asked.positions, asked.unique.inverse, asked.report.ranks, slots, self.slots)
+        scatter_slots(misses.positions, misses.unique.inverse, misses.report.ranks, slots, self.slots)
         self._runs = None
 
-    def _ask(self, count: int, settled: int) -> Asked:
-        """Who is missing, which slots they get, and whose those are. Waits for the device."""
-        tier, known = self.group.tier, self._answer
-        if known is not None and known.whole:
+    def _assign_slots(self, count: int, settled: int) -> Misses:
+        """Find the missing keys, choose their slots and find the rows that these evict. Waits for the device."""
+        cache, known = self.group.cache, self._miss_list
+        if known is not None and known.complete:
             positions, unique, report = known.positions[:count], known.unique, known.report
-            keys, wanted, leaving = self._heard(known.numbers, report.going.numel())
+            keys, assigned, victims = self._parse_report(known.numbers, report.write_back.numel())
         else:
-            tier.wait(settled)
-            positions, unique = self._absent(count)
-            chosen = choose_in_order(tier.index, unique.keys, unique.tables, unique.number, settled, tier.policy)
-            report, keys, wanted, leaving = self._brief(unique, chosen)
-        for table, (begin, end) in enumerate(itertools.pairwise(leaving.bounds)):
-            tier.missed[table] += end - begin
-        into = Into(tier.source(), report.field(SLOTS)[: keys.numel()], report.field(TABLES))
-        return Asked(positions, unique, report, keys, wanted, leaving, into, known is not None and known.whole)
+            cache.wait(settled)
+            positions, unique = self._missing_keys(count)
+            chosen = choose_slots(cache.index, unique.keys, unique.tables, unique.number, settled, cache.policy)
+            report, keys, assigned, victims = self._report_misses(unique, chosen)
+        for table, (begin, end) in enumerate(itertools.pairwise(victims.bounds)):
+            cache.missed[table] += end - begin
+        target = UploadTarget(cache.source(), report.field(SLOTS)[: keys.numel()], report.field(TABLES))
+        return Misses(positions, unique, report, keys, assigned, victims, target, known is not None and known.complete)
 
-    def _send_away(self, asked: Asked) -> Callable[[], None] | None:
-        """Rows whose slots are taken start on their way down; call what this returns to have them put away."""
-        going = int(np.count_nonzero(asked.leaving.slots.numpy() >= 0))
+    def _begin_eviction(self, misses: Misses) -> Callable[[], None] | None:
+        """Start writing back the evicted rows. Call what this returns to store them in DRAM."""
+        going = int(np.count_nonzero(misses.victims.slots.numpy() >= 0))
         if going == 0:
             return None
-        put = self.group.lower(self.group.tier.source(), asked.report.going[: asked.keys.numel()], asked.leaving)
-        self.group.tier.evictions += going
+        put = self.group.begin_write_back(
+            self.group.cache.source(), misses.report.write_back[: misses.keys.numel()], misses.victims
+        )
+        self.group.cache.evictions += going
         return put
 
     def _score(self) -> float:
-        return first_score(self.batch, self.group.tier.policy, self.group.tier.half_life)
+        return initial_score(self.batch, self.group.cache.policy, self.group.cache.half_life)
 
-    def _fetch(self, step: int, asked: Asked) -> tuple[Coming, Tensor, Tensor]:
-        """Rows on their way up, the slots they get, and on the device where they are below."""
-        group, wanted = self.group, asked.wanted
-        self._lift = HostLift(pinned=group.tier.device.type == "cuda")
-        room = int(wanted.slots.numpy().min()) >= 0
-        coming = group.fetch_rows(
-            self._lift, asked.leaving.bounds, asked.keys, wanted.seen, step, asked.into if room else None
+    def _begin_upload(self, step: int, misses: Misses) -> tuple[BegunUpload, Tensor, Tensor]:
+        """The begun upload, the slots of its rows, and their locations in DRAM as a device tensor."""
+        group, assigned = self.group, misses.assigned
+        self._host_rows = HostRowFetch(pinned=group.cache.device.type == "cuda")
+        room = int(assigned.slots.numpy().min()) >= 0
+        upload = group.begin_upload(
+            self._host_rows, misses.victims.bounds, misses.keys, assigned.seen, step, misses.target if room else None
         )
-        assert coming.places.block is not None
-        places = to_device(coming.places.block, group.tier.device)
-        return coming, self._settle_places(asked.into.slots, wanted.slots, asked.leaving, coming.places), places
+        assert upload.places.block is not None
+        places = to_device(upload.places.block, group.cache.device)
+        return upload, self._place_rows(misses.target.slots, assigned.slots, misses.victims, upload.places), places
 
-    def _undo(self, slots: Tensor, put: Callable[[], None] | None) -> None:
-        """Rows that were to come could not. Some may lie in their slots already: those are emptied, and whose they were
-        goes down, as it was collected."""
-        tier = self.group.tier
-        wait_for(self.group.up)
-        erase(tier.index, slots)
-        tier.hosts[slots[slots >= 0].long()] = -1
+    def _undo_fetch(self, slots: Tensor, put: Callable[[], None] | None) -> None:
+        """After a failed fetch: empty the assigned slots, some of which may have new rows, and store the evicted rows,
+        which were copied before."""
+        cache = self.group.cache
+        wait_for(self.group.upload_stream)
+        erase(cache.index, slots)
+        cache.hosts[slots[slots >= 0].long()] = -1
         if put is not None:
             put()
 
-    def take_over(self) -> None:
-        """What was laid out and found on another stream is used on this one from now on."""
-        device = self.group.tier.device
-        if device.type == "cuda" and raw_stream(device) != self._home:
+    def use_on_current_stream(self) -> None:
+        """The current stream uses tensors that were made on another one: keep their memory until it has."""
+        device = self.group.cache.device
+        if device.type == "cuda" and raw_stream(device) != self._layout_stream:
             used = (self.keys, self.begins, self.slots, self.seen, *vars(self.items).values())
             used_on(current_stream(device), *used)
 
-    def _absent(self, count: int) -> tuple[Tensor, Unique]:
-        """Positions of the ids without a slot, and their unique keys."""
+    def _missing_keys(self, count: int) -> tuple[Tensor, Unique]:
+        """The positions of the ids without a slot, and their unique keys."""
         positions, keys, tables = compact_keys(self.slots, count, self.keys, self.begins)
-        unique = dedup(keys, tables, rising=True)
+        unique = dedup(keys, tables, tables_sorted=True)
         if self.seen is None:
             return positions, unique
         times = torch.zeros_like(unique.counts)
         times.scatter_add_(0, unique.inverse.long(), self.seen[positions.long()])
         return positions, unique._replace(counts=times)
 
-    def _brief(self, unique: Unique, chosen: Chosen) -> tuple[Brief, Tensor, Wanted, Places]:
-        """On the host: the missing keys, what they want, and who leaves for them. Waits for the device.
+    def _report_misses(self, unique: Unique, chosen: Chosen) -> tuple[MissReport, Tensor, AssignedSlots, RowLocations]:
+        """On the host: the missing keys, their assigned slots and the evicted rows. Waits for the device.
 
-        The host's part is numpy: torch would wake threads for it that then stand in the way of the core's.
+        The host uses numpy, because torch would wake threads that compete with the core's pool.
         """
-        tier = self.group.tier
-        report = brief(unique, chosen, tier.hosts, tier.steps, tier.counts, tier.clean)
-        return report, *self._heard(told(report.told), chosen.slots.numel())
+        cache = self.group.cache
+        report = report_misses(unique, chosen, cache.hosts, cache.steps, cache.counts, cache.clean)
+        return report, *self._parse_report(to_host_by_kernel(report.packed), chosen.slots.numel())
 
-    def _heard(self, numbers: Tensor, n: int) -> tuple[Tensor, Wanted, Places]:
+    def _parse_report(self, numbers: Tensor, n: int) -> tuple[Tensor, AssignedSlots, RowLocations]:
         """What a brief of n keys says, on the host."""
         words = numbers.numpy()
         number = int(words[(FIELDS - 1) * n])
-        tables, seen, slots, *leaving = (words[field * n : field * n + number] for field in range(2, FIELDS - 1))
-        rows = Places(self.group.stores, self.group.bounds(tables), *map(torch.from_numpy, leaving))
+        tables, seen, slots, *victims = (words[field * n : field * n + number] for field in range(2, FIELDS - 1))
+        rows = RowLocations(self.group.stores, self.group.bounds(tables), *map(torch.from_numpy, victims))
         keys = torch.from_numpy(words[: 2 * n].view(np.int64)[:number])
-        return keys, Wanted(torch.from_numpy(seen), torch.from_numpy(slots)), rows
+        return keys, AssignedSlots(torch.from_numpy(seen), torch.from_numpy(slots)), rows
 
-    def _settle_places(self, chosen: Tensor, wanted: Tensor, leaving: Places, arriving: Places) -> Tensor:
-        """The slots of the arriving rows. Those that found no way, or are not admitted, get rows of the batch's own,
-        and whose place they would have had does not leave."""
-        tier, steps, slots = self.group.tier, arriving.steps.numpy(), wanted.numpy()
+    def _place_rows(self, chosen: Tensor, assigned: Tensor, victims: RowLocations, arriving: RowLocations) -> Tensor:
+        """The slots of the arriving rows. Rows without a slot, or that admission refused, become extra rows of the
+        batch, and the rows that they would have evicted stay."""
+        cache, steps, slots = self.group.cache, arriving.steps.numpy(), assigned.numpy()
         if slots.size == 0 or (slots.min() >= 0 and steps.min() >= 0):
             return chosen
         refused = steps < 0
-        aside = refused | (slots < 0)
-        extra = int(aside.sum())
-        slots = np.where(aside, tier.capacity + np.cumsum(aside, dtype=np.int32) - 1, slots).astype(np.int32)
-        self.extra = torch.empty(extra, tier.layout.stride, dtype=torch.float32, device=tier.device)
-        beside = np.stack([steps[aside], arriving.counts.numpy()[aside]], axis=1)
-        self.extra_steps, self.extra_counts = to_device(torch.from_numpy(beside), tier.device).unbind(1)
-        kept = torch.from_numpy(np.where(refused, -1, arriving.slots.numpy())[aside].astype(np.int32))
-        bounds = _bounds_of(aside, arriving.bounds)
-        self.extra_rows = Places(self.group.stores, bounds, kept, arriving.steps, arriving.counts)
+        in_extra = refused | (slots < 0)
+        extra = int(in_extra.sum())
+        slots = np.where(in_extra, cache.capacity + np.cumsum(in_extra, dtype=np.int32) - 1, slots).astype(np.int32)
+        self.extra = torch.empty(extra, cache.layout.stride, dtype=torch.float32, device=cache.device)
+        beside = np.stack([steps[in_extra], arriving.counts.numpy()[in_extra]], axis=1)
+        self.extra_steps, self.extra_counts = to_device(torch.from_numpy(beside), cache.device).unbind(1)
+        kept = torch.from_numpy(np.where(refused, -1, arriving.slots.numpy())[in_extra].astype(np.int32))
+        bounds = _bounds_of(in_extra, arriving.bounds)
+        self.extra_locations = RowLocations(self.group.stores, bounds, kept, arriving.steps, arriving.counts)
         overflows = int((kept >= 0).sum())
-        tier.overflows += overflows
-        self._aside(overflows > 0)
-        settled = to_device(torch.from_numpy(slots), tier.device)
-        leaving.slots.numpy()[aside] = -1  # last: after an error all of them leave
+        cache.overflows += overflows
+        self._set_writes_back_extra(overflows > 0)
+        settled = to_device(torch.from_numpy(slots), cache.device)
+        victims.slots.numpy()[in_extra] = -1  # last: after an error all of them are written back
         return settled
 
-    def keep(self, count: int, late: str) -> None:
-        """Of tables that are only read: missing rows that are in DRAM come up, as far as there is room; the others are
-        copied for this batch."""
-        tier, group = self.group.tier, self.group
-        tier.hits += self.keys.numel() - count
-        tier.misses += count
+    def read_into_cache(self, count: int, late: str) -> None:
+        """For read-only tables: insert missing rows that are in DRAM into the cache, as far as slots are free. Copy the
+        others for this batch."""
+        cache, group = self.group.cache, self.group
+        cache.hits += self.keys.numel() - count
+        cache.misses += count
         if count == 0:
             return
-        settled = tier.settled
-        tier.wait(settled)
-        positions, unique = self._absent(count)
-        chosen = choose_in_order(tier.index, unique.keys, unique.tables, unique.number, settled, tier.policy)
-        report, keys, wanted, leaving = self._brief(unique, chosen)
-        rows = torch.empty(keys.numel(), group.width, pin_memory=tier.device.type == "cuda")
-        here = torch.cat([store.read_raw(keys[b:e], rows[b:e]) for store, b, e in leaving.of_tables()])
-        kept = here.numpy() & (wanted.slots.numpy() >= 0)
-        tier.evictions += int(np.count_nonzero(kept & (leaving.slots.numpy() >= 0)))
-        tier.overflows += int(np.count_nonzero(here.numpy() & ~kept))
-        slots = np.where(kept, wanted.slots.numpy(), tier.capacity + np.cumsum(~kept) - 1).astype(np.int32)
-        places = to_device(torch.from_numpy(slots), tier.device)
-        move.deliver(Source(tier.rows), torch.where(places < tier.capacity, places, -1), group.width,
-                     to_device(rows, tier.device))  # fmt: skip
-        beside = (tier.hosts, tier.steps, tier.counts)
-        nothing = torch.zeros(3, keys.numel(), dtype=torch.int32, device=tier.device)
-        score = first_score(self.batch, tier.policy, tier.half_life)
-        admit(tier.index, beside, report.keys, places, nothing, self.batch, score)
-        answer(positions, unique.inverse, report.ranks, places, self.slots)
-        aside = np.flatnonzero(~kept)
-        if aside.size:
-            values, flags = self._below(keys[aside], Places(group.stores, _bounds_of(~kept, leaving.bounds),
-                                        leaving.slots, leaving.steps, leaving.counts), late)  # fmt: skip
-            self.extra = to_device(values, tier.device)
+        settled = cache.settled
+        cache.wait(settled)
+        positions, unique = self._missing_keys(count)
+        chosen = choose_slots(cache.index, unique.keys, unique.tables, unique.number, settled, cache.policy)
+        report, keys, assigned, victims = self._report_misses(unique, chosen)
+        rows = torch.empty(keys.numel(), group.width, pin_memory=cache.device.type == "cuda")
+        here = torch.cat([store.read_raw(keys[b:e], rows[b:e]) for store, b, e in victims.by_table()])
+        kept = here.numpy() & (assigned.slots.numpy() >= 0)
+        cache.evictions += int(np.count_nonzero(kept & (victims.slots.numpy() >= 0)))
+        cache.overflows += int(np.count_nonzero(here.numpy() & ~kept))
+        slots = np.where(kept, assigned.slots.numpy(), cache.capacity + np.cumsum(~kept) - 1).astype(np.int32)
+        places = to_device(torch.from_numpy(slots), cache.device)
+        transfer.deliver(Source(cache.rows), torch.where(places < cache.capacity, places, -1), group.width,
+                     to_device(rows, cache.device))  # fmt: skip
+        beside = (cache.hosts, cache.steps, cache.counts)
+        nothing = torch.zeros(3, keys.numel(), dtype=torch.int32, device=cache.device)
+        score = initial_score(self.batch, cache.policy, cache.half_life)
+        insert_fetched(cache.index, beside, report.keys, places, nothing, self.batch, score)
+        scatter_slots(positions, unique.inverse, report.ranks, places, self.slots)
+        in_extra = np.flatnonzero(~kept)
+        if in_extra.size:
+            bounds = _bounds_of(~kept, victims.bounds)
+            locations = RowLocations(group.stores, bounds, victims.slots, victims.steps, victims.counts)
+            values, flags = self._read_from_host(keys[in_extra], locations, late)
+            self.extra = to_device(values, cache.device)
             if flags is not None:
                 late_keys = torch.zeros(keys.numel(), dtype=torch.bool)
-                late_keys[aside] = flags
+                late_keys[in_extra] = flags
                 self._note_late(late_keys, positions, report.ranks[unique.inverse.long()])
         self._runs = None
 
-    def _below(self, keys: Tensor, rows: Places, late: str) -> tuple[Tensor, Tensor | None]:
-        """Values of keys (table by table) as the store reads them, as rows of the batch's own; and which of them the
-        policy answered, if any."""
-        layout, self._borrowed = self.group.tier.borrowed, True
+    def _read_from_host(self, keys: Tensor, rows: RowLocations, late: str) -> tuple[Tensor, Tensor | None]:
+        """Read keys (table by table) from the stores as extra rows; and which of them the policy answered, if any."""
+        layout, self._extra_is_read_only = self.group.cache.extra_values_layout, True
         values = torch.zeros(keys.numel(), layout.stride, dtype=torch.float32)
         flags = torch.zeros(keys.numel(), dtype=torch.bool)
-        for store, begin, end in rows.of_tables():
+        for store, begin, end in rows.by_table():
             if late == "wait":
                 values[begin:end, : layout.dim] = store.read(keys[begin:end])[0]
             else:
@@ -375,7 +398,7 @@ class Part:
         self.late = to_host(positions[to_device(flags, ranks.device)[ranks.long()]]).long()
 
     def count_late(self, counts: Tensor) -> None:
-        """Add each example's ids that a policy answered."""
+        """Add the number of ids that a policy answered to each example's count."""
         begin = 0
         for jagged in self.ids:
             end = begin + jagged.values.numel()
@@ -385,30 +408,30 @@ class Part:
             counts.index_add_(0, at, torch.ones_like(at, dtype=counts.dtype))
             begin = end
 
-    def borrow(self, count: int, late: str) -> None:
-        """Missing rows are copied for this batch; nothing below or here changes."""
-        tier, group = self.group.tier, self.group
+    def read_without_caching(self, count: int, late: str) -> None:
+        """Copy the missing rows for this batch. Neither the cache nor DRAM changes."""
+        cache, group = self.group.cache, self.group
         if count == 0:
             return
-        positions, unique = self._absent(count)
-        real = torch.arange(unique.keys.numel(), device=tier.device) < unique.number
+        positions, unique = self._missing_keys(count)
+        real = torch.arange(unique.keys.numel(), device=cache.device) < unique.number
         order = torch.where(real, unique.tables, len(group.stores)).sort(stable=True)[1]
-        report, keys, _, rows = self._brief(unique, Chosen(torch.full_like(unique.counts, -1), order))
-        group.landed()
-        values, flags = self._below(keys, rows, late)
-        self.extra = to_device(values, tier.device)
+        report, keys, _, rows = self._report_misses(unique, Chosen(torch.full_like(unique.counts, -1), order))
+        group.wait_for_write_backs()
+        values, flags = self._read_from_host(keys, rows, late)
+        self.extra = to_device(values, cache.device)
         if flags is not None:
             self._note_late(flags, positions, report.ranks[unique.inverse.long()])
-        self.slots[positions.long()] = tier.capacity + report.ranks[unique.inverse.long()]
+        self.slots[positions.long()] = cache.capacity + report.ranks[unique.inverse.long()]
         self._runs = None
 
     def gather(self, outputs: Sequence[Tensor]) -> None:
         """Pool rows into the features' outputs."""
-        tier = self.group.tier
-        gather(tier.source(self.extra, self._borrowed), tier.layout, self.slots, self.items, outputs)
+        cache = self.group.cache
+        gather(cache.source(self.extra, self._extra_is_read_only), cache.layout, self.slots, self.items, outputs)
 
     def runs(self) -> Runs:
-        """The batch's positions, those of one row together."""
+        """The batch's positions, grouped by row."""
         if self._runs is None:
             self._runs = group_runs(self.slots)
         return self._runs
@@ -416,70 +439,74 @@ class Part:
     def update(
         self, gradients: Sequence[Tensor | None], rules: Sequence[TableRule], step: int, scale: float, flag: Tensor
     ) -> None:
-        """Sum each row's gradients and apply the rule, unless the flag is up."""
-        tier = self.group.tier
+        """Sum each row's gradients and apply the optimizer's rule, unless `flag` is set."""
+        cache = self.group.cache
         runs = self._runs or self.group.grouper(self.slots)
-        meta = Meta(tier.steps, tier.counts, *((self.extra_steps, self.extra_counts) if self._kept else (None, None)))
+        meta = RowMetadata(
+            cache.steps,
+            cache.counts,
+            *((self.extra_steps, self.extra_counts) if self._has_extra_metadata else (None, None)),
+        )
         update(
-            tier.source(self.extra), tier.layout, self.group.code, runs, self.items, gradients, self.keys,
-            _coefficients(rules), self.group.streams, self.group.rounding_streams, step, scale, meta, flag,
-            seen=self._times(runs),
+            cache.source(self.extra), cache.layout, self.group.optimizer_code, runs, self.items, gradients, self.keys,
+            _coefficients(rules), self.group.count_streams, self.group.rounding_streams, step, scale, meta, flag,
+            seen=self._occurrences(runs),
         )  # fmt: skip
 
-    def _times(self, runs: Runs) -> Tensor | None:
-        """How often each run's row was seen, where that is not the run's length."""
+    def _occurrences(self, runs: Runs) -> Tensor | None:
+        """How often each row occurs, if that is not the number of its positions."""
         if self.seen is None:
             return None
         times = torch.zeros_like(runs.run_of)
         return times.scatter_add_(0, runs.run_of.long(), self.seen[runs.order])
 
-    def _aside(self, rows: bool) -> None:
-        """Whether rows of this batch's own must go down after its update."""
-        if rows != self.aside:  # another thread may count its own
-            self.group.aside += int(rows) - int(self.aside)
-            self.aside = rows
+    def _set_writes_back_extra(self, rows: bool) -> None:
+        """Set whether extra rows of this batch must be written back after its update."""
+        if rows != self.writes_back_extra:  # another thread may change the group's count
+            self.group.batches_with_extra += int(rows) - int(self.writes_back_extra)
+            self.writes_back_extra = rows
 
     @property
-    def _kept(self) -> bool:
-        return self.extra is not None and self._lift is not None
+    def _has_extra_metadata(self) -> bool:
+        return self.extra is not None and self._host_rows is not None
 
     def commit(self) -> None:
-        """The update has landed: bring the batch's own rows down, let go."""
-        if self.extra_rows is not None and self.aside:
-            with self.group.moving():
-                self._lower_extra(self.extra_rows)
-            self.extra_rows = None
-            self._aside(False)
-        if self._lift is not None:
-            self._lift.commit()
-            self._lift = None
+        """After the update: write back the extra rows, then release."""
+        if self.extra_locations is not None and self.writes_back_extra:
+            with self.group.lost_on_error():
+                self._write_back_extra(self.extra_locations)
+            self.extra_locations = None
+            self._set_writes_back_extra(False)
+        if self._host_rows is not None:
+            self._host_rows.commit()
+            self._host_rows = None
         self.release()
 
-    def _lower_extra(self, rows: Places) -> None:
-        tier = self.group.tier
+    def _write_back_extra(self, rows: RowLocations) -> None:
+        cache = self.group.cache
         steps, counts = to_host(torch.stack([self.extra_steps, self.extra_counts]))
-        down = Places(rows.stores, rows.bounds, rows.slots, steps, counts)
-        places = torch.arange(tier.capacity, tier.capacity + rows.slots.numel(), dtype=torch.int32)
-        self.group.lower(tier.source(self.extra), to_device(places, tier.device), down)()
+        down = RowLocations(rows.stores, rows.bounds, rows.slots, steps, counts)
+        places = torch.arange(cache.capacity, cache.capacity + rows.slots.numel(), dtype=torch.int32)
+        self.group.begin_write_back(cache.source(self.extra), to_device(places, cache.device), down)()
 
     def release(self) -> None:
-        """Let go of the rows."""
-        if self._lift is not None:
-            if self.extra_rows is not None:
-                self.extra_rows.unhold()
-            self._lift.release()
-        self._lift, self.extra_rows, self.extra = None, None, None
-        self._aside(False)
+        """Release the rows without writing anything back."""
+        if self._host_rows is not None:
+            if self.extra_locations is not None:
+                self.extra_locations.unpin()
+            self._host_rows.release()
+        self._host_rows, self.extra_locations, self.extra = None, None, None
+        self._set_writes_back_extra(False)
 
 
 def _coefficients(rules: Sequence[TableRule]) -> list[Coefficients]:
-    """What each table's rule reads; one for all where they are the same."""
+    """The coefficients of each table's rule; a single entry if they are all equal."""
     first = rules[0]
     same = all(rule is first or rule == first for rule in rules)
     return [Coefficients(r.coefficients, r.clip_value, r.clip_norm) for r in (rules[:1] if same else rules)]
 
 
 def _bounds_of(mask: np.ndarray, bounds: Sequence[int]) -> list[int]:  # type: ignore[type-arg]
-    """Bounds of the rows that a mask leaves."""
+    """The bounds of the rows that a mask selects."""
     before = np.concatenate(([0], np.cumsum(mask)))
     return [int(at) for at in before[np.asarray(bounds)]]

@@ -1,20 +1,18 @@
-"""Rows in HBM: a write-back cache over slots of a host store, for several tables whose rows have one layout.
+"""GroupCache: the slots of one table group in HBM, a write-back cache over the group's host stores.
 
-A row's place here is its slot in a set-associative index (sets.py); beside it lie the slot that it keeps below
-(`hosts`), the step of its last update and its count. Below, a row that is here is out of date and does not move. Rows
-are brought down when their slot goes to another key; `dirty` are all that are newer here than below.
+A row's slot comes from a set-associative index (kernels/index/sets.py). Arrays beside the rows hold the row's slot in
+DRAM (`hosts`), the step of its last update and its count. While a row is here, its DRAM copy may be stale and is
+pinned. A row is written back when its slot is given to another key. `dirty` are the rows newer than their DRAM copy.
 
-A batch holds its rows from `find` to `settle`: slots whose pin is above `settled` are never given away. Several batches
-may hold rows at once; with a `window` of so many, what may leave does not depend on how far they are. A row that finds
-no room in its set lives in the batch's `extra` rows instead (slots from `capacity` on), and goes down right after the
-batch's update; `overflows` counts them. No result depends on which of the two it was.
+A batch pins its rows from `find` until `settle`: slots with a pin above `settled` are never evicted. Several batches
+may hold pins. With a lookahead (`window` batches) the eviction candidates do not depend on how far these batches are. A
+row whose set is full of pinned rows goes to the batch's `extra` rows (slots from `capacity` on), which are written back
+right after its update. `overflows` counts them. No result depends on where a row lies.
 
-Of tables that are only read (`frozen`), rows are values of fp32, fp16 or int8, nothing here is ever newer than below,
-and rows here keep no slot there. The own rows of a batch that only reads are fp32 values, whatever the others are:
-they may be initial or default ones.
+Tables that are only read are `frozen`: rows are fp32, fp16 or int8 values, never dirty, and keep no slot in DRAM. The
+extra rows of a reading batch are fp32 values in every case, because they may be initial or default values.
 
-Who came and who went follows from the batches alone; only for a batch that was to come ahead and had to wait for its
-turn does it also matter how far the next ones were. One thread at a time, but for `begin`.
+One thread at a time, except `begin`.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from hotrow.kernels.rows.layout import RowLayout, Source
 from hotrow.units import format_size
 
 META_BYTES = 8 + 4 + 4 + 3 * 4  # key, pin, score; host slot, step, count
-LEAST_SETS = 2
+MIN_SETS = 2
 LAST_STEP = 2**31 - 1
 
 
@@ -59,58 +57,60 @@ class GroupCache:
                 f"hbm= does not fit on {device}: {str(error).split('.')[0]}, and {format_size(free_bytes(device))} is "
                 "free. Lower hbm= by the difference, or free memory there"
             ) from None
-        # Rows whose last update is not after this step are below as they are here: all, where they are only read.
+        # Rows last updated at or before this step equal their DRAM copy. Frozen rows always do.
         self.clean = LAST_STEP if frozen else 0
         self.batch = 0
-        self.done = 0  # batches whose turn is over
-        self.window = 0  # batches that may be ahead of the one in work
+        self.done = 0  # batches that ended after their turn
+        self.window = 0  # batches that may be ahead of the current one
         self._numbers = threading.Lock()
         self._held: set[int] = set()
-        self._due: set[int] = set()  # those whose turn has come
-        self._landed: dict[int, tuple[int, Any]] = {}  # stream and event: the batch's update has landed
+        self._due: set[int] = set()  # held batches whose turn has come
+        self._updates_enqueued: dict[
+            int, tuple[int, Any]
+        ] = {}  # by batch: the stream of its update, and the event after it
         self.missed = [0] * len(sets)  # unique keys, by table, since the sets were divided
         self.hits = self.misses = self.overflows = self.evictions = 0
 
     @property
     def capacity(self) -> int:
-        """Slots."""
+        """The number of slots."""
         return int(self.index.capacity)
 
-    def source(self, extra: Tensor | None = None, borrowed: bool = False) -> Source:
-        """The rows, with a batch's own behind them: `borrowed` values, or rows as the others are."""
-        return Source(self.rows, extra, self.borrowed if borrowed else None)
+    def source(self, extra: Tensor | None = None, values_only: bool = False) -> Source:
+        """The rows, followed by a batch's extra rows. With `values_only`, the extra rows are plain values."""
+        return Source(self.rows, extra, self.extra_values_layout if values_only else None)
 
     @property
-    def borrowed(self) -> RowLayout:
-        """The layout of a reading batch's own rows."""
+    def extra_values_layout(self) -> RowLayout:
+        """The layout of a reading batch's extra rows."""
         return RowLayout(self.layout.dim)
 
     def begin(self) -> int:
-        """A number for a batch that will hold rows. Any thread."""
+        """Number a new batch, which holds rows until `settle`. Any thread."""
         with self._numbers:
             self.batch += 1
             self._held.add(self.batch)
             return self.batch
 
     def take(self, batch: int) -> None:
-        """That batch's turn has come: from now on its slots must stay as they are."""
+        """That batch's turn has come: its slots must not change until `settle`."""
         self._due.add(batch)
 
     def settle(self, batch: int) -> None:
-        """That batch's rows may leave."""
+        """Release that batch's pins. The current stream has its update."""
         self.done += batch in self._due
         self._due.discard(batch)
         if self.window and self.device.type == "cuda":
             stream = current_stream(self.device)
-            self._landed[batch] = stream.cuda_stream, stream.record_event()
-            for old in [number for number in list(self._landed) if number < batch - 4 * self.window]:
-                del self._landed[old]
-        self._held.discard(batch)  # last: who sees it finds the event
+            self._updates_enqueued[batch] = stream.cuda_stream, stream.record_event()
+            for old in [number for number in list(self._updates_enqueued) if number < batch - 4 * self.window]:
+                del self._updates_enqueued[old]
+        self._held.discard(batch)  # last: a thread that sees the batch settled must find its event
 
     def wait(self, settled: int) -> None:
-        """This stream goes on when updates up to that batch have landed."""
-        last: dict[Any, Any] = {}  # of each stream: updates on one land in their order
-        for batch, (stream, event) in list(self._landed.items()):
+        """Make the current stream wait for the updates of all batches up to `settled`."""
+        last: dict[Any, Any] = {}  # by stream: updates on one stream are in order
+        for batch, (stream, event) in list(self._updates_enqueued.items()):
             if settled - self.window <= batch <= settled:
                 last[stream] = event
         for event in last.values():
@@ -118,16 +118,16 @@ class GroupCache:
 
     @property
     def settled(self) -> int:
-        """The last batch up to which nobody holds anything."""
+        """The last batch such that it and all earlier ones hold no row."""
         held = list(self._held)
         return min(held) - 1 if held else self.batch
 
     def settled_before(self, batch: int) -> int:
-        """What may leave for that batch: what was settled when `window` batches before it had not begun."""
+        """The last batch whose rows that batch may evict: as if the `window` batches before it were all in flight."""
         return min(self.settled, max(0, batch - 1 - self.window))
 
     def dirty(self) -> Tensor:
-        """Slots whose rows are newer than below, int32, rising. Waits for the device."""
+        """Slots whose rows are newer than in DRAM, int32, ascending. Waits for the device."""
         return ((self.hosts >= 0) & (self.steps > self.clean)).nonzero().squeeze(1).to(torch.int32)
 
     def resident(self) -> Tensor:
@@ -136,7 +136,7 @@ class GroupCache:
 
     @property
     def free(self) -> bool:
-        """Whether no batch whose turn has come holds anything."""
+        """Whether no batch whose turn has come holds a row."""
         return not self._due
 
     def used(self) -> list[int]:
@@ -145,24 +145,24 @@ class GroupCache:
         return [int(part.sum()) for part in taken.split(self.index.counts)]
 
     def divide(self, sets: Sequence[int]) -> None:
-        """Give the tables other numbers of sets. Requires: as `clear`."""
+        """Change the number of sets of each table, and drop every row. Requires: as `clear`."""
         self.clear()
         self.index.repartition(sets)
         self.missed = [0] * len(sets)
 
     def clear(self) -> None:
-        """Forget every row. Requires: nothing here is newer than below, or it is not wanted."""
+        """Drop every row. Requires: no row is dirty, or dirty rows are not needed."""
         self.index.clear()
         self.hosts.fill_(-1)
         self.clean = LAST_STEP if self.frozen else 0
 
     def bytes(self) -> int:
-        """HBM held."""
+        """Bytes of HBM in use."""
         return self.capacity * slot_bytes(self.layout)
 
 
 def free_bytes(device: torch.device) -> int:
-    """HBM that could be taken now, with what torch keeps for itself. Where there is none, there is no limit."""
+    """Bytes of HBM that could be allocated now, including what torch caches. Without a GPU there is no limit."""
     if device.type != "cuda":
         return 1 << 62
     free: int = torch.cuda.mem_get_info(device)[0]
@@ -170,5 +170,5 @@ def free_bytes(device: torch.device) -> int:
 
 
 def slot_bytes(layout: RowLayout) -> int:
-    """HBM that one slot takes."""
+    """Bytes of HBM per slot."""
     return layout.stride * 4 + META_BYTES

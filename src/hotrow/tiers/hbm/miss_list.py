@@ -1,16 +1,17 @@
-"""From a batch's keys to what the host must know of those that are missing, in one captured launch.
+"""MissFinder: from a batch's keys to its list of missing keys, in one captured launch.
 
-    find → missing positions → their unique keys → slots for them → what lies there now
-    and ahead of the batch's turn: their keys into the index, their slots to the positions that missed
+    find keys → positions of misses → their unique keys → slots for them → the rows there now
+    and ahead of the batch's turn: insert their keys into the index, write their slots to the missing positions
 
-Step by step that is some forty calls of torch and Triton, with a wait for the number of missing ids in between because
-shapes depend on it; while other threads want Python's lock too, each call costs several times what it takes alone. Here
-shapes have room for more ids than were missing lately, how many are real is known on the device (launch_arguments.py), and
-the host waits once. A batch that misses more than there is room for is found all the same, and goes on step by step.
+As separate calls these are about 40 torch and Triton calls, with a wait for the number of missing ids in the middle,
+because shapes depend on it. Each call is several times slower while other threads compete for Python's lock. Here the
+buffers hold more ids than were missing lately, the actual number is read on the device (launch_arguments.py), and the
+host waits once. If a batch misses more than the capacity, its slots are still valid, and the caller continues with
+separate calls.
 
-Batches must have one size, as for kernels/runs.Grouper; after RECORDED of them that missed something the steps are
-captured, once for batches ahead of their turn and once for those at it. The thread that trains does that
-(kernels/graph_capture.py), so batches ahead go on launch by launch until it comes by.
+All batches must have one size. After CAPTURE_AFTER batches of it with misses the steps are captured: one graph for
+batches ahead of their turn and one for batches at it. Only the training thread captures (kernels/graph_capture.py), so
+until then batches ahead launch each step.
 """
 
 from __future__ import annotations
@@ -20,124 +21,126 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hotrow.device.streams import Recorded, told
-from hotrow.kernels.index.admit import SLOTS, Brief, answer, brief
+from hotrow.device.streams import CapturedSteps, to_host_by_kernel
 from hotrow.kernels.index.dedup import Unique, compact_keys, dedup
-from hotrow.kernels.index.find import Warmth, find
-from hotrow.kernels.index.insert import choose_in_order, place
-from hotrow.kernels.index.launch_arguments import Terms
+from hotrow.kernels.index.find import ScorePolicy, find
+from hotrow.kernels.index.insert import choose_slots, insert_keys
+from hotrow.kernels.index.launch_arguments import BatchArguments
+from hotrow.kernels.index.miss_report import SLOTS, MissReport, report_misses, scatter_slots
 from hotrow.kernels.launch import cdiv
-from hotrow.tiers.hbm.slots import HbmTier
+from hotrow.tiers.hbm.group_cache import GroupCache
 
-RECORDED = 3  # batches of one size before their steps are captured
-LEAST = 1024  # missing ids there is room for; more in steps of this
-PATIENCE = 32  # batches that miss less than half of that before it shrinks
+CAPTURE_AFTER = 3  # batches of one size before their steps are captured
+CAPACITY_STEP = 1024  # missing ids: the capacity is a multiple of it
+SHRINK_AFTER = 32  # batches that miss less than half of the capacity before it shrinks
 
 
-class Answer(NamedTuple):
-    """Slots of all ids; of the `missing` ones positions, unique keys, and what the host must know of them."""
+class MissList(NamedTuple):
+    """The slots of all ids; positions, unique keys and report of the `missing` ones."""
 
     slots: Tensor
     positions: Tensor
     unique: Unique
-    report: Brief
-    numbers: Tensor  # report.told, on the host
+    report: MissReport
+    numbers: Tensor  # report.packed, on the host
     missing: int
 
     @property
-    def whole(self) -> bool:
-        """Whether all missing ids found room."""
+    def complete(self) -> bool:
+        """Whether all missing ids fit into the capacity."""
         return self.missing <= self.positions.numel()
 
 
-class Asker:
-    """Asks for batch after batch of one cache."""
+class MissFinder:
+    """Finds the misses of one cache, batch after batch. Requires: the caller holds the cache's lock."""
 
-    def __init__(self, tier: HbmTier) -> None:
-        self.tier = tier
+    def __init__(self, cache: GroupCache) -> None:
+        self.cache = cache
         self.ids = 0
-        self.room = 0
+        self.capacity = 0
         self._calls = self._small = 0
-        self._rooms: dict[bool, Room] = {}
-        self.unrecorded = False  # whether there are steps that are worth it
+        self._captures: dict[bool, CapturedSearch] = {}
+        self.capture_pending = False  # whether there are steps to capture
 
-    def saw(self, ids: int, missing: int) -> None:
-        """A batch of so many ids missed so many."""
+    def observe(self, ids: int, missing: int) -> None:
+        """Learn from a batch with `ids` ids and `missing` misses."""
         if ids != self.ids:
-            self.ids, self._calls, self.room = ids, 0, 0
-            self._rooms.clear()
+            self.ids, self._calls, self.capacity = ids, 0, 0
+            self._captures.clear()
         self._calls = self._calls + 1 if missing else 0
-        self._small = self._small + 1 if missing < self.room // 2 else 0
-        if missing > self.room or self._small > PATIENCE:
-            self.room, self._small = min(ids, cdiv(missing * 5 // 4, LEAST) * LEAST), 0
-            self._rooms.clear()
+        self._small = self._small + 1 if missing < self.capacity // 2 else 0
+        if missing > self.capacity or self._small > SHRINK_AFTER:
+            self.capacity, self._small = min(ids, cdiv(missing * 5 // 4, CAPACITY_STEP) * CAPACITY_STEP), 0
+            self._captures.clear()
 
-    def forget(self) -> None:
-        """The cache was divided anew: what was captured no longer holds."""
-        self._rooms.clear()
+    def invalidate(self) -> None:
+        """Drop captured graphs, because the cache was split anew."""
+        self._captures.clear()
 
     def ready(self, ids: int) -> bool:
-        """Whether to ask here for such a batch."""
-        return ids == self.ids and self._calls >= RECORDED
+        """Whether to use `find_misses` for a batch of this size."""
+        return ids == self.ids and self._calls >= CAPTURE_AFTER
 
-    def ask(self, keys: Tensor, begins: Tensor, batch: int, settled: int, score: float, ahead: bool) -> Answer:
-        """Waits for the device. With `ahead`, missing keys are in the index afterwards."""
-        if ahead not in self._rooms:
-            self._rooms[ahead] = Room(self.tier, keys, begins, self.room, ahead)
-        room = self._rooms[ahead]
-        found = room.ask(keys, begins, batch, settled, score)
-        self.unrecorded |= room.recorded is None
+    def find_misses(
+        self, keys: Tensor, begins: Tensor, batch: int, settled: int, score: float, ahead: bool
+    ) -> MissList:
+        """Find the misses of a batch. Waits for the device. With `ahead`, inserts the missing keys into the index."""
+        if ahead not in self._captures:
+            self._captures[ahead] = CapturedSearch(self.cache, keys, begins, self.capacity, ahead)
+        search = self._captures[ahead]
+        found = search.find_misses(keys, begins, batch, settled, score)
+        self.capture_pending |= search.captured is None
         return found
 
-    def record(self) -> None:
-        """Have the device remember the steps of batches that were asked for. Requires: as graph_capture.py says, and
-        that nobody asks meanwhile."""
-        self.unrecorded = False
-        for room in self._rooms.values():
-            if room.recorded is None:
-                room.record()
+    def capture(self) -> None:
+        """Capture the steps of the batches seen so far. Requires: as in graph_capture.py, and no `find_misses`
+        meanwhile."""
+        self.capture_pending = False
+        for search in self._captures.values():
+            if search.captured is None:
+                search.capture()
 
 
-class Room:
-    """Static inputs and outputs of the steps."""
+class CapturedSearch:
+    """The steps over static inputs and outputs."""
 
-    def __init__(self, tier: HbmTier, keys: Tensor, begins: Tensor, room: int, ahead: bool) -> None:
-        self.tier, self.room, self.ahead = tier, room, ahead
+    def __init__(self, cache: GroupCache, keys: Tensor, begins: Tensor, capacity: int, ahead: bool) -> None:
+        self.cache, self.capacity, self.ahead = cache, capacity, ahead
         self.keys, self.begins = torch.empty_like(keys), torch.empty_like(begins)
-        self._begins: Tensor | None = None
-        self.terms = Terms(tier.device)
-        self.count = torch.zeros(1, dtype=torch.int32, device=tier.device)
-        self.recorded: Recorded | None = None
+        self._last_begins: Tensor | None = None
+        self.arguments = BatchArguments(cache.device)
+        self.count = torch.zeros(1, dtype=torch.int32, device=cache.device)
+        self.captured: CapturedSteps | None = None
 
-    def ask(self, keys: Tensor, begins: Tensor, batch: int, settled: int, score: float) -> Answer:
-        """As Asker.ask."""
-        self.terms.say(batch, settled, self.tier.clean, score)
+    def find_misses(self, keys: Tensor, begins: Tensor, batch: int, settled: int, score: float) -> MissList:
+        """As MissFinder.find_misses."""
+        self.arguments.set(batch, settled, self.cache.clean, score)
         self.keys.copy_(keys)
-        if begins is not self._begins:  # mostly what the last batch had
+        if begins is not self._last_begins:  # usually the tensor of the last batch
             self.begins.copy_(begins)
-            self._begins = begins
-        found = self._steps() if self.recorded is None else self.recorded.replay(self._steps)
+            self._last_begins = begins
+        found = self._steps() if self.captured is None else self.captured.replay(self._steps)
         slots, positions, unique, report = found
-        # Others are asked for while these are still wanted.
-        slots, report = slots.clone(), report._replace(told=report.told.clone())
-        numbers = told(report.told)
-        return Answer(slots, positions, unique, report, numbers, int(numbers.numpy()[-1]))
+        # The next batch may overwrite the static outputs while these are in use.
+        slots, report = slots.clone(), report._replace(packed=report.packed.clone())
+        numbers = to_host_by_kernel(report.packed)
+        return MissList(slots, positions, unique, report, numbers, int(numbers.numpy()[-1]))
 
-    def _steps(self) -> tuple[Tensor, Tensor, Unique, Brief]:
-        tier, index, terms = self.tier, self.tier.index, self.terms.read()
+    def _steps(self) -> tuple[Tensor, Tensor, Unique, MissReport]:
+        cache, index, arguments = self.cache, self.cache.index, self.arguments.load()
         self.count.zero_()
-        slots = find(index, self.keys, self.begins, terms, self.count, Warmth(tier.policy, tier.half_life))
-        positions, keys, tables = compact_keys(slots, self.room, self.keys, self.begins)
-        unique = dedup(keys, tables, rising=True, count=self.count)
-        chosen = choose_in_order(index, unique.keys, unique.tables, unique.number, terms, tier.policy)
-        report = brief(unique, chosen, tier.hosts, tier.steps, tier.counts, terms)
-        report.told[-1:] = self.count
+        slots = find(index, self.keys, self.begins, arguments, self.count, ScorePolicy(cache.policy, cache.half_life))
+        positions, keys, tables = compact_keys(slots, self.capacity, self.keys, self.begins)
+        unique = dedup(keys, tables, tables_sorted=True, count=self.count)
+        chosen = choose_slots(index, unique.keys, unique.tables, unique.number, arguments, cache.policy)
+        report = report_misses(unique, chosen, cache.hosts, cache.steps, cache.counts, arguments)
+        report.packed[-1:] = self.count
         if self.ahead:
             chosen_slots = report.field(SLOTS)
-            place(index, report.keys, chosen_slots, unique.number, terms)
-            answer(positions, unique.inverse, report.ranks, chosen_slots, slots, self.count)
+            insert_keys(index, report.keys, chosen_slots, unique.number, arguments)
+            scatter_slots(positions, unique.inverse, report.ranks, chosen_slots, slots, self.count)
         return slots, positions, unique, report
 
-    def record(self) -> None:
-        """Requires: it was asked before, so that all kernels are compiled."""
-        self.recorded = Recorded(self.tier.device, self._steps)
+    def capture(self) -> None:
+        """Requires: the steps ran before, so all kernels are compiled."""
+        self.captured = CapturedSteps(self.cache.device, self._steps)

@@ -1,10 +1,10 @@
-"""HbmOwner: rows in HBM that processes ask for.
+"""HbmOwner: rows in HBM that other processes request.
 
-A HotPlan over all tables is given what is asked for as it is given a batch, with one feature for each table and asker
-in the order of askers: from the host, and ahead of its turn if there is time.
+It gives an HbmPlan the requested keys as one batch, with one feature for each table and requesting process, in the
+order of processes. The keys come from the host, ahead of the batch's turn if there is time.
 
-One thing is less than on the host: where some keys of a table have a gradient and others have none in the same batch (a
-table with two features, of which no loss uses one), it is an error. Give such a feature a table of its own.
+Restriction that DRAM does not have: if a batch has gradients for some keys of a table and none for others (a table with
+two features, one of which no loss uses), update raises. Give such a feature its own table.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from hotrow.batch import Jagged
 from hotrow.errors import GradientError
-from hotrow.tiers.batch_values import Arrived, BatchUpdate, Moved
-from hotrow.tiers.hbm.plan import HotPlan
-from hotrow.tiers.plan import ANY_PUBLICATION, Asked, Feature
+from hotrow.tiers.batch_values import BatchUpdate, ReceivedGradients, TransferStats
+from hotrow.tiers.hbm.plan import HbmPlan
+from hotrow.tiers.plan import ANY_PUBLICATION, Feature, RequestedRows
 
 
 class HbmOwner:
@@ -27,68 +27,74 @@ class HbmOwner:
 
     publications = ANY_PUBLICATION
 
-    def __init__(self, plan: HotPlan) -> None:
+    def __init__(self, plan: HbmPlan) -> None:
         self.plan = plan
         self.late_keys: dict[int, Tensor] = {}
-        self._asked: Sequence[Asked] = []
+        self._requests: Sequence[RequestedRows] = []
 
-    def route(self, asked: Sequence[Asked]) -> None:
-        """Take the keys that are asked for. They stay on the host until they are looked up."""
-        self._asked = asked
-        stores = {number: store for one in asked for number, store in zip(one.numbers, one.stores, strict=True)}
+    def route(self, requests: Sequence[RequestedRows]) -> None:
+        """Take the requested keys. They stay on the host until the lookup."""
+        self._requests = requests
+        stores = {
+            number: store for one in requests for number, store in zip(one.table_numbers, one.stores, strict=True)
+        }
         features: dict[int, list[Feature]] = {}
         seen: dict[int, list[Tensor]] = {}
-        for one in asked:
-            for keys, times, counts in zip(one.keys, one.seen, one.counts, strict=True):
-                of_tables = zip(one.numbers, keys.split(counts), times.split(counts), strict=True)
+        for one in requests:
+            for keys, times, counts in zip(one.keys, one.occurrences, one.counts, strict=True):
+                of_tables = zip(one.table_numbers, keys.split(counts), times.split(counts), strict=True)
                 for number, some_keys, some_times in of_tables:
                     features.setdefault(number, []).append((Jagged(some_keys), "none"))
                     seen.setdefault(number, []).append(some_times)
         numbers = sorted(stores)
         jobs = [(stores[number], features[number]) for number in numbers]
-        self.plan.route_seen(jobs, [times for number in numbers for times in seen[number]])
+        self.plan.route_unique(jobs, [times for number in numbers for times in seen[number]])
 
-    def prefetch(self) -> Moved:
-        """Rows come up from SSD, or are looked for in HBM."""
+    def prefetch(self) -> TransferStats:
+        """Bring rows from SSD to DRAM, or find them in HBM and assign slots to those missing."""
         return self.plan.prefetch()
 
-    def stage(self) -> Moved:
-        """Rows that exist and find room come up to HBM."""
+    def stage(self) -> TransferStats:
+        """Upload rows that exist and got a slot to HBM."""
         return self.plan.stage()
 
     @property
-    def late(self) -> int:
-        """Rows that found no room ahead of the batch's turn."""
-        return self.plan.late
+    def prefetch_misses(self) -> int:
+        """Rows that got no slot ahead of the batch's turn."""
+        return self.plan.prefetch_misses
 
     def fetch(self, step: int = 0) -> None:
-        """Find the rows; unseen keys get theirs."""
+        """Find the rows and create those of unseen keys."""
         self.plan.fetch(step)
 
     def read(self, late: str = "wait") -> None:
         """Only read the rows."""
         self.plan.read(late)
 
-    def give(self) -> Iterator[Tensor]:
-        """The rows for each Asked, all found by one gather."""
-        rooms = [
-            torch.empty(sum(map(sum, _floats(one))), dtype=torch.float32, device=self.plan.hot.device)
-            for one in self._asked
+    def gather_rows(self) -> Iterator[Tensor]:
+        """The rows of each request, from one gather over all of them."""
+        buffers = [
+            torch.empty(sum(map(sum, _floats(one))), dtype=torch.float32, device=self.plan.cache.device)
+            for one in self._requests
         ]
         blocks: dict[int, list[Tensor]] = {}
-        for one, room in zip(self._asked, rooms, strict=True):
-            blocks |= _by_table(room, one)
+        for one, buffer in zip(self._requests, buffers, strict=True):
+            blocks |= _by_table(buffer, one)
         self.plan.gather([block for number in sorted(blocks) for block in blocks[number]])
-        for one, room in zip(self._asked, rooms, strict=True):
-            yield room if one.only is None else room.split([sum(floats) for floats in _floats(one)])[one.only]
+        for one, buffer in zip(self._requests, buffers, strict=True):
+            yield (
+                buffer
+                if one.reply_only_to is None
+                else buffer.split([sum(floats) for floats in _floats(one)])[one.reply_only_to]
+            )
 
-    def apply(self, arrived: Iterable[Arrived], update: BatchUpdate) -> None:
-        """Apply sums of gradients when all have arrived: one update of the cache for all tables."""
+    def apply_gradients(self, received: Iterable[ReceivedGradients], update: BatchUpdate) -> None:
+        """Wait for all sums of gradients, then apply them in one update of all tables."""
         gradients: dict[int, list[Tensor | None]] = {}
-        for one, (sums, present) in zip(self._asked, list(arrived), strict=True):
+        for one, (sums, present) in zip(self._requests, list(received), strict=True):
             gradients |= {number: list(of_table) for number, of_table in _by_table(sums, one).items()}
             if present is not None:
-                _leave_out(gradients, present, one)
+                _drop_absent(gradients, present, one)
         blocks = [block for number in sorted(gradients) for block in gradients[number]]
         self.plan.update(replace(update, gradients=blocks, checked=[]))
 
@@ -97,29 +103,29 @@ class HbmOwner:
         self.plan.release()
 
 
-def _floats(asked: Asked) -> list[list[int]]:
-    """Floats of the rows of each table, by asker."""
-    return [[n * store.dim for n, store in zip(counts, asked.stores, strict=True)] for counts in asked.counts]
+def _floats(requested: RequestedRows) -> list[list[int]]:
+    """The number of floats of each table's rows, by requesting process."""
+    return [[n * store.dim for n, store in zip(counts, requested.stores, strict=True)] for counts in requested.counts]
 
 
-def _by_table(flat: Tensor, asked: Asked) -> dict[int, list[Tensor]]:
-    """A buffer that has asker after asker, there table after table: by the table's number, the askers' matrices."""
-    pieces = flat.split([floats for of_asker in _floats(asked) for floats in of_asker])
-    tables = len(asked.stores)
+def _by_table(flat: Tensor, requested: RequestedRows) -> dict[int, list[Tensor]]:
+    """Split a buffer that is ordered by process, then by table: a matrix for each process, by table number."""
+    pieces = flat.split([floats for of_process in _floats(requested) for floats in of_process])
+    tables = len(requested.stores)
     return {
-        number: [piece.view(-1, asked.stores[table].dim) for piece in pieces[table::tables]]
-        for table, number in enumerate(asked.numbers)
+        number: [piece.view(-1, requested.stores[table].dim) for piece in pieces[table::tables]]
+        for table, number in enumerate(requested.table_numbers)
     }
 
 
-def _leave_out(gradients: dict[int, list[Tensor | None]], present: Tensor, asked: Asked) -> None:
-    """Put None where an asker has no gradient for a table."""
-    for asker, (counts, some) in enumerate(
-        zip(asked.counts, present.split([sum(counts) for counts in asked.counts]), strict=True)
+def _drop_absent(gradients: dict[int, list[Tensor | None]], present: Tensor, requested: RequestedRows) -> None:
+    """Replace a process's gradients of a table by None if no key of it has one."""
+    for process, (counts, some) in enumerate(
+        zip(requested.counts, present.split([sum(counts) for counts in requested.counts]), strict=True)
     ):
-        for number, of_table in zip(asked.numbers, some.split(counts), strict=True):
+        for number, of_table in zip(requested.table_numbers, some.split(counts), strict=True):
             if not bool(of_table.any()):
-                gradients[number][asker] = None
+                gradients[number][process] = None
             elif not bool(of_table.all()):
                 raise GradientError(
                     "a table in HBM over ranks has a feature with gradients and one without; no row was changed. "

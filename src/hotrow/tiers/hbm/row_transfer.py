@@ -1,12 +1,13 @@
-"""Rows of a group of tables between DRAM and HBM.
+"""RowTransfer: moves the rows of one table group between DRAM and HBM.
 
-Up: rows that never leave DRAM are found by the cores; some are read in place by the GPU, the first while the next are
-looked for, the others are gathered into pinned memory, piece by piece, and the copy engine follows (move.py
-and core/device/row_transfer.h have the rates). Rows over SSD are all gathered. Down: rows are collected on the device
-and copied into pinned memory, from which the cores put them into their slots. tiers/hbm/pinned_ring.py has that memory.
+Upload: if rows never leave DRAM, the GPU reads the first ones in place (zero-copy) while the CPU cores look the next
+ones up. The cores gather the other rows into pinned memory, chunk by chunk, and the copy engine copies each chunk
+(core/device/row_transfer.h has the rates). Rows over SSD are all gathered. Write-back: the GPU gathers the rows into
+one buffer and copies it to pinned memory, and the cores store each chunk into its DRAM slots. pinned_ring.py has the
+memory.
 
-On a GPU both are calls of the core without Python's lock; without one (under the interpreter) the same is done here,
-step by step.
+On a GPU each direction is one call of the core without Python's lock. Without a GPU (Triton's interpreter) the same
+steps run in Python. The uploads of one group come from one thread at a time; write-backs may run beside them.
 """
 
 from __future__ import annotations
@@ -23,247 +24,279 @@ from torch import Tensor
 
 from hotrow import _core
 from hotrow.device import stream_trace
-from hotrow.device.streams import Recorded, follow, new_stream, on, used_on
+from hotrow.device.streams import CapturedSteps, follow, new_stream, on, used_on
 from hotrow.errors import StorageError
 from hotrow.kernels.current_stream import current_stream
 from hotrow.kernels.launch import cdiv
-from hotrow.kernels.rows import move
+from hotrow.kernels.rows import transfer
 from hotrow.kernels.rows.layout import Source
-from hotrow.tiers.hbm.pinned_ring import UP, Ring
-from hotrow.tiers.hbm.slots import HbmTier
+from hotrow.tiers.hbm.group_cache import GroupCache
+from hotrow.tiers.hbm.pinned_ring import UPLOAD_BUFFERS, PinnedRing
 from hotrow.tiers.host.core_errors import core_errors
-from hotrow.tiers.host.row_staging import Places
+from hotrow.tiers.host.row_staging import RowLocations
 from hotrow.tiers.host.store import HostStore
 
-PIECE_BYTES = 8 << 20  # of rows that move at a time: one piece is copied while the next is gathered
-IN_PLACE = 0.6  # the share of rows that are read in place: they and what the cores gather meanwhile come together
-AHEAD = 0.8  # of batches ahead of their turn: the cores are busy with rows that go down
-WIDE = 1024  # bytes: rows from here on are read in place at the wire's speed, all of them
-PULLS = 4  # launches that read them: one reads while the next one's rows are found
-CELLS, LANDERS = 2 * PULLS, 3  # launches that may wait for their turn
-ROOM = 1 << 15  # rows of a launch
+CHUNK_BYTES = 8 << 20  # bytes per chunk: one is copied while the next is gathered
+ZERO_COPY_SHARE = 0.6  # the share of rows read in place; the cores gather the others in the same time
+ZERO_COPY_SHARE_AHEAD = 0.8  # the same for batches ahead of their turn, when the cores also store write-backs
+WIDE_ROW_BYTES = 1024  # wider rows are all read in place, at the link's speed
+ZERO_COPY_PARTS = 4  # launches per upload: one reads while the rows of the next are looked up
+ZERO_COPY_LAUNCHES, SCATTER_LAUNCHES = 2 * ZERO_COPY_PARTS, 3  # captured launches that may be in flight
+LAUNCH_ROWS = 1 << 15  # rows per launch
 
 
-class Into(NamedTuple):
-    """Where missing rows go: slots of a source, and the tables they are of."""
+class UploadTarget(NamedTuple):
+    """The destination of an upload: slots of a source, and the table of each row."""
 
     source: Source
     slots: Tensor
     tables: Tensor
 
 
-class Way:
-    """The way between a group's rows in HBM and DRAM."""
+class RowTransfer:
+    """Uploads and write-backs of one group."""
 
-    def __init__(self, stores: Sequence[HostStore], tier: HbmTier, ring: Ring) -> None:
-        self.stores, self.tier, self.ring = list(stores), tier, ring
-        self.width = tier.layout.width
-        self.piece = max(1, PIECE_BYTES // (4 * self.width))
-        self.most = max(1, ring.size // (4 * self.width))  # rows that a buffer of the ring holds
-        self.stays = not any(store.evicts for store in stores)  # rows never leave DRAM
-        self.in_place, self.ahead = (1.0, 1.0) if 4 * self.width >= WIDE else (IN_PLACE, AHEAD)
-        if not self.stays:
-            self.in_place = self.ahead = 0.0
-        self.up, self.copies, self.down = (new_stream(tier.device) for _ in range(3))
-        self._reached = [0] * len(self.stores)  # bytes of each table's rows that the GPU can address
+    def __init__(self, stores: Sequence[HostStore], cache: GroupCache, ring: PinnedRing) -> None:
+        self.stores, self.cache, self.ring = list(stores), cache, ring
+        self.width = cache.layout.width
+        self.chunk_rows = max(1, CHUNK_BYTES // (4 * self.width))
+        self.buffer_rows = max(1, ring.size // (4 * self.width))  # rows per buffer of the ring
+        self.dram_only = not any(store.evicts for store in stores)  # rows never leave DRAM
+        self.zero_copy_share, self.zero_copy_share_ahead = (
+            (1.0, 1.0) if 4 * self.width >= WIDE_ROW_BYTES else (ZERO_COPY_SHARE, ZERO_COPY_SHARE_AHEAD)
+        )
+        if not self.dram_only:
+            self.zero_copy_share = self.zero_copy_share_ahead = 0.0
+        self.upload_stream, self.copy_stream, self.write_back_stream = (new_stream(cache.device) for _ in range(3))
+        self._reachable_bytes = [0] * len(self.stores)  # bytes of each table's rows that are registered with the GPU
         self._ranges: list[int] = []
-        # Before the stores, which this keeps, are freed, and what else launches read.
-        weakref.finalize(self, _let_go, self._ranges, tier.device, self.up)
-        self._bases = torch.tensor([store.row_memory()[0] for store in stores], device=tier.device)
-        self._launches: list[move.Puller | move.Lander] = []
-        self._recorded: list[Recorded] = []
-        # Now, because later a tower may be at work (graph_capture.py). Rows that are only read come another way.
-        self._core: Any = self._native() if self.up is not None and not tier.frozen else None
-        self.raised = self.lowered = 0  # rows on their way so far, for a trace: threads beside each other may lose some
-        self._nothing = torch.empty(0, self.width, dtype=torch.float32, device=tier.device)
-        self._reads: deque[tuple[Any, Tensor, Tensor]] = deque()  # until an event, `up` reads these
+        # Runs before the stores and other memory that launches read are freed.
+        weakref.finalize(self, _release, self._ranges, cache.device, self.upload_stream)
+        self._bases = torch.tensor([store.row_memory()[0] for store in stores], device=cache.device)
+        self._launches: list[transfer.HostRowReader | transfer.FetchedRowWriter] = []
+        self._captured_launches: list[CapturedSteps] = []
+        # Captured now, because later a tower may run (graph_capture.py). Frozen groups do not upload through here.
+        self._core: Any = self._native() if self.upload_stream is not None and not cache.frozen else None
+        self.rows_uploaded = self.rows_written_back = 0  # totals for a trace; concurrent threads may lose some
+        self._nothing = torch.empty(0, self.width, dtype=torch.float32, device=cache.device)
+        self._buffers_being_read: deque[tuple[Any, Tensor, Tensor]] = deque()  # event, slots, buffer
 
-    def reading(self, count: int, ahead: bool = False) -> int:
-        """How many of so many rows are to be read in place; none where the GPU cannot reach them."""
-        if self.in_place:
-            self._reach()
-        return int(count * (self.ahead if ahead else self.in_place))
+    def zero_copy_rows(self, count: int, ahead: bool = False) -> int:
+        """How many of `count` rows to read in place; 0 if the GPU cannot access them."""
+        if self.zero_copy_share:
+            self._make_reachable()
+        return int(count * (self.zero_copy_share_ahead if ahead else self.zero_copy_share))
 
-    def raise_rows(
-        self, places: Places, keys: Tensor | None, first: int, into: Into | None, whole: bool
+    def begin_upload(
+        self,
+        places: RowLocations,
+        keys: Tensor | None,
+        zero_copy_count: int,
+        target: UploadTarget | None,
+        stop_at_first_miss: bool,
     ) -> Tensor | None:
-        """Find rows of keys (None: places know) and have them come, the first ones read in place. Returns the others,
-        on their way on the stream `up`; None if a row is not there and the whole must be."""
-        first = 0 if into is None else first
+        """Look the keys up (None: `places` is known) and start uploading their rows. The first `zero_copy_count` go
+        into their slots. Returns the others, which the upload stream is copying, or None if it stopped at a missing
+        row."""
+        zero_copy_count = 0 if target is None else zero_copy_count
         count, begin, absent = places.slots.numel(), 0, 0
-        incoming = self._incoming(count - first)
-        while begin < count and not (absent and whole):
-            end = min(count, max(begin, first) + self.most)
-            some, known = places.part(begin, end), None if keys is None else keys[begin:end]
-            room = incoming[max(begin, first) - first : end - first]
-            absent += self._raise(some, known, max(0, first - begin), into if begin < first else None, whole, room)
+        incoming = self._incoming(count - zero_copy_count)
+        while begin < count and not (absent and stop_at_first_miss):
+            end = min(count, max(begin, zero_copy_count) + self.buffer_rows)
+            some, known = places.slice(begin, end), None if keys is None else keys[begin:end]
+            room = incoming[max(begin, zero_copy_count) - zero_copy_count : end - zero_copy_count]
+            absent += self._upload_part(
+                some,
+                known,
+                max(0, zero_copy_count - begin),
+                target if begin < zero_copy_count else None,
+                stop_at_first_miss,
+                room,
+            )
             begin = end
-        return None if absent and whole else incoming
+        return None if absent and stop_at_first_miss else incoming
 
-    def land_rows(self, places: Places, keys: Tensor, first: int, into: Into) -> int:
-        """The same, to the end: rows into their slots, and beside them where they are below. Returns how many are not
-        there; what lies in their slots then is anything."""
+    def upload(self, places: RowLocations, keys: Tensor, zero_copy_count: int, target: UploadTarget) -> int:
+        """Look the keys up, upload their rows into their slots and set the slots' metadata. Returns how many are
+        missing; their slots then have undefined contents."""
         count = places.slots.numel()
-        if count - first <= self.most:
-            return self._raise(places, keys, first, into, False, self._incoming(count - first), land=True)
+        if count - zero_copy_count <= self.buffer_rows:
+            return self._upload_part(
+                places, keys, zero_copy_count, target, False, self._incoming(count - zero_copy_count), scatter=True
+            )
         absent = 0
-        for begin in range(0, count, self.most):  # more than a buffer holds: part by part
-            end = min(count, begin + self.most)
-            some, early = places.apart(begin, end), (end - begin) * first // count
-            there = Into(into.source, into.slots[begin:end], into.tables[begin:end])
+        for begin in range(0, count, self.buffer_rows):  # more rows than a buffer holds: part by part
+            end = min(count, begin + self.buffer_rows)
+            some, early = places.separate(begin, end), (end - begin) * zero_copy_count // count
+            there = UploadTarget(target.source, target.slots[begin:end], target.tables[begin:end])
             room = self._incoming(end - begin - early)
-            absent += self._raise(some, keys[begin:end], early, there, False, room, land=True)
-            places.take_part(begin, some)
+            absent += self._upload_part(some, keys[begin:end], early, there, False, room, scatter=True)
+            places.copy_slice_from(begin, some)
         return absent
 
-    def _raise(
-        self, places: Places, keys: Tensor | None, first: int, into: Into | None, whole: bool, incoming: Tensor,
-        land: bool = False,
+    def _upload_part(
+        self, places: RowLocations, keys: Tensor | None, zero_copy_count: int, target: UploadTarget | None,
+        stop_at_first_miss: bool, incoming: Tensor,
+        scatter: bool = False,
     ) -> int:  # fmt: skip
-        """Returns how many are not there. Those from `first` on go to `incoming`. Requires: a buffer holds them."""
+        """Upload one part. Rows from `zero_copy_count` on go to `incoming`. Returns how many are missing. Requires:
+        they fit into one buffer."""
         count = places.slots.numel()
-        self.raised += count
+        self.rows_uploaded += count
         staged = self._staging(incoming.numel())
-        if self.up is None:
-            return self._raise_plainly(places, keys, first, into, whole, land, incoming, staged)
-        if current_stream(self.tier.device) != self.up:
-            follow(self.up)
-        used_on(self.up, *(into[1:] if into is not None else ()))
+        if self.upload_stream is None:
+            return self._upload_without_gpu(
+                places, keys, zero_copy_count, target, stop_at_first_miss, scatter, incoming, staged
+            )
+        if current_stream(self.cache.device) != self.upload_stream:
+            follow(self.upload_stream)
+        used_on(self.upload_stream, *(target[1:] if target is not None else ()))
         try:
             with core_errors():
-                with stream_trace.span("gpu: rows up", self.up, "rows", rows=count, in_place=first):
-                    absent = self._core.raise_rows(
-                        places.parts, count, 0 if keys is None else keys.data_ptr(), places.slots.data_ptr(),
-                        places.steps.data_ptr(), places.counts.data_ptr(), first,
-                        into.slots.data_ptr() if into is not None else 0,
-                        into.tables.data_ptr() if into is not None else 0,
-                        staged.data_ptr(), incoming.data_ptr(), whole, land, PULLS,
+                with stream_trace.span(
+                    "gpu: rows up", self.upload_stream, "rows", rows=count, in_place=zero_copy_count
+                ):
+                    absent = self._core.upload(
+                        places.core_ranges, count, 0 if keys is None else keys.data_ptr(), places.slots.data_ptr(),
+                        places.steps.data_ptr(), places.counts.data_ptr(), zero_copy_count,
+                        target.slots.data_ptr() if target is not None else 0,
+                        target.tables.data_ptr() if target is not None else 0,
+                        staged.data_ptr(), incoming.data_ptr(), stop_at_first_miss, scatter, ZERO_COPY_PARTS,
                     )  # fmt: skip
         finally:
-            self._reads.append((self.up.record_event(), places.slots, staged))
+            self._buffers_being_read.append((self.upload_stream.record_event(), places.slots, staged))
         return int(absent)
 
     def _incoming(self, rows: int) -> Tensor:
-        """Room on the device for rows that are gathered."""
+        """Device memory for gathered rows."""
         if rows == 0:
             return self._nothing
-        with on(self.copies):
-            incoming = torch.empty(rows, self.width, dtype=torch.float32, device=self.tier.device)
-        used_on(self.up, incoming)
+        with on(self.copy_stream):
+            incoming = torch.empty(rows, self.width, dtype=torch.float32, device=self.cache.device)
+        used_on(self.upload_stream, incoming)
         return incoming
 
     def _staging(self, floats: int) -> Tensor:
-        """Pinned memory that they are gathered into.
+        """Pinned memory for gathered rows.
 
-        What an earlier batch had is free again when `up` has passed it; of its places too, which launches read: torch
-        does not know of either, and would give them to others.
+        Buffers and slot arrays of earlier uploads are kept until the upload stream has passed their event, because
+        torch does not know that launches read them and would reuse the memory.
         """
         spare = torch.empty(0)
-        while self._reads and (len(self._reads) >= UP or self._reads[0][0].query()):
-            event, _, spare = self._reads.popleft()
+        while self._buffers_being_read and (
+            len(self._buffers_being_read) >= UPLOAD_BUFFERS or self._buffers_being_read[0][0].query()
+        ):
+            event, _, spare = self._buffers_being_read.popleft()
             event.synchronize()
         return spare if spare.numel() >= floats else self.ring.buffer(floats)
 
-    def _raise_plainly(
-        self, places: Places, keys: Tensor | None, first: int, into: Into | None, whole: bool, land: bool,
+    def _upload_without_gpu(
+        self, places: RowLocations, keys: Tensor | None, zero_copy_count: int, target: UploadTarget | None,
+        stop_at_first_miss: bool, scatter: bool,
         incoming: Tensor, staged: Tensor,
     ) -> int:  # fmt: skip
-        pull, part = self._puller(), min(ROOM, cdiv(first, PULLS))
+        reader, part = self._new_reader(), min(LAUNCH_ROWS, cdiv(zero_copy_count, ZERO_COPY_PARTS))
         count, absent = places.slots.numel(), 0
-        for begin in range(0, first, max(1, part)):
-            end = min(first, begin + part)
-            assert keys is not None and into is not None
-            absent += places.seek(keys, begin, end)
-            if absent and whole:
+        for begin in range(0, zero_copy_count, max(1, part)):
+            end = min(zero_copy_count, begin + part)
+            assert keys is not None and target is not None
+            absent += places.lookup(keys, begin, end)
+            if absent and stop_at_first_miss:
                 return absent
-            pull.ask(into.slots[begin:end], into.tables[begin:end], places.slots[begin:end])
-            pull()
-        for begin in range(first, count, self.piece):
-            end = min(count, begin + self.piece)
-            rows = staged[: incoming.numel()].view_as(incoming)[begin - first : end - first]
+            reader.set_request(target.slots[begin:end], target.tables[begin:end], places.slots[begin:end])
+            reader()
+        for begin in range(zero_copy_count, count, self.chunk_rows):
+            end = min(count, begin + self.chunk_rows)
+            rows = staged[: incoming.numel()].view_as(incoming)[begin - zero_copy_count : end - zero_copy_count]
             if keys is None:
-                places.copy_rows(begin, end, rows)
+                places.gather_rows(begin, end, rows)
             else:
-                absent += places.seek(keys, begin, end, rows)
-            if absent and whole:
+                absent += places.lookup(keys, begin, end, rows)
+            if absent and stop_at_first_miss:
                 return absent
-            incoming[begin - first : end - first] = rows
-        if land:
-            assert into is not None and places.block is not None
-            finish = move.Lander(self.tier.rows, self._beside, self.width)
-            finish.ask(into.slots, places.block, first, incoming)
+            incoming[begin - zero_copy_count : end - zero_copy_count] = rows
+        if scatter:
+            assert target is not None and places.block is not None
+            finish = transfer.FetchedRowWriter(self.cache.rows, self._slot_metadata, self.width)
+            finish.set_request(target.slots, places.block, zero_copy_count, incoming)
             finish()
         return absent
 
     def _native(self) -> Any:
-        """The core's part, over recorded launches."""
+        """The core's RowTransfer, over captured launches."""
         self._launches = [
-            *(self._puller() for _ in range(CELLS)),
-            *(move.Lander(self.tier.rows, self._beside, self.width) for _ in range(LANDERS)),
+            *(self._new_reader() for _ in range(ZERO_COPY_LAUNCHES)),
+            *(
+                transfer.FetchedRowWriter(self.cache.rows, self._slot_metadata, self.width)
+                for _ in range(SCATTER_LAUNCHES)
+            ),
         ]
         for launch in self._launches:
-            launch()  # of nothing: capturing one takes that it has been compiled
-            self._recorded.append(Recorded(self.tier.device, launch, keep_graph=True))
-        follow(self.up)
+            launch()  # without rows: a kernel must be compiled before it can be captured
+            self._captured_launches.append(CapturedSteps(self.cache.device, launch, keep_graph=True))
+        follow(self.upload_stream)
         cells = [
-            (recorded.graph.raw_cuda_graph(), launch.cell.data_ptr())
-            for recorded, launch in zip(self._recorded, self._launches, strict=True)
+            (captured.graph.raw_cuda_graph(), launch.request.data_ptr())
+            for captured, launch in zip(self._captured_launches, self._launches, strict=True)
         ]
-        return _core.Way(
-            self.up.cuda_stream, self.copies.cuda_stream, self.down.cuda_stream, self.width, ROOM, self.piece,
-            cells[:CELLS], cells[CELLS:],
+        return _core.RowTransfer(
+            self.upload_stream.cuda_stream, self.copy_stream.cuda_stream, self.write_back_stream.cuda_stream,
+            self.width, LAUNCH_ROWS, self.chunk_rows,
+            cells[:ZERO_COPY_LAUNCHES], cells[ZERO_COPY_LAUNCHES:],
         )  # fmt: skip
 
-    def _puller(self) -> move.Puller:
-        return move.Puller(self.tier.rows, self._bases, self.width, self.width, ROOM)
+    def _new_reader(self) -> transfer.HostRowReader:
+        return transfer.HostRowReader(self.cache.rows, self._bases, self.width, self.width, LAUNCH_ROWS)
 
     @property
-    def _beside(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.tier.hosts, self.tier.steps, self.tier.counts
+    def _slot_metadata(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.cache.hosts, self.cache.steps, self.cache.counts
 
-    def _reach(self) -> None:
-        """Have the GPU reach all rows there are, or none is read in place from now on."""
+    def _make_reachable(self) -> None:
+        """Register all present rows with the GPU. If that fails, no row is read in place from now on."""
         for number, store in enumerate(self.stores):
             address, used, _ = store.row_memory()
-            if used > self._reached[number]:
-                begin = address + self._reached[number]
+            if used > self._reachable_bytes[number]:
+                begin = address + self._reachable_bytes[number]
                 try:
-                    move.reachable(begin, used - self._reached[number], self.tier.device)
+                    transfer.register_host_memory(begin, used - self._reachable_bytes[number], self.cache.device)
                 except StorageError as error:
-                    self.in_place = self.ahead = 0.0
+                    self.zero_copy_share = self.zero_copy_share_ahead = 0.0
                     warnings.warn(f"{error}. Until then all rows are gathered by the cores", stacklevel=2)
                     return
                 self._ranges.append(begin)
-                self._reached[number] = used
+                self._reachable_bytes[number] = used
 
-    def lower_rows(self, source: Source, slots: Tensor) -> Callable[[Places, int], None]:
-        """Rows in `slots` (-1 is passed over) start on their way down. What this returns puts them into places, those
-        that were updated after a step. Requires: they are no more than `most`."""
-        leaving = torch.empty(slots.numel(), self.width, dtype=torch.float32, device=self.tier.device)
-        move.collect(source, slots, self.width, leaving)
-        self.lowered += slots.numel()
-        staged = self.ring.buffer(leaving.numel())
-        if self.down is None:
-            rows = staged[: leaving.numel()].view_as(leaving).copy_(leaving)
-            return lambda places, clean: places.lower(rows, 0, slots.numel(), clean)
-        here = current_stream(self.tier.device)
-        if stream_trace.on():  # the core has it wait, too: what is measured begins when the rows are collected
-            follow(self.down)
-        with stream_trace.span("gpu: rows down", self.down, "rows", rows=len(leaving)):
-            sent = self._core.lower_rows(here.cuda_stream, leaving.data_ptr(), len(leaving), staged.data_ptr())
-        used_on(self.down, leaving)
+    def begin_write_back(self, source: Source, slots: Tensor) -> Callable[[RowLocations, int], None]:
+        """Start copying the rows in `slots` (-1: none) to pinned memory. Call what this returns to store the rows at
+        `places` that were updated after step `clean`. Requires: at most `buffer_rows` slots."""
+        gathered = torch.empty(slots.numel(), self.width, dtype=torch.float32, device=self.cache.device)
+        transfer.collect(source, slots, self.width, gathered)
+        self.rows_written_back += slots.numel()
+        staged = self.ring.buffer(gathered.numel())
+        if self.write_back_stream is None:
+            rows = staged[: gathered.numel()].view_as(gathered).copy_(gathered)
+            return lambda places, clean: places.write_back(rows, 0, slots.numel(), clean)
+        here = current_stream(self.cache.device)
+        if stream_trace.on():  # the span must begin when the rows are gathered; the core orders the copy anyway
+            follow(self.write_back_stream)
+        with stream_trace.span("gpu: rows down", self.write_back_stream, "rows", rows=len(gathered)):
+            sent = self._core.begin_write_back(here.cuda_stream, gathered.data_ptr(), len(gathered), staged.data_ptr())
+        used_on(self.write_back_stream, gathered)
 
-        return partial(_put, staged, sent)  # in this order: the last is let go first, and waits for its copies
+        return partial(_store, staged, sent)  # in this order: `sent` is freed first, and waits for its copies
 
 
-def _put(staged: Tensor, sent: Any, places: Places, clean: int) -> None:
-    """Rows into DRAM. `staged` is what the core reads them from: torch does not know."""
+def _store(staged: Tensor, sent: Any, places: RowLocations, clean: int) -> None:
+    """Store rows into DRAM. Holding `staged` keeps the buffer that the core reads from."""
     with core_errors():
-        sent.put(places.parts, places.slots.data_ptr(), places.steps.data_ptr(), places.counts.data_ptr(), clean)
+        sent.store_rows(
+            places.core_ranges, places.slots.data_ptr(), places.steps.data_ptr(), places.counts.data_ptr(), clean
+        )
 
 
-def _let_go(ranges: list[int], device: torch.device, up: Any) -> None:
-    if up is not None:
-        up.synchronize()  # rows that nobody waits for may still be on their way
+def _release(ranges: list[int], device: torch.device, upload_stream: Any) -> None:
+    if upload_stream is not None:
+        upload_stream.synchronize()  # uploads that nobody waits for may still be in flight
     for address in ranges:
-        move.unreachable(address, device)
+        transfer.unregister_host_memory(address, device)

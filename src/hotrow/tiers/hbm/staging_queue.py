@@ -1,13 +1,13 @@
-"""Work that a cache in HBM has to finish before it changes anything: rows of batches that are still on their way up.
+"""Uploads that a cache must finish before it changes anything else.
 
-A plan puts tasks here and the cache finishes them. A task knows groups of tables and a batch's parts in them. It knows
-neither the plan nor the cache, so neither calls the other back.
+A plan adds tasks and the cache finishes them. A task holds table groups and a batch's part in each. It refers to
+neither the plan nor the cache.
 
-    StagedBatch    a later batch: its rows have slots, and the index names rows that may not be there yet
-    DeferredFetch  the batch in work: the host does not know yet whether rows are missing
+    StagedBatch    a later batch: its rows have slots, and the index names rows that may not be uploaded yet
+    DeferredFetch  the current batch: the host does not know yet whether rows are missing
 
-Several threads come here. The fetch thread adds a staged batch. The stage thread, the training thread or a reader of
-the cache finishes it, whichever is first.
+Threads: the fetch thread adds a staged batch. The stage thread, the training thread or a reader of the cache finishes
+it, whichever is first.
 """
 
 from __future__ import annotations
@@ -18,111 +18,117 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from hotrow.device.streams import on, wait_for
-from hotrow.tiers.hbm.group_batch import Part
+from hotrow.tiers.hbm.group_batch import GroupBatch
 
-PATIENCE = 16  # batches that come up at their turn, after one that was staged and lacked something
+BACKOFF = 16  # batches that are not staged after one that was staged and incomplete
 
 
 class StagedBatch:
-    """A batch whose rows have slots and may be on their way.
+    """A later batch whose rows have slots and may still be in flight.
 
-    `generation` is the one in which all its rows got slots, -1 if some rows come at the batch's turn. `keeper` is the
-    batch's plan. It is never called. It is held so that no garbage collector releases the plan, and with it these
-    parts, while they wait or while their rows move.
+    `generation` is the one in which all its rows got slots, or -1 if some rows are fetched at the batch's turn.
+    `keep_alive` is the batch's plan. It is never called. The reference keeps the garbage collector from releasing the
+    plan, and with it these parts, during their uploads.
     """
 
-    def __init__(self, parts: Sequence[Part], generation: int, keeper: object) -> None:
-        self.parts, self.generation, self.keeper = list(parts), generation, keeper
-        self.ready: list[Any] = []  # events: the rows are there
-        self.running = threading.Lock()  # held by the thread that brings the rows
+    def __init__(self, parts: Sequence[GroupBatch], generation: int, keep_alive: object) -> None:
+        self.parts, self.generation, self.keep_alive = list(parts), generation, keep_alive
+        self.ready: list[Any] = []  # events: the rows are in HBM
+        self.uploading = threading.Lock()  # held by the uploading thread
 
 
 class StagingQueue:
-    """Staged batches whose rows are not all there yet, in order."""
+    """Staged batches whose rows are not all in HBM yet, in order."""
 
-    def __init__(self, fits: AbstractContextManager[None]) -> None:
-        self.fits = fits
-        self._patience = 0  # batches not to stage: the last one had unseen keys, for which all must wait
+    def __init__(self, budget_errors: AbstractContextManager[None]) -> None:
+        self.budget_errors = budget_errors
+        self._skips_left = 0  # batches not to stage: the last one had keys without a row
         self._waiting: list[StagedBatch] = []
 
-    def skips_next(self) -> bool:
-        """Whether the next batch is not to be staged. Counts it."""
-        skips = self._patience > 0
-        self._patience = max(0, self._patience - 1)
+    def skip_next(self) -> bool:
+        """Whether to skip staging the next batch. Counts it."""
+        skips = self._skips_left > 0
+        self._skips_left = max(0, self._skips_left - 1)
         return skips
 
     def add(self, staged: StagedBatch) -> None:
-        """Rows of this batch have slots now."""
+        """Queue a batch whose rows have slots."""
         self._waiting.append(staged)
 
     def finish(self, staged: StagedBatch) -> None:
-        """Bring the rows up. The first thread that calls it does so, others wait for that thread."""
-        keeper = staged.keeper  # released after `running`, which the plan's release takes
-        with staged.running:
+        """Upload the rows. The first thread that calls this does it; others block until it is done."""
+        keep_alive = (
+            staged.keep_alive
+        )  # dropped after `uploading` is released, because the plan's release takes that lock
+        with staged.uploading:
             if staged not in self._waiting:
                 return
             try:
                 for part in staged.parts:
-                    with self.fits, on(part.group.up):
-                        if not part.raise_rows():
-                            staged.generation, self._patience = -1, PATIENCE
-                staged.ready = [part.group.up.record_event() for part in staged.parts if part.group.up is not None]
+                    with self.budget_errors, on(part.group.upload_stream):
+                        if not part.stage():
+                            staged.generation, self._skips_left = -1, BACKOFF
+                staged.ready = [
+                    part.group.upload_stream.record_event()
+                    for part in staged.parts
+                    if part.group.upload_stream is not None
+                ]
             except BaseException:
-                self._drop(staged)
+                self._cancel(staged)
                 raise
             self._remove(staged)
-        del keeper
+        del keep_alive
 
     def finish_all(self) -> None:
-        """Bring up the rows of every batch that waits."""
+        """Upload the rows of every queued batch."""
         waiting = list(self._waiting)
-        keepers = [staged.keeper for staged in waiting]
+        keepers = [staged.keep_alive for staged in waiting]
         for staged in waiting:
             self.finish(staged)
         del keepers
 
-    def give_up(self, staged: StagedBatch) -> None:
-        """Rows of this batch that are not there yet will not come."""
-        with staged.running:
-            self._drop(staged)
+    def cancel(self, staged: StagedBatch) -> None:
+        """Do not upload the rows of this batch that are still missing."""
+        with staged.uploading:
+            self._cancel(staged)
 
-    def _drop(self, staged: StagedBatch) -> None:
+    def _cancel(self, staged: StagedBatch) -> None:
         self._remove(staged)
         staged.generation = -1
         for part in staged.parts:
-            part.give_up()
+            part.cancel()
 
     def _remove(self, staged: StagedBatch) -> None:
         if staged in self._waiting:
             self._waiting.remove(staged)
-        staged.keeper = None
+        staged.keep_alive = None
 
 
 class DeferredFetch:
-    """A batch at its turn of which the host does not know yet whether rows are missing. `keeper` as in StagedBatch."""
+    """The fetch of the current batch, while the host does not know whether rows are missing. `keep_alive` as in
+    StagedBatch."""
 
-    def __init__(self, parts: Sequence[Part], step: int, keeper: object) -> None:
-        self.parts, self.step, self.keeper = list(parts), step, keeper
+    def __init__(self, parts: Sequence[GroupBatch], step: int, keep_alive: object) -> None:
+        self.parts, self.step, self.keep_alive = list(parts), step, keep_alive
         self.done = False
 
     def finish(self) -> bool:
-        """Bring up what is missing. Waits for the device. Returns whether anything was missing. After an error it may
-        be called again."""
+        """Fetch the missing rows. Waits for the device. Returns whether rows were missing. May be called again after an
+        error."""
         if self.done:
             return False
-        keeper, self.keeper = self.keeper, None
-        counts = [part.missing() for part in self.parts]
+        keep_alive, self.keep_alive = self.keep_alive, None
+        counts = [part.count_missing() for part in self.parts]
         for part, count in zip(self.parts, counts, strict=True):
-            part.group.missed = count > 0
-            part.bring(count, self.step)
-            wait_for(part.group.up)
+            part.group.last_batch_missed = count > 0
+            part.fetch(count, self.step)
+            wait_for(part.group.upload_stream)
         self.done = True
-        del keeper
+        del keep_alive
         return any(counts)
 
-    def abandon(self) -> None:
-        """The batch comes to nothing. The numbers of missing rows that are on their way are taken, so that the next
-        batch does not get them."""
-        self.done, self.keeper = True, None
+    def cancel(self) -> None:
+        """Drop the batch. Receives its counts of missing rows, so that the next batch does not get them."""
+        self.done, self.keep_alive = True, None
         for part in self.parts:
-            part.missing()
+            part.count_missing()

@@ -1,7 +1,7 @@
-"""Tables that share a cache in HBM, and how their rows move between it and the tiers below.
+"""TableGroup: tables that share a cache in HBM, and the transfers of their rows from and to DRAM.
 
-A row that comes up keeps its slot in DRAM. A row that leaves its slot in HBM goes back there with its step and count;
-a thread of the group puts it there, and `landed` waits for that thread. row_transfer.py moves the rows themselves.
+An uploaded row keeps its slot in DRAM. A row that is evicted from HBM is written back there, with its step and count,
+by the group's write-back thread. `wait_for_write_backs` waits for that thread. row_transfer.py moves the bytes.
 """
 
 from __future__ import annotations
@@ -24,286 +24,292 @@ from hotrow.kernels.current_stream import current_stream
 from hotrow.kernels.index.insert import erase
 from hotrow.kernels.index.key_hash import signed
 from hotrow.kernels.index.sets import WAYS
-from hotrow.kernels.rows import move
+from hotrow.kernels.rows import transfer
 from hotrow.kernels.rows.layout import Source
 from hotrow.kernels.rows.runs import Grouper
 from hotrow.tiers.hbm import capacity_split
-from hotrow.tiers.hbm.miss_list import Asker
-from hotrow.tiers.hbm.pinned_ring import DOWN, Ring
-from hotrow.tiers.hbm.row_transfer import Into, Way
-from hotrow.tiers.hbm.slots import HbmTier
-from hotrow.tiers.host.row_staging import HostLift, Places
+from hotrow.tiers.hbm.group_cache import GroupCache
+from hotrow.tiers.hbm.miss_list import MissFinder
+from hotrow.tiers.hbm.pinned_ring import WRITE_BACK_BUFFERS, PinnedRing
+from hotrow.tiers.hbm.row_transfer import RowTransfer, UploadTarget
+from hotrow.tiers.host.row_staging import HostRowFetch, RowLocations
 from hotrow.tiers.host.store import HostStore
 
-FLUSHED = 8  # pieces of rows that are on their way at once when all come down
-Put = Callable[[Places, int], None]
+FLUSH_CHUNKS = 8  # chunks in flight at once during a flush
+StoreRows = Callable[[RowLocations, int], None]
 
 
 class Generation:
-    """Counts what makes slots that were found before worthless: rows were dropped, pruned or spoiled. A cache and its
-    groups share one. Any thread."""
+    """Increases when slots that were found before become invalid, because rows were dropped, pruned or not uploaded. A
+    cache and its groups share one. Any thread."""
 
     def __init__(self) -> None:
         self.number = 0
         self._lock = threading.Lock()
 
     def advance(self) -> None:
-        """Slots found so far are worthless."""
+        """Slots found so far are invalid."""
         with self._lock:
             self.number += 1
 
 
-class Coming(NamedTuple):
-    """Rows on their way up: found at `places`, those before `first` read in place, the others in `incoming`."""
+class BegunUpload(NamedTuple):
+    """An upload in flight: rows at `places`, the first `zero_copy_count` read in place, the others in `incoming`."""
 
-    places: Places
-    first: int
+    places: RowLocations
+    zero_copy_count: int
     incoming: Tensor
 
 
-class Group:
-    """Tables that share a cache, with the way to the rows below."""
+class TableGroup:
+    """Tables that share a cache, and the transfers of their rows."""
 
     def __init__(
         self,
         stores: Sequence[HostStore],
-        tier: HbmTier,
-        code: int,
-        ring: Ring,
+        cache: GroupCache,
+        optimizer_code: int,
+        ring: PinnedRing,
         generation: Generation | None = None,
     ) -> None:
         self.stores = list(stores)
-        self.tier = tier
-        self.code = code
-        self.way = Way(stores, tier, ring)
-        self.width, self.stays = self.way.width, self.way.stays
-        self.streams, self.rounding_streams = (
-            torch.tensor([signed(int(stream)) for stream in of_kind], dtype=torch.int64, device=tier.device)
+        self.cache = cache
+        self.optimizer_code = optimizer_code
+        self.row_transfer = RowTransfer(stores, cache, ring)
+        self.width, self.dram_only = self.row_transfer.width, self.row_transfer.dram_only
+        self.count_streams, self.rounding_streams = (
+            torch.tensor([signed(int(stream)) for stream in of_kind], dtype=torch.int64, device=cache.device)
             for of_kind in zip(
                 *((store.core.count_stream, store.core.rounding_stream) for store in stores), strict=True
             )
         )
         self.grouper = Grouper()
-        self.asker = Asker(tier)
-        self.missing = Later(tier.device)
-        self.missed = True  # whether the last batch missed any
-        self.up = self.way.up
-        self._look = capacity_split.FIRST  # batches after which to look again how the cache is divided
-        self.aside = 0  # batches in flight whose own rows must go down before anybody looks for them below
-        self._behind = ThreadPoolExecutor(1, thread_name_prefix="hotrow-down")
-        self.landing: Future[None] | None = None  # the last rows that were sent down
-        self._sent: deque[Future[None]] = deque()  # those that may still lie in a buffer
-        self._spoiled: list[Tensor] = []  # slots whose rows never came
+        self.miss_finder = MissFinder(cache)
+        self.miss_counter = AsyncCounter(cache.device)
+        self.last_batch_missed = True  # whether the last batch missed ids
+        self.upload_stream = self.row_transfer.upload_stream
+        self._next_rebalance = capacity_split.FIRST_CHECK  # batches until the split of capacity is checked
+        self.batches_with_extra = 0  # batches in flight with extra rows that must be written back before a lookup
+        self._write_back_executor = ThreadPoolExecutor(1, thread_name_prefix="hotrow-down")
+        self.last_write_back: Future[None] | None = None  # the last write-back that was submitted
+        self._buffers_in_use: deque[Future[None]] = deque()  # write-backs whose rows may still be in a buffer
+        self._invalid_slots: list[Tensor] = []  # slots whose rows were never uploaded
         self._generation = generation or Generation()
-        self._lost: BaseException | None = None
+        self._lost_rows_error: BaseException | None = None
 
     def table_of(self, slots: Tensor) -> Tensor:
-        """Which table's sets these slots are in, int32."""
+        """The number of the table that each slot belongs to, int32."""
         if len(self.stores) == 1:
             return torch.zeros_like(slots)
-        return torch.bucketize(slots // WAYS, self.tier.index.first[1:].to(torch.int32), right=True, out_int32=True)
+        return torch.bucketize(slots // WAYS, self.cache.index.first[1:].to(torch.int32), right=True, out_int32=True)
 
-    # --- up ---
+    # --- uploads ---
 
-    def fetch_rows(
-        self, lift: HostLift, bounds: Sequence[int], keys: Tensor, seen: Tensor, step: int, into: Into | None
-    ) -> Coming:
-        """Where the rows of missing keys are below, and the rows on their way up.
-
-        Without `into` (some have no slot yet) none is read in place.
+    def begin_upload(
+        self,
+        host_rows: HostRowFetch,
+        bounds: Sequence[int],
+        keys: Tensor,
+        seen: Tensor,
+        step: int,
+        target: UploadTarget | None,
+    ) -> BegunUpload:
+        """Locate the rows of missing keys in DRAM and start their upload. Without `target` (some rows have no slot yet)
+        none is read in place.
         """
         count = keys.numel()
-        first = self.way.reading(count) if into is not None else 0
-        places = lift.nowhere(self.stores, bounds, count)
-        if self.stays:
-            incoming = self.way.raise_rows(places, keys, first, into, True)
+        zero_copy_count = self.row_transfer.zero_copy_rows(count) if target is not None else 0
+        places = host_rows.allocate(self.stores, bounds, count)
+        if self.dram_only:
+            incoming = self.row_transfer.begin_upload(places, keys, zero_copy_count, target, True)
             if incoming is not None:
-                return Coming(places, first, incoming)
-            wait_for(self.up)
-        lift.fetch(places, keys, seen, step)
-        incoming = self.way.raise_rows(places, None, 0, None, False)
+                return BegunUpload(places, zero_copy_count, incoming)
+            wait_for(self.upload_stream)
+        host_rows.fetch(places, keys, seen, step)
+        incoming = self.row_transfer.begin_upload(places, None, 0, None, False)
         assert incoming is not None
-        return Coming(places, 0, incoming)
+        return BegunUpload(places, 0, incoming)
 
-    def raise_rows(self, into: Into, coming: Coming) -> None:
-        """Rows that fetch_rows found come into their slots, on the stream `up`."""
-        follow(self.up)
-        with on(self.up):
-            move.deliver(into.source, into.slots[coming.first :], self.width, coming.incoming)
-        used_on(self.up, into.slots, into.source.extra)
+    def finish_upload(self, target: UploadTarget, upload: BegunUpload) -> None:
+        """Copy the rows of `begin_upload` into their slots, on the upload stream."""
+        follow(self.upload_stream)
+        with on(self.upload_stream):
+            transfer.deliver(target.source, target.slots[upload.zero_copy_count :], self.width, upload.incoming)
+        used_on(self.upload_stream, target.slots, target.source.extra)
 
-    # --- down ---
+    # --- write-backs ---
 
-    def lower(self, source: Source, slots: Tensor, places: Places, unhold: bool = True) -> Callable[[], None]:
-        """Rows in `slots` (-1 is passed over) start on their way down.
+    def begin_write_back(
+        self, source: Source, slots: Tensor, places: RowLocations, unpin: bool = True
+    ) -> Callable[[], None]:
+        """Start copying the rows in `slots` (-1: none) to the host.
 
-        Call what this returns to have them put into `places`, as those are then, behind the caller's back: later,
-        because the cores are wanted for something else first.
+        Call what this returns to store them at `places`, as these are then, on the write-back thread. It is a separate
+        call, because other work needs the CPU cores first.
         """
-        self._check_lost()
-        begin, count, clean = 0, slots.numel(), self.tier.clean
-        while (
-            count - begin > self.way.most
-        ):  # more than a buffer holds: the first go at once, to places as they are now
-            end = begin + self.way.most
-            self._put_away(self._collect(source, slots[begin:end]), places.part(begin, end), clean, None)
+        self._raise_if_lost()
+        begin, count, clean = 0, slots.numel(), self.cache.clean
+        while count - begin > self.row_transfer.buffer_rows:  # more rows than a buffer holds: store the first ones now
+            end = begin + self.row_transfer.buffer_rows
+            self._submit_write_back(
+                self._copy_to_buffer(source, slots[begin:end]), places.slice(begin, end), clean, None
+            )
             begin = end
-        put, rest = self._collect(source, slots[begin:]), places.part(begin, count)
-        return lambda: self._put_away(put, rest, clean, places if unhold else None)
+        put, rest = self._copy_to_buffer(source, slots[begin:]), places.slice(begin, count)
+        return lambda: self._submit_write_back(put, rest, clean, places if unpin else None)
 
-    def _collect(self, source: Source, slots: Tensor) -> Put:
-        """Rows into a buffer, when one is free."""
-        while len(self._sent) > DOWN - 2:
-            self._sent.popleft().result()
-        return self.way.lower_rows(source, slots)
+    def _copy_to_buffer(self, source: Source, slots: Tensor) -> StoreRows:
+        """Copy rows to a buffer. Blocks until one is free."""
+        while len(self._buffers_in_use) > WRITE_BACK_BUFFERS - 2:
+            self._buffers_in_use.popleft().result()
+        return self.row_transfer.begin_write_back(source, slots)
 
-    def _put_away(self, put: Put, places: Places, clean: int, held: Places | None) -> None:
-        if self.up is None:
-            self._put(put, places, clean, held)
+    def _submit_write_back(self, put: StoreRows, places: RowLocations, clean: int, held: RowLocations | None) -> None:
+        if self.upload_stream is None:
+            self._store(put, places, clean, held)
         else:
-            self.landing = self._behind.submit(self._put_behind, put, places, clean, held)
-            self._sent.append(self.landing)
+            self.last_write_back = self._write_back_executor.submit(self._store_in_background, put, places, clean, held)
+            self._buffers_in_use.append(self.last_write_back)
 
     @staticmethod
-    def _put(put: Put, places: Places, clean: int, held: Places | None) -> None:
+    def _store(put: StoreRows, places: RowLocations, clean: int, held: RowLocations | None) -> None:
         put(places, clean)
         if held is not None:
-            held.unhold()
+            held.unpin()
 
-    def _put_behind(self, put: Put, places: Places, clean: int, held: Places | None) -> None:
+    def _store_in_background(self, put: StoreRows, places: RowLocations, clean: int, held: RowLocations | None) -> None:
         try:
-            self._put(put, places, clean, held)
+            self._store(put, places, clean, held)
         except BaseException as error:
-            self.lose(error)
+            self.mark_lost(error)
 
-    def landed(self, last: Future[None] | None = None) -> None:
-        """Wait until everything that went down (up to `last`) is there.
-
-        What could not be put there is lost: an error until a load.
-        """
-        landing = last or self.landing
+    def wait_for_write_backs(self, last: Future[None] | None = None) -> None:
+        """Wait for all write-backs (up to `last`). Raises if one failed, until the rows are dropped for a load."""
+        landing = last or self.last_write_back
         if landing is not None:
             landing.result()
-        self._check_lost()
+        self._raise_if_lost()
 
-    def _check_lost(self) -> None:
-        if self._lost is not None:
+    def _raise_if_lost(self) -> None:
+        if self._lost_rows_error is not None:
             raise StorageError(
-                f"rows that left HBM could not be put away: {self._lost}. They are lost; put that right and load the "
-                "last checkpoint"
-            ) from self._lost
+                f"rows evicted from HBM could not be written back: {self._lost_rows_error}. They are lost; "
+                "fix this and load the last checkpoint"
+            ) from self._lost_rows_error
 
-    def lose(self, error: BaseException) -> None:
-        """Rows whose places were given away did not come down: from now on it is an error, until a load."""
-        self._lost = self._lost or error
+    def mark_lost(self, error: BaseException) -> None:
+        """Rows whose slots were reassigned could not be written back: raise from now on, until a load."""
+        self._lost_rows_error = self._lost_rows_error or error
 
     @contextmanager
-    def moving(self) -> Iterator[None]:
-        """Inside it slots hold other rows than what is below and in the index say: an error there loses some."""
+    def lost_on_error(self) -> Iterator[None]:
+        """Inside the block, the index and the slots disagree: an error there loses rows."""
         try:
             yield
         except BaseException as error:
-            self.lose(error)
+            self.mark_lost(error)
             raise
 
-    # --- slots whose rows never came ---
+    # --- slots whose rows were never uploaded ---
 
-    def spoil(self, slots: Tensor) -> None:
-        """The index names rows in these slots (on the CPU) that are not there. Any thread."""
-        self._spoiled.append(slots)
+    def invalidate(self, slots: Tensor) -> None:
+        """The index names rows in these slots (a CPU tensor) that were never uploaded. Any thread."""
+        self._invalid_slots.append(slots)
         self._generation.advance()  # last: a thread that sees the new generation finds the slots
 
-    def clean_up(self) -> None:
-        """Empty those slots, after what was still asked for there."""
-        while self._spoiled:
-            spoiled = self._spoiled.pop()
-            wait_for(self.up)  # each time: another thread may have added it just now
-            slots = to_device(spoiled.clone(), self.tier.device)
-            erase(self.tier.index, slots)
-            self.tier.hosts[slots[slots >= 0].long()] = -1
+    def erase_invalid(self) -> None:
+        """Empty these slots, after the work on them that is enqueued."""
+        while self._invalid_slots:
+            spoiled = self._invalid_slots.pop()
+            wait_for(self.upload_stream)  # each time: another thread may have added slots meanwhile
+            slots = to_device(spoiled.clone(), self.cache.device)
+            erase(self.cache.index, slots)
+            self.cache.hosts[slots[slots >= 0].long()] = -1
 
     def flush(self) -> None:
-        """Bring down what is newer here."""
-        tier = self.tier
-        self.landed()
-        dirty = tier.dirty()
+        """Write back every dirty row."""
+        cache = self.cache
+        self.wait_for_write_backs()
+        dirty = cache.dirty()
         if not dirty.numel():
             return
-        for slots in dirty.split(min(self.way.most, FLUSHED * self.way.piece)):
-            before = self.landing
-            self.lower(tier.source(), slots, self.describe(slots), unhold=False)()
-            if before is not None:  # pinned memory for two, however slowly they are put away
-                self.landed(before)
-        self.landed()
-        tier.clean = int(tier.steps[dirty.long()].max())
+        for slots in dirty.split(min(self.row_transfer.buffer_rows, FLUSH_CHUNKS * self.row_transfer.chunk_rows)):
+            before = self.last_write_back
+            self.begin_write_back(cache.source(), slots, self.locate(slots), unpin=False)()
+            if before is not None:  # at most two write-backs hold pinned memory, however slow they are
+                self.wait_for_write_backs(before)
+        self.wait_for_write_backs()
+        cache.clean = int(cache.steps[dirty.long()].max())
 
-    def describe(self, slots: Tensor) -> Places:
-        """Where the rows of these slots, in rising order, are below. Waits for the device."""
-        where, tier = slots.long(), self.tier
-        found = to_host(torch.stack([self.table_of(slots), tier.hosts[where], tier.steps[where], tier.counts[where]]))
-        return Places(self.stores, self.bounds(found[0].numpy()), found[1], found[2], found[3])
+    def locate(self, slots: Tensor) -> RowLocations:
+        """The locations in DRAM of the rows in these slots, which are ascending. Waits for the device."""
+        where, cache = slots.long(), self.cache
+        found = to_host(
+            torch.stack([self.table_of(slots), cache.hosts[where], cache.steps[where], cache.counts[where]])
+        )
+        return RowLocations(self.stores, self.bounds(found[0].numpy()), found[1], found[2], found[3])
 
     def bounds(self, tables: np.ndarray[Any, np.dtype[np.int32]]) -> list[int]:
-        """Where each table's rows begin and end, of rows in table order."""
+        """Where each table's rows begin and end in an array ordered by table."""
         bounds: list[int] = np.searchsorted(tables, np.arange(len(self.stores) + 1, dtype=np.int32)).tolist()
         return bounds
 
     def drop(self) -> None:
-        """Forget every row here."""
-        if self.landing is not None:
-            self.landing.result()
-        self.landing = self._lost = None
-        slots = self.tier.resident()
-        if slots.numel() and not self.tier.frozen:
-            self.describe(slots).unhold()
-        self.tier.clear()
+        """Drop every row, also dirty ones."""
+        if self.last_write_back is not None:
+            self.last_write_back.result()
+        self.last_write_back = self._lost_rows_error = None
+        slots = self.cache.resident()
+        if slots.numel() and not self.cache.frozen:
+            self.locate(slots).unpin()
+        self.cache.clear()
 
     def prune(self) -> None:
-        """Forget the rows that are gone below."""
-        self.landed()
-        slots = self.tier.resident()
-        if not slots.numel() or self.tier.frozen:
+        """Drop the rows that were removed in DRAM."""
+        self.wait_for_write_backs()
+        slots = self.cache.resident()
+        if not slots.numel() or self.cache.frozen:
             return
-        rows = self.describe(slots)
-        gone = torch.cat([~store.alive(rows.slots[begin:end]) for store, begin, end in rows.of_tables()])
+        rows = self.locate(slots)
+        gone = torch.cat([~store.alive(rows.slots[begin:end]) for store, begin, end in rows.by_table()])
         if bool(gone.any()):
             dead = slots[gone.to(slots.device)]
-            self.describe(dead).unhold()
-            erase(self.tier.index, dead)
-            self.tier.hosts[dead.long()] = -1
+            self.locate(dead).unpin()
+            erase(self.cache.index, dead)
+            self.cache.hosts[dead.long()] = -1
 
-    def untended(self) -> bool:
-        """Whether it is time for `tend`."""
-        return len(self.stores) > 1 and self.tier.free and self.tier.done >= self._look
+    def rebalance_due(self) -> bool:
+        """Whether it is time to call `rebalance`."""
+        return len(self.stores) > 1 and self.cache.free and self.cache.done >= self._next_rebalance
 
-    def tend(self) -> bool:
-        """Give tables that are full what others leave empty (capacity_split.py). Whether that changed anything."""
-        tier = self.tier
-        self._look = max(2 * self._look, tier.done)
-        wanted = capacity_split.divide(tier.index.counts, tier.used(), tier.missed)
+    def rebalance(self) -> bool:
+        """Split the capacity between the tables anew (capacity_split.py). Returns whether anything changed."""
+        cache = self.cache
+        self._next_rebalance = max(2 * self._next_rebalance, cache.done)
+        wanted = capacity_split.divide(cache.index.counts, cache.used(), cache.missed)
         if wanted is not None:
             self.flush()
             self.drop()
-            tier.divide(wanted)
-            self.asker.forget()
+            cache.divide(wanted)
+            self.miss_finder.invalidate()
         return wanted is not None
 
 
-class Later:
-    """A number on its way to the host: `send` it, and `wait` for it some other time. One at a time."""
+class AsyncCounter:
+    """A device counter that is copied to the host: `send` starts the copy and `wait` ends it. One copy at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.number = torch.zeros(1, dtype=torch.int32, device=device)
         self._before, self._sent = 0, False
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._pinned = torch.empty(1, dtype=torch.int32, pin_memory=True) if self._event else self.number
-        if self._event is not None:  # torch does not know that a launch writes there: after an error nobody has waited
+        if self._event is not None:  # torch does not track this copy, and after an error nobody has waited
             weakref.finalize(self, self._event.synchronize)
 
     def send(self) -> None:
-        """It is what it will be when the stream comes to here."""
+        """Enqueue a copy of the number on the current stream."""
         if self._event is not None:
-            move.tell(self.number, self._pinned)
+            transfer.copy_to_pinned(self.number, self._pinned)
             self._event.record(current_stream(self.number.device))
         self._sent = True
 
@@ -314,12 +320,12 @@ class Later:
         return int(self._pinned)
 
     def increase(self) -> int:
-        """By how much the number rose since this was last asked."""
+        """The increase since the last call."""
         now = self.wait()
         more, self._before, self._sent = (now - self._before) & 0xFFFFFFFF, now, False
         return more
 
     def catch_up(self) -> None:
-        """Forget a number that was sent and never asked for, because of an error in between."""
+        """Drop a number that was sent and, because of an error, never received."""
         if self._sent:
             self.increase()
