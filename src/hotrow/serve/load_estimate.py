@@ -113,7 +113,7 @@ class Peak:
 
 
 class Histogram:
-    """Durations from a microsecond up, counted in steps of a factor 2^(1/4): percentiles are exact to a tenth.
+    """Durations from a microsecond up, counted in steps of a factor 2^(1/4): percentiles are accurate to about 10%.
 
     >>> times = Histogram()
     >>> for milliseconds in range(1, 101): times.note(milliseconds / 1000)
