@@ -128,7 +128,7 @@ def test_tests_that_are_killed_leave_no_process(
     check_all_end(killed)
 
 
-def test_a_child_outlives_the_thread_that_asked_for_it() -> None:
+def test_a_child_outlives_the_thread_that_started_it() -> None:
     made: list[subprocess.Popen[str]] = []
     command = [sys.executable, "-S", "-c", "import time; print('up', flush=True); time.sleep(600)"]
     thread = threading.Thread(
@@ -154,7 +154,7 @@ def test_the_child_is_the_command_itself() -> None:
     assert not ignored & (1 << (signal.SIGPIPE - 1))
 
 
-def test_run_gives_what_a_command_said_and_ends_it_in_time() -> None:
+def test_run_returns_a_commands_output_and_ends_it_at_its_timeout() -> None:
     done = child_process.run(["sh", "-c", "echo out; echo err >&2; exit 3"])
     assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")
     with pytest.raises(subprocess.CalledProcessError):

@@ -42,7 +42,7 @@ with exit_on_sigterm():
     finally:
         send(TERM)
         say('twice within a second is once')
-        signals.SAME_SECONDS = 0
+        signals.DUPLICATE_SECONDS = 0
         send(TERM)
         say('not reached')
 """
@@ -59,7 +59,7 @@ with exit_on_sigterm():
             for number in {numbers}:
                 send(number)
                 send(number)
-                signals.SAME_SECONDS = {same}
+                signals.DUPLICATE_SECONDS = {same}
     except KeyboardInterrupt:
         say('interrupted')
     finally:
@@ -77,7 +77,7 @@ with exit_on_sigterm():
         ("[INT, TERM]", 1, 143, ["told SIGINT", "cleaned up"]),
     ],
 )
-def test_the_first_signal_is_told_and_the_second_does_what_it_always_did(
+def test_the_first_signal_calls_the_function_and_the_second_ends_the_process(
     tmp_path: Path, numbers: str, same: int, ends: int, says: list[str]
 ) -> None:
     assert run(HELD.format(numbers=numbers, same=same), tmp_path) == (ends, says)

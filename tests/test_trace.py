@@ -103,7 +103,7 @@ def test_parts_of_one_run_are_joined_and_a_torn_one_counts_to_its_last_whole_lin
     assert sorted(tmp_path.iterdir()) == sorted([path, stale, other])
 
 
-def test_parts_that_cannot_be_joined_stay_and_it_is_said(tmp_path: Path) -> None:
+def test_parts_that_cannot_be_joined_stay_with_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"could not be joined: .*hotrow\.trace\.join\("):
         trace.join(tmp_path / "none.json")
     part = write_part(tmp_path / "run.json", 0, time.time())

@@ -1,5 +1,8 @@
-"""The command line: `hotrow demo | train | export | serve | bench | inspect`, one word each, and what goes with online
-learning: `rollback | release | publish-remote`."""
+"""The command line: `hotrow demo | train | export | serve | bench | inspect`, and for online learning `rollback |
+release | publish-remote`.
+
+A command parses its options and calls one function; imports are inside the commands, so that `--help` is quick.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ def demo(
     """
     from hotrow.demo.run import demo as run
 
-    with _exits_by_its_signal():
+    with _exit_code_of_signal():
         run(output, seconds, keep)
 
 
@@ -111,7 +114,7 @@ def train(
     if ranks > 1 and "RANK" not in os.environ:
         from hotrow.parallel.launch import launch
 
-        _say_if_ctrl_c_is_ignored()
+        _note_ignored_ctrl_c()
         raise typer.Exit(launch(ranks, [sys.executable, "-m", "hotrow", *sys.argv[1:]]))
     from dataclasses import replace
 
@@ -129,7 +132,7 @@ def train(
     if trace is not None:
         loaded.trainer.trace = Path(trace)
     if ranks == 1 and not console.quiet:
-        _say_if_ctrl_c_is_ignored()
+        _note_ignored_ctrl_c()
     console.print(f"{loaded.source.describe()}", highlight=False)
     try:
         report, tested = loaded.run(progress=not quiet, resume=resume)
@@ -164,16 +167,16 @@ def train(
 
 
 @contextmanager
-def _exits_by_its_signal() -> Iterator[None]:
-    """A command whose `fit` was stopped by SIGTERM exits with 143, not with Ctrl-C's 130."""
+def _exit_code_of_signal() -> Iterator[None]:
+    """Exit with 143 if SIGTERM stopped `fit` in the block, with 130 after Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt as stop:
         raise typer.Exit(exit_code(getattr(stop, "signal", signal.SIGINT))) from None
 
 
-def _say_if_ctrl_c_is_ignored() -> None:
-    """Before a run that may take long: how it is ended."""
+def _note_ignored_ctrl_c() -> None:
+    """Before a long run: if Ctrl-C does nothing, print how to end it."""
     if ignores_ctrl_c():
         Console(stderr=True).print(
             "Ctrl-C is ignored because the parent process ignores SIGINT; "
@@ -184,7 +187,7 @@ def _say_if_ctrl_c_is_ignored() -> None:
 
 
 def _curve(windows: list[Window]) -> str:
-    """Progressive validation, first and last points."""
+    """The first and last points of progressive validation, in a line."""
     shown = [f"{window.auc:.4f}" for window in windows]
     shown = shown if len(shown) <= 8 else [*shown[:2], "...", *shown[-5:]]
     return f"AUC of predictions before they were learned from, {len(windows)} windows: {' '.join(shown)}"
@@ -272,7 +275,7 @@ def bench(
     """
     from hotrow.bench import run
 
-    with _exits_by_its_signal():
+    with _exit_code_of_signal():
         run(name, json, record)
 
 
@@ -401,8 +404,8 @@ def serve(
     raise typer.Exit(run(options))
 
 
-def _warn(words: str) -> None:
-    Console(stderr=True).print(f"[yellow]{escape(words)}[/]", highlight=False, soft_wrap=True)
+def _warn(message: str) -> None:
+    Console(stderr=True).print(f"[yellow]{escape(message)}[/]", highlight=False, soft_wrap=True)
 
 
 def _warn_of_passwords(*addresses: str) -> None:
@@ -448,8 +451,7 @@ def release(bus: Annotated[str, typer.Argument(help="the bus")]) -> None:
     from hotrow.publish.rollback import release as run
 
     _warn_of_passwords(bus)
-    words = "released" if run(bus) else "it was not held"
-    Console().print(words, highlight=False)
+    Console().print("released" if run(bus) else "it was not held", highlight=False)
 
 
 PUBLISH_REMOTE_HELP = """Keep a remote store (Redis, Redis Cluster) that servers read up to date with a bus.

@@ -1,14 +1,15 @@
-"""Credentials: how a password or token is given outside of a command line, and how it is kept out of messages.
+"""Credentials: passwords and tokens come from files, and are kept out of messages.
 
-The arguments of a process are readable by every user of its machine (`ps`). A secret therefore comes from a file:
+Every user of a machine can read the arguments of its processes (`ps`). So a secret comes from a file:
 
     redis://user@host:6379/0?stream=ctr&password_file=/run/secrets/redis
     hotrow serve repository/ --token-file /run/secrets/token
 
-An address may have its password in it too (`redis://user:password@host`), for job files and programs that keep their
-text to themselves. Whatever a person or a disk gets to see of an address is `public(address)`, which has no login: all
-errors, logs and records use it. A server or a library may repeat a password in what it says about a failed login:
-`Login.redact` takes it out.
+An address may hold the password itself (`redis://user:password@host`), for job files and programs that keep their text
+private. Errors, logs and records show only `public(address)`, which has no login. A server or library may repeat a
+password in its error about a failed login; `Login.redact` removes it.
+
+Any thread may call any of this.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from urllib.parse import quote, unquote, unquote_plus
 
 from hotrow.errors import OptionError
 
-_FOLDERS = ("dir", "rocksdb")  # what follows these is a path, which has no login
-# A model's name and the scheme stay; the login goes up to the last @, because a password may have one too.
+_FOLDERS = ("dir", "rocksdb")  # schemes of paths, which have no login
+# Keeps a model's name and the scheme. The login ends at the last @, because a password may contain one.
 _LOGIN = re.compile(r"^((?:[\w.-]+=)?[a-z][a-z0-9+]*://|(?:redis|rediss|kafka)\b[a-z+]*:/*)?.*@", re.DOTALL)
 _SECRET_OPTION = re.compile(r"pass|secret|token|username", re.IGNORECASE)
 _LONGEST_FILE = 4096
@@ -37,21 +38,21 @@ class Login:
     password: str = field(default="", repr=False)
 
     def redact(self, text: object) -> str:
-        """What somebody else said, without the password.
+        """The text of a server or library, without the password.
 
         >>> Login("me", "hunter2").redact("unknown command 'AUTH', with args beginning with: 'hunter2'")
         "unknown command 'AUTH', with args beginning with: '***'"
         """
-        said = str(text)
+        redacted = str(text)
         for secret in {self.password, quote(self.password, safe="")} - {""}:
-            said = said.replace(secret, "***")
-            if len(secret) > 32:  # servers cut long arguments short
-                said = re.sub(re.escape(secret[:16]) + r"[^\s']*", "***", said)
-        return said
+            redacted = redacted.replace(secret, "***")
+            if len(secret) > 32:  # servers truncate long arguments
+                redacted = re.sub(re.escape(secret[:16]) + r"[^\s']*", "***", redacted)
+        return redacted
 
 
 def public(address: str) -> str:
-    """An address without its login, for people and for what is kept on disk. Any text will do: it may be malformed.
+    """An address without its login, for messages and files. The address may be malformed.
 
     >>> public("redis://me:hunter2@host:6379/0?stream=ctr&password_file=/run/secrets/redis")
     'redis://host:6379/0?stream=ctr'
@@ -64,7 +65,7 @@ def public(address: str) -> str:
 
 
 def split_login(address: str) -> tuple[str, Login]:
-    """An address without its login, and the login. Reads the `password_file=` that it names.
+    """An address without its login, and the login. Reads the file of `password_file=`.
 
     >>> split_login("redis://me:p%40ss@host:6379/0?stream=ctr")
     ('redis://host:6379/0?stream=ctr', Login(user='me'))
@@ -75,7 +76,7 @@ def split_login(address: str) -> tuple[str, Login]:
     place, _, query = rest.partition("?")
     host, slash, path = place.partition("/")
     login, _, host = host.rpartition("@")
-    if not mark or "@" in path + query:  # perhaps the end of a login with a / or ? in it
+    if not mark or "@" in path + query:  # may be the end of a login that contains / or ?
         raise OptionError(
             f"{public(address)!r}: write redis://user@host:6379?password_file=/path; where an address has the password "
             "itself, or an @ behind the host, its characters / ? @ are written %2F %3F %40"
@@ -93,7 +94,7 @@ def split_login(address: str) -> tuple[str, Login]:
 
 
 def shows_password(address: str) -> bool:
-    """Whether the address itself has a password, which whoever sees the address can read."""
+    """Whether the address itself contains a password."""
     if address.partition(":")[0] in _FOLDERS:
         return False
     login, at, _ = re.split("[/?]", address.partition("://")[2])[0].rpartition("@")
@@ -101,7 +102,7 @@ def shows_password(address: str) -> bool:
 
 
 def kafka_settings(login: Login, options: dict[str, str], address: str) -> dict[str, str]:
-    """librdkafka's settings for a login and the options tls=, ca= and sasl= of an address, which are taken out.
+    """librdkafka's settings for a login. Removes tls=, ca= and sasl= from the options of the address.
 
     >>> kafka_settings(Login("me", "hunter2"), {"sasl": "SCRAM-SHA-256"}, "")["security.protocol"]
     'SASL_SSL'
@@ -122,7 +123,7 @@ def kafka_settings(login: Login, options: dict[str, str], address: str) -> dict[
 
 
 def read_secret(path: str, option: str) -> str:
-    """The one line of a file that only its owner, and perhaps its group, can read."""
+    """The single line of a file that only its owner, and perhaps its group, can read."""
     try:
         with open(path, "rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)

@@ -1,7 +1,7 @@
 """Every error that HotRow raises on purpose.
 
-One base class, so that a program can catch all of ours at once; each subclass also derives from the built-in that a
-Python programmer would expect, so that `except ValueError` keeps working. A message gives the fact, the value and the
+All derive from one base class. Each subclass also derives from the built-in class that a Python programmer would
+expect, so that `except ValueError` keeps working. A message gives the fact, the value and the
 cure: ``table 'user' has dim 128 but the checkpoint has 64; pass dim=64 or map it with rename=``.
 """
 
@@ -20,7 +20,7 @@ class OptionError(HotRowError, ValueError):
 
 
 class ClosedError(OptionError):
-    """Something that was closed is asked for an answer."""
+    """A call on an object that has been closed."""
 
 
 class DataError(HotRowError, ValueError):
@@ -52,11 +52,11 @@ class StorageError(HotRowError, OSError):
 
 
 class LateError(StorageError):
-    """Rows that did not come from where they are, in the time there was. The same question may work later."""
+    """Rows that did not arrive before the deadline. The same call may work later."""
 
 
 class LeftError(LateError):
-    """Rows that were in memory a moment ago and have left it; asking for them again helps at once."""
+    """Rows that were evicted between lookup and read. The same call works at once."""
 
 
 class RankError(HotRowError, RuntimeError):
@@ -64,11 +64,11 @@ class RankError(HotRowError, RuntimeError):
 
 
 class ClusterError(HotRowError, RuntimeError):
-    """A cluster that cannot be reached, or that lost more than it could make good. What was committed is untouched."""
+    """A cluster that cannot be reached, or lost work that cannot be redone. What was committed is untouched."""
 
 
 class PublishError(HotRowError, RuntimeError):
-    """Publications that cannot be made, found or trusted. Training and serving go on without them."""
+    """A publication that cannot be made, found or trusted. Training and serving continue without it."""
 
 
 class BusError(HotRowError, OSError):

@@ -15,7 +15,7 @@
     [ranks]                          # for torchrun and --ranks; docs/ranks.md
     wire = "bf16"
 
-Every section is checked against what its part really takes, so a wrong option is an error before anything is read.
+Every section is checked against the options that its part takes, so a wrong one is an error before data is read.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ else:
 
 TEXT_LAYOUTS = ("criteo", "criteo-tsv", "avazu")
 SOURCES = ("synthetic", "parquet", "kafka", "redis", *TEXT_LAYOUTS)
-FOLLOWED = ("parquet", "kafka", "redis")
+FOLLOWABLE = ("parquet", "kafka", "redis")
 SECTIONS = {
     "data": [
         "source",
@@ -103,7 +103,7 @@ DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a run needs, built and checked."""
+    """Everything that a run needs, built and checked."""
 
     trainer: Trainer
     source: Source
@@ -119,7 +119,7 @@ class Job:
         return isinstance(self.source, FollowSource)
 
     def run(self, progress: bool = True, resume: bool = False) -> tuple[Report, dict[str, float] | None]:
-        """Train (from the newest checkpoint on, with `resume`), evaluate, save. Returns report and test metrics."""
+        """Train (with `resume` from the newest checkpoint), evaluate, save. Returns the report and test metrics."""
         if self.follows and self.trainer.checkpoints is None:
             raise OptionError(
                 "--follow needs checkpoints, or nothing is left when it ends: give the job [checkpoints] with folder = "
@@ -140,16 +140,16 @@ class Job:
             tested = self.trainer.evaluate(self.test, progress=progress) if self.test is not None else None
             number = self.trainer.asked_to_stop()
             if number:
-                tested = None  # of some of the examples
+                tested = None  # it covers only some of the examples
             saved = None if self.output is None else self.trainer.save(self.output, notes={"metrics": {"test": tested}})
             if self.trainer.team is not None:
-                self.trainer.team.ranks.barrier()  # nobody leaves while others still need an answer
+                self.trainer.team.ranks.barrier()  # no rank leaves while others need its replies
             if number:
                 self._stopped_after_training(report, saved, number)
         return report, tested
 
     def _stopped_after_training(self, report: Report, saved: SaveReport | None, number: int) -> NoReturn:
-        """A signal came in the evaluation at the end: it is cut short, and the model is saved."""
+        """A signal ended the last evaluation early; the model has been saved."""
         checkpoint, why = None, "nothing was saved: the job has neither [checkpoints] nor [output]"
         if saved is not None:
             checkpoint = saved.path if self.trainer.checkpoints is not None else None
@@ -158,7 +158,7 @@ class Job:
 
 
 def load_job(path: str | os.PathLike[str], ray: str | None = None, follow: bool = False) -> Job:
-    """Read a job file and build what it describes. `ray` and `follow` take the place of the file's."""
+    """Read a job file and build it. `ray` and `follow` replace the file's."""
     values = _read(Path(path))
     if follow:
         values.setdefault("data", {})["follow"] = True
@@ -182,7 +182,7 @@ def _read(file: Path) -> dict[str, Any]:
 def recorded_tower(path: str | os.PathLike[str], spec: FeatureSpec | None) -> dict[str, Any]:
     """How the tower of a job file is built, as `hotrow train` records it in checkpoints.
 
-    How many dense features there are is known to the feature spec, or to the data.
+    The number of dense features comes from the feature spec, or else from the data.
     """
     values = _read(Path(path))
     if spec is not None:
@@ -207,7 +207,7 @@ def build_job(values: Mapping[str, Any]) -> Job:
     ranks = join_ranks(**values.get("ranks", {}))
     if ranks is not None:
         ranks.agree("the job file", values)
-        _share_cores()
+        _limit_threads()
     train, saves = dict(values.get("train", {})), dict(values.get("checkpoints", {}))
     if saves and "folder" not in saves:
         raise OptionError('[checkpoints] needs folder=, such as folder = "runs/ctr"')
@@ -244,7 +244,7 @@ def build_job(values: Mapping[str, Any]) -> Job:
 
 
 def _open(options: dict[str, Any], home: str | None) -> tuple[Source, Source | None, tuple[list[str], int]]:
-    """The sources of a job, on Ray where it says so, and what the first one's batches look like."""
+    """The training and test source of a job, on Ray if it asks for that, and the shape of the batches."""
     source, test = _sources(options, home)
     shape = _shape(source)
     if "ray" in options:
@@ -255,7 +255,7 @@ def _open(options: dict[str, Any], home: str | None) -> tuple[Source, Source | N
 
 def _shape(source: Source) -> tuple[list[str], int]:
     """The names of the features that give ids, and how many dense ones there are."""
-    if isinstance(source, FollowSource):  # perhaps there is no event yet
+    if isinstance(source, FollowSource):  # there may be no event yet
         return list(source.features.id_names), len(source.features.dense_names)
     sample = next(iter(source.batches()), None)
     if sample is None:
@@ -287,10 +287,10 @@ def _sources(options: dict[str, Any], home: str | None = None) -> tuple[Source, 
         raise OptionError(f'[data] source={kind!r} needs path=, such as path = "train/*.{kind}"')
     spec = FeatureSpec.load(options["features"]) if "features" in options else None
     common: dict[str, Any] = {"batch_size": batch_size, "on_error": options.get("on_error", "raise")}
-    if kind in FOLLOWED and spec is None:
+    if kind in FOLLOWABLE and spec is None:
         raise OptionError(f"[data] source={kind!r} needs features=, the path of a feature spec in JSON")
     if options.get("follow", False):
-        return _followed(kind, options, spec, home), None
+        return _follow_source(kind, options, spec, home), None
     if kind in ("kafka", "redis"):
         raise OptionError(f"[data] source={kind!r} never ends: say so with follow = true, or hotrow train --follow")
     if kind == "parquet":
@@ -302,10 +302,10 @@ def _sources(options: dict[str, Any], home: str | None = None) -> tuple[Source, 
     return opened[0], opened[1] if len(opened) > 1 else None
 
 
-def _followed(kind: str, options: dict[str, Any], spec: FeatureSpec | None, home: str | None) -> Source:
-    """A source that waits for more."""
-    if kind not in FOLLOWED:
-        raise OptionError(f"[data] follow = true with source={kind!r}: {choices(kind, FOLLOWED)}")
+def _follow_source(kind: str, options: dict[str, Any], spec: FeatureSpec | None, home: str | None) -> Source:
+    """A source that follows a growing folder or stream."""
+    if kind not in FOLLOWABLE:
+        raise OptionError(f"[data] follow = true with source={kind!r}: {choices(kind, FOLLOWABLE)}")
     for name in ("ray", "test"):
         if name in options:
             raise OptionError(f"[data] {name}={options[name]!r} with follow = true: leave one of them out")
@@ -348,7 +348,7 @@ def _embeddings(values: Mapping[str, Any], features: list[str], ranks: Ranks | N
     )
 
 
-def _share_cores() -> None:
+def _limit_threads() -> None:
     """The ranks of a machine share its cores: a rank takes as many threads as its launcher gave to OpenMP."""
     cores = len(os.sched_getaffinity(0))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,16 +1,17 @@
-"""What SIGINT (Ctrl-C) and SIGTERM do.
+"""What SIGINT (Ctrl-C) and SIGTERM do in a command of HotRow.
 
-A command of ours ends in order on SIGTERM: `exit_on_sigterm` raises SystemExit(143) in the main thread, so that `with`
-and `finally` blocks end child processes and remove temporary folders. Work that can stop at a better place holds the
-signals back for a while (`StopSignals`): the first one calls a function, which leaves a mark to look at. A second
-signal does what it would have done without us.
+`exit_on_sigterm` raises SystemExit(143) in the main thread on SIGTERM, so that `with` and `finally` blocks end child
+processes and remove temporary folders. Work that has a better place to stop holds the signals back for a while
+(`StopSignals`): the first one calls a function, which sets a flag for the work to read. A second signal does what it
+would have done without these blocks.
 
-The same signal within SAME_SECONDS is no second one, because it is often sent twice: `timeout` signals its child and
-then the child's group; systemd signals every process of a service, of which a launcher passes it on to its ranks.
+The same signal within DUPLICATE_SECONDS does not count as a second one, because it is often sent twice: `timeout`
+signals its child and then the child's group; systemd signals every process of a service, and a launcher among them
+forwards the signal to its ranks.
 
-Only default handlers are replaced, in the main thread, and they are put back. A signal that the process ignores stays
-ignored: a shell without job control starts background jobs (`command &` in a script) with SIGINT ignored, and they
-would end with the script's Ctrl-C. A program's own handler stays, too.
+Only default handlers are replaced, in the main thread, and they are restored. A signal that the process ignores stays
+ignored: a shell without job control starts background jobs (`command &` in a script) with SIGINT ignored. A program's
+own handler stays, too.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-SAME_SECONDS = 1.0
-_came: dict[int, float] = {}  # when a signal came
+DUPLICATE_SECONDS = 1.0
+_received: dict[int, float] = {}  # when each signal was received last
 
 
 def exit_code(number: int) -> int:
@@ -34,7 +35,7 @@ def exit_code(number: int) -> int:
 
 
 def ignores_ctrl_c() -> bool:
-    """Whether this process ignores SIGINT, as its parent did when it started it."""
+    """Whether this process ignores SIGINT, which it inherited from its parent."""
     return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
@@ -44,8 +45,8 @@ def exit_on_sigterm() -> Iterator[None]:
     if not _in_main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    _came.clear()
-    signal.signal(signal.SIGTERM, _ExitInOrder())
+    _received.clear()
+    signal.signal(signal.SIGTERM, _ExitHandler())
     try:
         yield
     finally:
@@ -53,22 +54,22 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 class StopSignals:
-    """While the block runs, the first SIGINT or SIGTERM calls `told` with its number, in the main thread between two
-    bytecodes. The second one does what it would have done without this block."""
+    """While the block runs, the first SIGINT or SIGTERM calls `on_signal` with its number, in the main thread between
+    two bytecodes. The second one does what it would have done without this block."""
 
-    def __init__(self, told: Callable[[signal.Signals], object]) -> None:
-        self._told = told
+    def __init__(self, on_signal: Callable[[signal.Signals], object]) -> None:
+        self._on_signal = on_signal
         self._before: dict[signal.Signals, Any] = {}
-        self._asked = False
+        self._requested = False
         self._process = os.getpid()
 
     def __enter__(self) -> StopSignals:
-        self._asked, self._process = False, os.getpid()
+        self._requested, self._process = False, os.getpid()
         if _in_main_thread():
-            _came.clear()
+            _received.clear()
             for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
                 before = signal.getsignal(number)
-                if before is default or isinstance(before, _ExitInOrder):
+                if before is default or isinstance(before, _ExitHandler):
                     self._before[number] = before
                     signal.signal(number, self._handle)
         return self
@@ -80,23 +81,23 @@ class StopSignals:
         self._before.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._process != os.getpid():  # a process that was forked inside the block, such as a worker of a pool
+        if self._process != os.getpid():  # forked inside the block, such as a worker of a pool
             _kill_by(number)
-        elif _is_the_same(number):
+        elif _is_duplicate(number):
             return
-        elif self._asked:
+        elif self._requested:
             before = self._before.get(signal.Signals(number), signal.SIG_DFL)
-            if isinstance(before, _ExitInOrder):
+            if isinstance(before, _ExitHandler):
                 before.exit(number)
             elif before is signal.default_int_handler:
                 raise KeyboardInterrupt
             _kill_by(number)
         else:
-            self._asked = True
-            self._told(signal.Signals(number))
+            self._requested = True
+            self._on_signal(signal.Signals(number))
 
 
-class _ExitInOrder:
+class _ExitHandler:
     """The handler of `exit_on_sigterm`."""
 
     def __init__(self) -> None:
@@ -104,26 +105,26 @@ class _ExitInOrder:
         self._raised = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._process != os.getpid():  # the blocks to leave are those of the process that forked this one
+        if self._process != os.getpid():  # the blocks belong to the parent process
             _kill_by(number)
-        if not _is_the_same(number):
+        if not _is_duplicate(number):
             self.exit(number)
 
     def exit(self, number: int) -> None:
-        """In order the first time, at once the second."""
+        """Raise SystemExit the first time; kill the process the second."""
         if self._raised:
             _kill_by(number)
         self._raised = True
         raise SystemExit(exit_code(number))
 
 
-def _is_the_same(number: int) -> bool:
-    """Whether this signal came a moment ago, too."""
+def _is_duplicate(number: int) -> bool:
+    """Whether the same signal was received a moment ago."""
     now = time.monotonic()
-    same = now - _came.get(number, -SAME_SECONDS) < SAME_SECONDS
-    if not same:
-        _came[number] = now
-    return same
+    duplicate = now - _received.get(number, -DUPLICATE_SECONDS) < DUPLICATE_SECONDS
+    if not duplicate:
+        _received[number] = now
+    return duplicate
 
 
 def _kill_by(number: int) -> None:

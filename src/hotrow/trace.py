@@ -1,22 +1,22 @@
-"""A trace of a run, for https://ui.perfetto.dev or chrome://tracing: who worked on what, when, side by side.
+"""A trace of a run for https://ui.perfetto.dev or chrome://tracing: which stage worked on what, when, side by side.
 
     with trace.recording("run.json"):
         with trace.span("exchange", "keys", bytes=4096):
             ...
         trace.counter("ssd", rows_up=812)
 
-A track is a line of the picture: a stage, a stream, an exchange. Spans of one track come from one thread at a time, and
-lie side by side or inside each other. A counter is a curve. There is one recording in a process; without one, `span`
-costs a function call (about 0.2 us on a 2-core EPYC) and `counter` less, so callers need not ask.
+A track is a line of the picture: a stage, a stream, an exchange. Spans of one track come from one thread at a time and
+follow each other or nest. A counter is a curve. A process has one recording at a time; without one, `span` costs a
+function call (about 0.2 us on a 2-core EPYC) and `counter` less, so callers need not check.
 
-The file is Chrome's JSON array of events, one a line, written as they come: memory stays bounded, and what a process
-that was killed has written still opens, because the format lets the closing bracket be left out. Events are written by
-whichever thread fills the buffer, under one lock.
+The file is Chrome's JSON array of events, one a line, written as they come. So memory is bounded, and the file of a
+killed process still opens, because the format allows the closing bracket to be missing. The thread that fills the
+buffer writes it, under one lock.
 
-The ranks of a job write a part each (`part`), which opens by itself; `join` makes one file of those that lie in one
-folder. Its lines are the parts' lines as they are, because times are seconds after an `origin` of the wall clock that
-the ranks have in common: exact on one machine, and on several as good as their clocks agree. Shifting the parts when
-they are joined was dropped: it would read every event of all ranks again while training waits.
+Each rank of a job writes a part of its own (`part`), which opens by itself. `join` concatenates the lines of the parts
+in a folder, because all ranks count times from a common `origin` of the wall clock: exact on one machine, and on
+several as exact as their clocks agree. Shifting times in `join` was rejected: it would parse all events of all ranks
+again while training waits.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Recording:
     def add(self, track: str, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
         """A span, in seconds of time.perf_counter()."""
         at, until = round((begin - self._start) * 1e6, 1), round((end - self._start) * 1e6, 1)
-        length = round(until - at, 1)  # not of the difference: rounding must not make neighbours overlap
+        length = round(until - at, 1)  # from rounded ends, so that neighbours do not overlap
         with self._lock:
             self._put(
                 {"name": name, "cat": track, "ph": "X", "ts": at, "dur": length, "tid": self._number(track)}
@@ -104,7 +104,7 @@ class Recording:
 
     def _put(self, event: dict[str, Any]) -> None:
         if self._file.closed:
-            return  # a thread that outlived the recording
+            return  # the thread outlived the recording
         self._lines.append(json.dumps({**event, "pid": self.process}, default=str) + ",\n")
         if len(self._lines) >= BUFFERED or time.perf_counter() - self._flushed > FLUSH_SECONDS:
             self._flush()
@@ -114,13 +114,13 @@ class Recording:
         try:
             self._file.write("".join(self._lines))
             self._file.flush()
-        except OSError as error:  # training is worth more than its trace: said at the end
+        except OSError as error:  # a trace must not stop training; raised by close()
             self._error = self._error or error
         self._lines.clear()
 
 
 class Span:
-    """A stretch of time on a track, from `with` to its end."""
+    """A span on a track: the time that its block takes."""
 
     __slots__ = ("_args", "_begin", "_name", "_recording", "_track")
 
@@ -137,47 +137,47 @@ class Span:
         self._recording.add(self._track, self._name, self._begin, time.perf_counter(), self._args)
 
     def note(self, **args: Any) -> None:
-        """More to show of it, known only when it is done."""
+        """Add arguments that are known only later."""
         self._args.update(args)
 
 
-class _Nothing:
-    """A span while nobody records."""
+class _NoSpan:
+    """A span without a recording."""
 
     __slots__ = ()
 
-    def __enter__(self) -> _Nothing:
+    def __enter__(self) -> _NoSpan:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         return None
 
     def note(self, **args: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
-_NOTHING = _Nothing()
+_NO_SPAN = _NoSpan()
 _recording: Recording | None = None
 
 
 def on() -> bool:
-    """Whether there is a recording: for callers whose figures cost something to get."""
+    """Whether there is a recording, for callers whose figures cost time."""
     return _recording is not None
 
 
-def span(track: str, name: str, **args: Any) -> Span | _Nothing:
-    """A stretch of time on a track: `with trace.span("exchange", "rows", bytes=n): ...`."""
-    return _NOTHING if _recording is None else Span(_recording, track, name, args)
+def span(track: str, name: str, **args: Any) -> Span | _NoSpan:
+    """A span on a track: `with trace.span("exchange", "rows", bytes=n): ...`."""
+    return _NO_SPAN if _recording is None else Span(_recording, track, name, args)
 
 
 def add(track: str, name: str, begin: float, end: float, **args: Any) -> None:
-    """A span that is over, in seconds of time.perf_counter(): for times that were taken anyway."""
+    """Add a span that has ended, in seconds of time.perf_counter()."""
     if _recording is not None:
         _recording.add(track, name, begin, end, args)
 
 
 def counter(name: str, **values: float) -> None:
-    """Points of curves at this moment."""
+    """Add a point to curves at this moment."""
     if _recording is not None:
         _recording.count(name, values)
 
@@ -186,8 +186,8 @@ def counter(name: str, **values: float) -> None:
 def recording(
     path: str | os.PathLike[str] | None, process: int = 0, title: str = "hotrow", origin: float | None = None
 ) -> Iterator[Recording | None]:
-    """Record into a file for as long as the block runs; with None, nothing. A rank gives its number as `process`, and
-    an `origin` that all ranks have in common."""
+    """Record into a file while the block runs; with None, do nothing. A rank passes its number as `process`, and the
+    `origin` that all ranks share."""
     global _recording
     if path is None:
         yield None
@@ -205,7 +205,7 @@ def recording(
 
 
 def part(path: str | os.PathLike[str], process: int) -> Path:
-    """Where a rank writes its part of a trace.
+    """The path of a rank's part of a trace.
 
     >>> part("runs/run.json", 3).name
     'run.rank-0003.json'
@@ -215,10 +215,10 @@ def part(path: str | os.PathLike[str], process: int) -> Path:
 
 
 def join(path: str | os.PathLike[str]) -> None:
-    """Make one trace of the parts beside it, and remove them: those of the newest run; older ones are left alone.
+    """Join the newest run's parts beside `path` into one trace, and remove them. Parts of older runs stay.
 
-    A part that a killed process left counts up to its last whole line. What cannot be read or written is a warning: the
-    parts stay, and each opens by itself.
+    The part of a killed process counts up to its last complete line. An error is a warning: the parts stay, and each
+    opens by itself.
     """
     path = Path(path)
     name = part(path, 0).name.replace("0000", "[0-9]" * 4)
@@ -250,7 +250,7 @@ def join(path: str | os.PathLike[str]) -> None:
 
 
 def _origin_of(one: Path) -> float | None:
-    """What the times of a part count from; None if it is none of ours."""
+    """The origin of a part's times; None for a file of another program."""
     with one.open(encoding="utf-8") as lines:
         lines.readline()
         try:
@@ -260,7 +260,7 @@ def _origin_of(one: Path) -> float | None:
 
 
 def _counter_at(moment: float) -> float:
-    """What time.perf_counter() was, or will be, at a moment of time.time(): by the closest of a few pairs of both."""
+    """time.perf_counter() at a moment of time.time(), from the closest of five pairs of readings."""
     pairs = []
     for _ in range(5):
         before, now, after = time.perf_counter(), time.time(), time.perf_counter()

@@ -1,9 +1,9 @@
-"""Parts of other projects that their authors do not document: looked up here, because any release may change them.
+"""Undocumented parts of other projects, which any release may change. They are looked up here and nowhere else.
 
-`find` gives such a part, or None with one warning; the caller then does the same by documented means. `look_up` raises
-instead. `is_tested` says whether a package's version is in the range that pyproject.toml allows, whose ends the tests
-ran with (`make test-oldest`, `make test-newest`): a C interface, where a change would be a crash and no AttributeError,
-is used inside that range alone. docs/decisions/0006-private-interfaces.md lists every such part.
+`find` returns such a part, or None after one warning; the caller then uses a documented way. `look_up` raises instead.
+`is_tested` tells whether a package's version is in the range that pyproject.toml allows; the tests run with both ends
+of it (`make test-oldest`, `make test-newest`). A C interface, where a change would crash instead of raising, is used
+inside that range only. docs/decisions/0006-private-interfaces.md lists every such part.
 
 Any thread may call any of this.
 """
@@ -23,11 +23,11 @@ _warned: set[str] = set()
 
 
 class ChangedError(HotRowError, RuntimeError):
-    """An undocumented part of another project is not as it was tested."""
+    """An undocumented part of another project differs from the tested releases."""
 
 
 def look_up(name: str) -> Any:
-    """The part of that name, "package.module:attribute". Raises ChangedError where this release has none.
+    """The part of that name, "package.module:attribute". Raises ChangedError if this release has none.
 
     >>> look_up("torch:Tensor").__name__
     'Tensor'
@@ -40,7 +40,7 @@ def look_up(name: str) -> Any:
 
 
 def find(name: str, instead: str) -> Any:
-    """The same; None where there is none, after a warning that says what happens instead."""
+    """As `look_up`, but None if there is none, after a warning that says what is done `instead`."""
     try:
         return look_up(name)
     except ChangedError as error:
@@ -49,7 +49,7 @@ def find(name: str, instead: str) -> Any:
 
 
 def describe(package: str, what: str) -> str:
-    """What is different about the package at hand, with its version and those that were tested.
+    """An error text: how the installed package differs, with its version and the tested ones.
 
     >>> describe("torch", "has no torch.example")
     'torch ... has no torch.example; HotRow was tested with torch<...'
@@ -58,14 +58,14 @@ def describe(package: str, what: str) -> str:
 
 
 def warn_once(message: str) -> None:
-    """Warn, unless this process has been told the same before."""
+    """Warn once per process and message."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, stacklevel=3)
 
 
 def version(package: str) -> str:
-    """The version of a package, as its module says it: a distribution may have another name."""
+    """The version of a package by its module: its distribution may have another name."""
     return str(getattr(importlib.import_module(package), "__version__", "of an unknown version"))
 
 
@@ -80,7 +80,7 @@ def allowed_range(package: str) -> str:
 
 
 def is_tested(package: str) -> bool:
-    """Whether the package's version is in that range."""
+    """Whether the package's version is in the range of `allowed_range`."""
     return is_within(version(package), allowed_range(package))
 
 

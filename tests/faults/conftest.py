@@ -15,7 +15,7 @@ from hotrow import _core
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The run that nobody disturbed, with all rows in DRAM and without a checkpoint."""
+    """A run without faults, with all rows in DRAM and without a checkpoint."""
     folder: Path = tmp_path_factory.mktemp("uninterrupted")
     return finish(folder, Options(ssd=False, checkpoints=False))
 
@@ -31,7 +31,7 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def working_disk() -> Iterator[None]:
-    """No compaction but where a test asks for it, and a disk that works again afterwards."""
+    """Compaction is off unless a test turns it on; injected faults are removed afterwards."""
     _core.set_compaction_rate(0)
     yield
     _core.remove_faults()

@@ -1,4 +1,4 @@
-"""A training run in a process of its own, made to be killed: it says what it is doing, and whoever listens may strike.
+"""A training run in a process of its own that reports its phases, so that a test can kill it in a chosen one.
 
     with Run(folder, Options(ssd=True)) as run:
         run.reach("save", 2)         # its second save has just begun
@@ -42,7 +42,7 @@ SEGMENT, DRAM = 256 << 10, "12MiB"
 
 @dataclass(frozen=True)
 class Options:
-    """Where rows live, and how the run is to be disturbed by itself."""
+    """Which tiers the run uses, and the faults that it injects itself."""
 
     ssd: bool = True
     checkpoints: bool = True
@@ -114,7 +114,7 @@ def train(folder: Path, options: Options, pipe: Connection | None = None) -> Non
         _announce(hr.EmbeddingCollection, "step", lambda: pipe.send("step"))
     trainer = over_ssd(folder, options)
     report = trainer.fit(clicks(options.steps, options.size), resume=options.checkpoints, progress=False)
-    hot = trainer.model.embeddings.hot
+    hot = trainer.model.embeddings.hbm_cache
     tiers = [rows.store.tier() for rows in trainer.model.embeddings.tables]
     result = {
         "digest": digest(trainer),

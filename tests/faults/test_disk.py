@@ -1,9 +1,9 @@
-"""A disk that is full, or that fails one call: training says so, and nothing that was committed is lost.
+"""A disk that is full or fails one call: training raises an error, and no committed state is lost.
 
-The scenario: six steps over SSD, a save, three more steps, a save. Every row leaves DRAM before every batch, so each
-step reads and each save writes. The core's disk calls fail through _core.install_faults(), those of durable_files.py through
-its own `os`, `open` and `shutil`. With one call failing at a time, the scenario succeeds or raises one of our errors,
-and what the checkpoints then give is, bit for bit, a state that was saved.
+The scenario: six steps over SSD, a save, three more steps, a save. Every row is evicted from DRAM before every batch,
+so each step reads and each save writes. The core's disk calls fail through _core.install_faults(), those of
+durable_files.py through its own `os`, `open` and `shutil`. With one call failing at a time, the scenario succeeds or
+raises an error of HotRow, and the checkpoints load, bit for bit, to a state that was saved.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def test_a_disk_that_fails_while_loading_is_an_error_and_loading_again_works(
 
 
 def fail_durable(patch: pytest.MonkeyPatch, number: int) -> list[str]:
-    """Make the system call of this number fail that durable_files.py makes; returns the names of those that were made."""
+    """Make the n-th system call of durable_files.py fail; returns the names of the calls that were made."""
     calls: list[str] = []
 
     def failing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,7 +238,9 @@ def test_a_full_disk_stops_training_and_costs_nothing_that_was_saved(
 
 
 @pytest.mark.parametrize("when", ["save", "fit"])
-def test_a_full_disk_behind_training_is_told_at_the_next_save_or_at_the_end(tmp_path: Path, when: str) -> None:
+def test_a_full_disk_during_a_background_save_is_raised_at_the_next_save_or_at_the_end(
+    tmp_path: Path, when: str
+) -> None:
     faults = _core.install_faults()
     trainer = open_trainer(tmp_path)
     trainer.fit(Evicting(trainer), steps=3, progress=False)
@@ -261,7 +263,7 @@ def test_a_full_disk_behind_training_is_told_at_the_next_save_or_at_the_end(tmp_
     assert bits(trainer) == expected
 
 
-def test_a_disk_that_cannot_be_read_is_told_by_whoever_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_disk_is_an_error_of_the_call_that_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_segments(monkeypatch.setattr, SMALL)
     faults = _core.install_faults()
     trainer = open_trainer(tmp_path)
@@ -286,7 +288,7 @@ def test_a_disk_that_cannot_be_read_is_told_by_whoever_reads(tmp_path: Path, mon
         assert torch.equal(trainer.predict(batch), expected), name
 
 
-def test_a_batch_may_go_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_can_be_released_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Letting go of its rows makes room for others, which may have to write; it is no place for an error."""
     small_segments(monkeypatch.setattr, SMALL)
     faults = _core.install_faults()
@@ -308,7 +310,7 @@ def test_a_batch_may_go_while_the_disk_is_full(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("ssd", [True, False])
-def test_a_save_behind_training_outlives_its_trainer(tmp_path: Path, ssd: bool) -> None:
+def test_a_background_save_outlives_its_trainer(tmp_path: Path, ssd: bool) -> None:
     trainer = open_trainer(tmp_path) if ssd else make_trainer(tmp_path / "checkpoints")
     trainer.fit(few_clicks(), steps=3, progress=False)
     trainer.save(wait=False)

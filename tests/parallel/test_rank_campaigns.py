@@ -17,7 +17,7 @@ from crew import environment, free_port
 from jobs import BOUND, TIMEOUT, end_of, ranks_of, start, wait_for_checkpoints, write_job
 
 from hotrow import _core
-from hotrow.signals import SAME_SECONDS
+from hotrow.signals import DUPLICATE_SECONDS
 from hotrow.train.checkpoint.manifest import list_checkpoints, open_checkpoint
 
 pytestmark = pytest.mark.soak
@@ -65,7 +65,7 @@ def test_a_second_ctrl_c_ends_all_ranks_at_once(tmp_path: Path) -> None:
     for rank in ranks.values():
         rank.suspend()  # so that they cannot stop before the second one comes
     process.send_signal(signal.SIGINT)
-    time.sleep(SAME_SECONDS + 0.2)
+    time.sleep(DUPLICATE_SECONDS + 0.2)
     process.send_signal(signal.SIGINT)
     output, _ = end_of(process, BOUND)
     assert process.returncode == 130, output
@@ -200,14 +200,14 @@ def test_a_process_whose_device_waits_for_a_dead_rank_ends_by_its_name(tmp_path:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, threading, hotrow as hr\n"
-        "from hotrow.parallel.watchdog import Watch\n"
+        "from hotrow.parallel.watchdog import Watchdog\n"
         "class Event:\n"
         "    def query(self): return False\n"
         f"ranks = hr.join_ranks('gloo', timeout={TIMEOUT})\n"
         "ranks.rows.gather_numbers(1)\n"
         "if ranks.rank == 1:\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Watch(ranks._health).asked('rows', Event())\n"
+        "Watchdog(ranks._health).issued('rows', Event())\n"
         "threading.Event().wait()\n"
     )
     port = free_port()

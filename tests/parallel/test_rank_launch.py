@@ -16,7 +16,7 @@ import sys
 from hotrow import signals
 from hotrow.parallel.launch import launch
 
-signals.SAME_SECONDS = 0
+signals.DUPLICATE_SECONDS = 0
 try:
     with signals.exit_on_sigterm():
         sys.exit(launch(2, [sys.executable, "-u", "-S", "-c", sys.argv[1]], patience=0.5))

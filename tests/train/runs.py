@@ -1,4 +1,4 @@
-"""A small run that can be interrupted, and everything about a trainer that two equal runs must agree on, as bytes."""
+"""A small run that can be interrupted, and the complete state of a trainer as bytes, to compare two runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPE = hr.data.Shape(sparse={"user": None, "item": None}, dense=3, history_leng
 
 
 class Crash(Exception):  # noqa: N818
-    """The power went."""
+    """Stands for a crash of the process."""
 
 
 class DropoutTower(nn.Module):

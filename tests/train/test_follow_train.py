@@ -47,7 +47,7 @@ def stop_after(trainer: hr.Trainer, steps: int) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_a_followed_run_stops_whole_and_goes_on_as_if_it_had_not(tmp_path: Path, lookahead: int) -> None:
+def test_a_followed_run_stops_after_a_step_and_resumes_exactly(tmp_path: Path, lookahead: int) -> None:
     folder = tmp_path / "events"
     for number, (start, count) in enumerate([(0, 50), (50, 100), (150, 70)]):
         write(folder, number, start, count)
@@ -73,7 +73,7 @@ def test_a_followed_run_stops_whole_and_goes_on_as_if_it_had_not(tmp_path: Path,
     assert len(losses["whole"]) == 7  # six full batches of 32, and the 28 that were left
 
 
-def test_a_quiet_stream_is_told_of_by_heartbeats_and_by_nothing_else(tmp_path: Path) -> None:
+def test_an_idle_stream_publishes_only_heartbeats(tmp_path: Path) -> None:
     folder, home = tmp_path / "events", tmp_path / "home"
     write(folder, 0, 0, 64)
     bus = f"dir:{tmp_path / 'bus'}"

@@ -136,7 +136,7 @@ def test_ctrl_c_does_not_wait_for_a_source_that_blocks(tmp_path: Path, monkeypat
 
 
 def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "SAME_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "DUPLICATE_SECONDS", 0.0)
     trainer = make_trainer(tmp_path)
     press_ctrl_c(trainer, 3)
     inner = trainer._forward_backward

@@ -89,7 +89,7 @@ def test_logloss_equals_the_definition_and_survives_huge_logits() -> None:
     assert loss.compute() == pytest.approx(1000.0 / 3)
 
 
-def test_calibration_is_one_for_true_probabilities_and_shows_who_promises_too_much() -> None:
+def test_calibration_is_one_for_true_probabilities_and_above_one_for_too_high_ones() -> None:
     logits, labels = clicks(200_000)
     right, wrong = Calibration(), Calibration()
     right.update(logits, labels)

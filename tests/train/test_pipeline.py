@@ -1,4 +1,4 @@
-"""However far the stages run ahead, and however little memory there is: the bits of one batch at a time."""
+"""For every lookahead and memory budget, training gives the bits of one batch at a time."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def slow_down(trainer: hr.Trainer, seconds: float, after: Callable[[], None] = l
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 4])
-def test_no_more_than_lookahead_batches_are_ahead_of_the_one_in_work(lookahead: int) -> None:
+def test_at_most_lookahead_batches_are_ahead_of_the_one_in_compute(lookahead: int) -> None:
     source, seen = Watched(clicks(12)), []
     trainer = make(lookahead)
     slow_down(trainer, 0.03, lambda: seen.append(source.made))
@@ -262,7 +262,7 @@ def with_rows(trainer: hr.Trainer, keys: int) -> hr.Trainer:
     return trainer
 
 
-def test_a_budget_too_small_for_so_many_batches_shrinks_the_lookahead_and_says_so(tmp_path: Path) -> None:
+def test_a_budget_too_small_for_the_batches_in_flight_shrinks_the_lookahead_with_a_warning(tmp_path: Path) -> None:
     keys, source = 20_000, Uniform(14, 1500, 20_000)
     plain = with_rows(make(0), keys)
     losses = plain.fit(source, progress=False).losses
@@ -275,7 +275,7 @@ def test_a_budget_too_small_for_so_many_batches_shrinks_the_lookahead_and_says_s
     assert trainer.model.embeddings.budget.used <= trainer.model.embeddings.budget.limit
 
 
-def test_with_room_for_them_rows_are_there_when_their_batch_comes(tmp_path: Path) -> None:
+def test_with_enough_memory_rows_are_prefetched_before_their_batch(tmp_path: Path) -> None:
     """None has to be read twice, or on the training thread."""
     keys = 20_000
     trainer = with_rows(make(2, hr.Memory(dram="16MiB", ssd=tmp_path)), keys)
@@ -309,7 +309,7 @@ def test_the_report_says_what_each_stage_did(tmp_path: Path) -> None:
     assert stages["compute"].busy > 0 and stages["read"].waited_room > 0
 
 
-def test_the_bar_is_told_how_busy_the_stages_were_since_it_last_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_bar_shows_how_busy_stages_were_since_its_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), width=400)
     told: list[dict[str, float]] = []
 

@@ -1,4 +1,4 @@
-"""The trainer against what a person expects of it: it learns, it repeats itself bit for bit, it refuses bad numbers."""
+"""The trainer learns, repeats a run bit for bit, and refuses bad numbers."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The demo's load generator: a process of its own that asks a server for the clicks of users on candidates.
+"""The demo's load generator: a process that sends a server requests to rank candidates for users.
 
     python demo/load.py ADDRESS requests.json out.jsonl SECONDS RATE
 
-Run as a file: it needs nothing of the package, whose import takes longer than its work. It sends the bodies of
-requests.json in turn, at a steady rate whatever the answers take (a request that is due is sent as soon as the one
-before is answered, and its time counts from when it was due), and writes a line an answer: when, milliseconds, version,
-publication and freshness where the server names them, or the error.
+It runs as a file and imports only the standard library, because importing the package takes longer than its work. It
+sends the bodies of requests.json in turn at a steady rate. A request that is due while the one before is unanswered is
+sent right after, and its latency counts from when it was due. Each reply is a line of the output: time, milliseconds,
+version, publication and freshness if the server reports them, or the error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def load(address: str, bodies: list[str], out: str, seconds: float, rate: float) -> None:
-    """Ask until the time is up."""
+    """Send requests until the time is up."""
     host, _, port = address.partition(":")
     line = http.client.HTTPConnection(host, int(port), timeout=10)
     begin = time.monotonic()
@@ -27,24 +27,24 @@ def load(address: str, bodies: list[str], out: str, seconds: float, rate: float)
         number = 0
         while (due := begin + number / rate) < begin + seconds:
             time.sleep(max(0.0, due - time.monotonic()))
-            said = ask(line, bodies[number % len(bodies)])
-            file.write(json.dumps({"at": time.time(), "ms": (time.monotonic() - due) * 1000, **said}) + "\n")
+            reply = send(line, bodies[number % len(bodies)])
+            file.write(json.dumps({"at": time.time(), "ms": (time.monotonic() - due) * 1000, **reply}) + "\n")
             number += 1
 
 
-def ask(line: http.client.HTTPConnection, body: str) -> dict[str, Any]:
-    """One request."""
+def send(line: http.client.HTTPConnection, body: str) -> dict[str, Any]:
+    """Send one request; returns the fields of its reply."""
     try:
         line.request("POST", "/v2/models/ctr/infer", body, {"Content-Type": "application/json"})
-        answer = line.getresponse()
-        words = json.loads(answer.read())
-        if answer.status != 200:
-            return {"error": f"{answer.status}: {words}"}
-        says = words.get("parameters", {})
+        response = line.getresponse()
+        body_json = json.loads(response.read())
+        if response.status != 200:
+            return {"error": f"{response.status}: {body_json}"}
+        parameters = body_json.get("parameters", {})
         return {
-            "version": words.get("model_version"),
-            "publication": says.get("publication"),
-            "freshness_ms": says.get("freshness_ms"),
+            "version": body_json.get("model_version"),
+            "publication": parameters.get("publication"),
+            "freshness_ms": parameters.get("freshness_ms"),
         }
     except (OSError, http.client.HTTPException, ValueError) as error:
         line.close()

@@ -1,7 +1,7 @@
 """The demo's report: one HTML file with its plots as inline SVG, which any browser opens from disk. No scripts.
 
 A plot is a list of lines (name, colour, points); axes get round numbers. Colours have enough contrast on white, lines
-are named where they end, and every plot is described in words for who cannot see it.
+are labelled where they end, and every plot has a description in words.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Plot:
-    """A titled plot; `text` says what one sees."""
+    """A titled plot; `text` describes it."""
 
     title: str
     text: str

@@ -1,16 +1,16 @@
-"""`hotrow demo`: the whole mission in two minutes on two cores.
+"""`hotrow demo`: training, serving and updates in two minutes on two cores.
 
-    measure   how fast this machine trains, so that the log's days pass at the demo's pace
-    learn     a model from a drifting click log, with rows beyond the memory budget on SSD
-    serve     what it is then, exported, by `hotrow serve`; a load generator asks it all the time
-    follow    training goes on as clicks happen and publishes; the server takes it up while it answers
-    look      the model of the beginning, frozen, on the same clicks; a report page
+    measure    how fast this machine trains, to choose the length of the log's days
+    learn      train on a drifting click log, with rows beyond the memory budget on SSD
+    serve      export the model and start `hotrow serve`; a load generator sends requests until the end
+    follow     training continues as clicks happen and publishes; the server applies updates while it serves
+    look back  evaluate the first model, frozen, on the same clicks; write a report page
 
-Training has one thread: the other core is the server's and the load's, and two threads that wait for each other at
-every layer are slow where others want the cores too (several times slower was seen on two busy cores).
+Training uses one thread; the other core is for the server and the load. Two threads that synchronise at every layer
+were several times slower on two busy cores.
 
-Times are shares of HOTROW_DEMO_SECONDS (110). Everything is written below `output`; what was there of an earlier demo
-is removed first.
+Times are shares of HOTROW_DEMO_SECONDS (110). Everything is written below `output`; the
+files of an earlier demo there are removed first.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Sample:
 
 @dataclass
 class Run:
-    """What the demo gathers."""
+    """The measurements of the demo."""
 
     log: SyntheticClicks
     embeddings: EmbeddingCollection
@@ -113,8 +113,8 @@ def demo(
     set_threads(1)
     total = float(os.environ.get("HOTROW_DEMO_SECONDS", SECONDS)) if seconds is None else seconds
     home = _clear(Path(output))
-    say = _teller(console)
-    say(f"[bold]HotRow demo[/], about {total:.0f} s: a click log whose tastes and items change all the time")
+    log_line = _printer(console)
+    log_line(f"[bold]HotRow demo[/], about {total:.0f} s: a click log whose tastes and items change all the time")
     speed = min(FASTEST, _measure(home))
     follow = SHARES["follow"] * total
     per_day = max(2000, int(speed * PACE * follow / DAYS))
@@ -122,9 +122,9 @@ def demo(
     model = _model(log, Memory(dram=DRAM, ssd=str(home / "ssd")))
     run = Run(log, model.embeddings)
     window = max(BATCH, int(speed * PACE * follow / WINDOWS))
-    say(f"training alone: {speed:,.0f} examples/s; a day of the log is {per_day:,} clicks")
+    log_line(f"training alone: {speed:,.0f} examples/s; a day of the log is {per_day:,} clicks")
 
-    say(f"[bold]learning[/] with {DRAM} of DRAM over SSD")
+    log_line(f"[bold]learning[/] with {DRAM} of DRAM over SSD")
     trainer = _trainer(model, window, run)
     report = trainer.fit(Live(log, SHARES["learn"] * total, speed))
     learned = report.examples
@@ -135,17 +135,17 @@ def demo(
     repository, bus = home / "repository", f"dir:{home / 'bus'}"
     export(model, repository / "ctr", values="fp16")
     server = DemoServer(repository, bus, home / "server.log")
-    say("[bold]serving[/] it: starting hotrow serve")
+    log_line("[bold]serving[/] it: starting hotrow serve")
     load = Load("", home, requests(log, learned))
     try:
         server.start()
         load.address = server.address
         load.start(10 * total)  # until it is stopped
         how = "publications flow into it" if follows_a_bus() else "new versions flow into it"
-        say(f"[bold]following[/] the log as it happens; the server at http://{server.address} answers, {how}")
+        log_line(f"[bold]following[/] the log as it happens; the server at http://{server.address} answers, {how}")
         live = _follow(run, model, window, trainer, Live(log, follow, speed * PACE), bus, repository, load)
         load.stop()
-        say("[bold]looking back[/]: the model as it was when serving began, on the same clicks")
+        log_line("[bold]looking back[/]: the model as it was when serving began, on the same clicks")
         with Engine(repository / "ctr", version=1) as engine:
             frozen = _frozen(engine, run, learned)
         figures = _figures(run, learned, best, frozen, load, live)
@@ -167,7 +167,7 @@ def demo(
 
 
 def _clear(home: Path) -> Path:
-    """An empty folder; one that is not of a demo is left alone."""
+    """Empty the folder; refuse one that is not of an earlier demo."""
     if home.exists() and any(home.iterdir()) and not (home / ".hotrow-demo").exists():
         raise OptionError(f"--output {home}: there is something that is not an earlier demo; give another folder")
     shutil.rmtree(home, ignore_errors=True)
@@ -176,9 +176,9 @@ def _clear(home: Path) -> Path:
     return home
 
 
-def _teller(console: Console) -> Callable[[str], None]:
+def _printer(console: Console) -> Callable[[str], None]:
     begun = time.monotonic()
-    return lambda words: console.print(f"[dim]{time.monotonic() - begun:5.0f} s[/]  {words}", highlight=False)
+    return lambda text: console.print(f"[dim]{time.monotonic() - begun:5.0f} s[/]  {text}", highlight=False)
 
 
 def _model(log: SyntheticClicks, memory: Memory) -> Recommender:
@@ -204,16 +204,16 @@ def _measure(home: Path) -> float:
 
 def _trainer(
     model: Recommender, window: int, run: Run, publish: Publish | None = None, home: Path | None = None
-) -> Watched:
-    trainer = Watched(
+) -> RecordingTrainer:
+    trainer = RecordingTrainer(
         model, torch.optim.Adam(model.tower.parameters(), lr=2e-3), window=window, publish=publish, checkpoints=home
     )
     trainer.run = run
     return trainer
 
 
-class Watched(Trainer):
-    """A trainer that tells `run` about every step."""
+class RecordingTrainer(Trainer):
+    """A trainer that records every step in `run`."""
 
     run: Run
     before = 0  # examples of the run before this fit
@@ -234,7 +234,14 @@ class Watched(Trainer):
 
 
 def _follow(
-    run: Run, model: Recommender, window: int, first: Watched, source: Live, bus: str, repository: Path, load: Load
+    run: Run,
+    model: Recommender,
+    window: int,
+    first: RecordingTrainer,
+    source: Live,
+    bus: str,
+    repository: Path,
+    load: Load,
 ) -> dict[str, Any]:
     """Training as it happens, with publications; what it did."""
     publish = Publish(bus, every_seconds=0.25, spool=str(repository.parent / "spool"))

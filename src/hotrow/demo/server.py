@@ -1,9 +1,9 @@
-"""The demo's server: `hotrow serve` as a process, and how what the trainer learns gets into it.
+"""The demo's server and load generator as child processes, and how updates reach the server.
 
-Where `hotrow serve` follows a bus (--bus), publications flow into it. Where it does not, new versions are exported
-every few seconds and found by --poll: `flow_options` and `Versions` are the one place that knows the difference.
+If `hotrow serve` follows a bus (--bus), publications reach it. Otherwise new versions are exported every few seconds
+and found by --poll: `update_options` and `Versions` are the only code that knows the difference.
 
-The server and the load generator end with this process, however it ends (child_process.py).
+Both processes end with this process, however it ends (child_process.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hotrow.data.synthetic_log.clicks import SyntheticClicks
 from hotrow.errors import HotRowError
 from hotrow.nn import Recommender
 
-CANDIDATES = 20  # of a request
+CANDIDATES = 20  # per request
 
 
 def follows_a_bus() -> bool:
@@ -35,8 +35,8 @@ def follows_a_bus() -> bool:
     return "bus" in ServeOptions.__dataclass_fields__
 
 
-def flow_options(bus: str) -> list[str]:
-    """How the server is told to take up what is new."""
+def update_options(bus: str) -> list[str]:
+    """The server's options for updates."""
     return ["--bus", bus] if follows_a_bus() else ["--poll", "1s"]
 
 
@@ -56,23 +56,23 @@ class DemoServer:
         """Host and port of HTTP."""
         return f"127.0.0.1:{self.port}"
 
-    def start(self, patience: float = 300.0) -> None:
+    def start(self, timeout: float = 300.0) -> None:
         """Start it and wait until it answers."""
         self.port, self.metrics = free_port(), free_port()
         command = [sys.executable, "-m", "hotrow", "serve", str(self.repository), "--http", str(self.port)]
         command += ["--grpc", "-1", "--metrics", str(self.metrics), "--no-compile", "--max-wait", "1ms"]
         with open(self.log, "wb") as log:
-            whole = [*command, *flow_options(self.bus)]
+            whole = [*command, *update_options(self.bus)]
             self.process = child_process.start(whole, signal.SIGTERM, stdout=log, stderr=log)
-        end = time.monotonic() + patience
+        end = time.monotonic() + timeout
         while time.monotonic() < end and self.process.poll() is None:
             if self.ready():
                 return
             time.sleep(0.1)
-        raise HotRowError(f"hotrow serve did not start; {self.log} has what it said")
+        raise HotRowError(f"hotrow serve did not start; {self.log} has its output")
 
     def ready(self) -> bool:
-        """Whether it answers."""
+        """Whether it is ready for requests."""
         try:
             line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
             line.request("GET", "/v2/health/ready")
@@ -93,8 +93,8 @@ class DemoServer:
 
 @dataclass
 class Versions:
-    """Exports a new version every so often, where the server follows no bus. Called between steps, by the trainer's
-    thread; the watermark of every version is kept, for freshness."""
+    """Exports a new version every few seconds if the server follows no bus. Called between steps by the training
+    thread; keeps the watermark of every version, for freshness."""
 
     model: Recommender
     path: Path
@@ -115,7 +115,7 @@ class Versions:
 
 @dataclass
 class Load:
-    """The load generator's process, and its answers as they come."""
+    """The load generator's process and the replies so far."""
 
     address: str
     folder: Path
@@ -126,25 +126,25 @@ class Load:
     _read: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def start(self, seconds: float, patience: float = 60.0) -> None:
-        """Begin to ask, and wait for the first answer."""
+    def start(self, seconds: float, timeout: float = 60.0) -> None:
+        """Start it, and wait for the first reply."""
         requests = self.folder / "requests.json"
         requests.write_text(json.dumps(self.bodies))
         self.out.write_text("")
         program = str(Path(__file__).with_name("load.py"))
         command = [sys.executable, program, self.address, str(requests), str(self.out)]
         self.process = child_process.start([*command, str(seconds), str(self.rate)])
-        end = time.monotonic() + patience
+        end = time.monotonic() + timeout
         while not self.poll() and self.process.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
 
     @property
     def out(self) -> Path:
-        """Its answers."""
+        """The file of its replies."""
         return self.folder / "answers.jsonl"
 
     def poll(self) -> list[dict[str, Any]]:
-        """All answers so far."""
+        """All replies so far."""
         with self._lock, open(self.out) as file:
             file.seek(self._read)
             while (line := file.readline()).endswith("\n"):
@@ -181,7 +181,7 @@ def requests(log: SyntheticClicks, start: int, count: int = 200) -> list[str]:
 
 
 def free_port() -> int:
-    """A port that nobody has."""
+    """A free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -1,7 +1,7 @@
-"""The demo's click log as it happens: examples of a synthetic log, so many a second, with the clock as event time.
+"""The demo's click log as it happens: examples of a synthetic log, at a rate, with the clock as event time.
 
-The log's own time (in which tastes move) goes on by examples; what is stamped on them is now, because freshness is
-measured against the clock. `Until` ends a source when its time is up.
+The log's own time, in which tastes drift, advances by examples. The event time of an example is the clock's, because
+freshness is measured against the clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hotrow.data.synthetic_log.clicks import SyntheticClicks
 
 @dataclasses.dataclass
 class Live:
-    """`log` from its offset on, `rate` examples a second (None: as fast as they are taken), for `seconds`."""
+    """`log` from its offset on, `rate` examples a second (None: as fast as they are read), for `seconds`."""
 
     log: SyntheticClicks
     seconds: float
@@ -31,7 +31,7 @@ class Live:
         """Batches until the time is up."""
         begin, self.given = time.monotonic(), 0
         for batch, after in self.log.batches(cursor):
-            if self.rate is not None:  # a batch is there when its last example has happened
+            if self.rate is not None:  # a batch is complete when its last example has happened
                 due = begin + (self.given + batch.size) / self.rate
                 time.sleep(max(0.0, min(due - time.monotonic(), 1.0)))
             if time.monotonic() - begin > self.seconds:

@@ -1,18 +1,18 @@
-"""Streaming metrics: how good the model is, in memory that does not grow, over examples seen once.
+"""Streaming metrics: AUC, log loss and calibration over examples seen once, in memory that does not grow.
 
-Each metric is a sum over examples, so two of them over different examples add up to the one over both (`merge`),
-whatever cut the data: batches, windows (`reset`), ranks. `state()` is plain JSON and loses nothing: a metric that was
-saved and loaded goes on to the same bits as one that was not.
+Each metric is a sum over examples, so metrics over different examples add up (`merge`), however the data was cut:
+batches, windows (`reset`) or ranks. `state()` is JSON and lossless: a metric that was saved and loaded continues to the
+same bits.
 
-AUC is the hard one: exactly, it needs all scores sorted. Here scores fall into 65,536 bins of a squashed logit,
-x / (|x| + 4), which spends its resolution where click logits are (2,000 bins a unit at -4, still 200 at -20) and has
-room for any finite logit. A positive and a negative in one bin count as a tie, so the error is at most half the share
-of such pairs, and `error_bound()` says how much that is. Counts are int64, so the result does not depend on any order.
+An exact AUC needs all scores sorted. Here scores are counted in 65,536 bins of a squashed logit, x / (|x| + 4). Bins
+are finest where click logits are (2,000 bins a unit at -4, 200 at -20) and cover every finite logit. A positive and a
+negative in one bin count as a tie, so the error is at most half the share of such pairs (`error_bound()`). Counts are
+int64, so the result does not depend on the order of examples.
 
-The work is numpy's, in float64, on the calling thread: the order of its sums does not depend on the number of threads,
-and it waits for nobody. (torch's exp is 14 us faster, but splits 4096 numbers over two threads, and took 8 ms on two
-cores that others kept busy.) Logits that live on a GPU are copied, so a trainer that must not wait hands over those of
-the step before. Not for two threads at once. A batch that is refused changes nothing.
+NumPy computes everything in float64 on the calling thread, so the order of its sums does not depend on the number of
+threads. (torch's exp is 14 us faster, but splits 4096 numbers over two threads, and took 8 ms on two busy cores.)
+Logits on a GPU are copied, which waits for the device; the trainer passes those of the previous step. Not thread-safe.
+A batch that is refused changes nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CALIBRATION_BINS = 1 << 10
 
 @dataclass(frozen=True)
 class Scored:
-    """A checked batch, with what more than one metric needs of it worked out once."""
+    """A checked batch, with the values that several metrics need."""
 
     logits: Floats
     labels: Ints  # 0 or 1
@@ -74,7 +74,7 @@ class Scored:
         return Scored(x, y.astype(np.int64), np.exp(-size), 0.5 + 0.5 * x / (size + 4.0))
 
     def bins(self, count: int) -> Ints:
-        """Which of `count` bins each example falls into; a higher logit never into a lower bin."""
+        """The bin of each example, out of `count`. Bins are monotone in the logit."""
         return np.minimum((self.squashed * count).astype(np.int64), count - 1)
 
     def probabilities(self) -> Floats:
@@ -101,7 +101,7 @@ class StreamingAUC:
         self.add(Scored.check(logits, labels))
 
     def add(self, batch: Scored) -> None:
-        """Add a batch that has been checked."""
+        """Add a checked batch."""
         np.add.at(self.counts, 2 * batch.bins(AUC_BINS) + batch.labels, 1)
 
     def compute(self) -> float:
@@ -111,12 +111,12 @@ class StreamingAUC:
         return self._share_of_pairs(positives.astype(np.float64) * (below + 0.5 * negatives))
 
     def error_bound(self) -> float:
-        """How far the exact AUC can be from `compute()`, at most."""
+        """The largest possible difference between `compute()` and the exact AUC."""
         negatives, positives = self._classes()
         return self._share_of_pairs(positives.astype(np.float64) * (0.5 * negatives))
 
     def merge(self, other: StreamingAUC) -> None:
-        """Add what another one has seen."""
+        """Add the examples of `other`."""
         self.counts += other.counts
 
     def reset(self) -> None:
@@ -124,7 +124,7 @@ class StreamingAUC:
         self.counts[:] = 0
 
     def state(self) -> State:
-        """What `load_state` needs, as plain JSON: the bins that are not empty."""
+        """State for `load_state`, as JSON values: the bins that are not empty."""
         negatives, positives = self._classes()
         used = np.flatnonzero(negatives + positives)
         return {
@@ -135,7 +135,7 @@ class StreamingAUC:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Become what `state` describes."""
+        """Restore `state`."""
         _check_bins("auc", state, AUC_BINS)
         used, negatives, positives = _counts("auc", state, ("used", "negatives", "positives"), None)
         if used.size and (used.max() >= AUC_BINS or (np.diff(used) <= 0).any()):
@@ -171,7 +171,7 @@ class LogLoss:
         self.add(Scored.check(logits, labels))
 
     def add(self, batch: Scored) -> None:
-        """Add a batch that has been checked."""
+        """Add a checked batch."""
         against = np.where(batch.labels == 1, -batch.logits, batch.logits)
         losses = np.maximum(against, 0.0) + np.log1p(batch.decay)
         self.total += float(losses.sum())
@@ -182,7 +182,7 @@ class LogLoss:
         return self.total / self.examples if self.examples else float("nan")
 
     def merge(self, other: LogLoss) -> None:
-        """Add what another one has seen."""
+        """Add the examples of `other`."""
         self.total += other.total
         self.examples += other.examples
 
@@ -191,11 +191,11 @@ class LogLoss:
         self.total, self.examples = 0.0, 0
 
     def state(self) -> State:
-        """What `load_state` needs, as plain JSON."""
+        """State for `load_state`, as JSON values."""
         return {"total": self.total, "examples": self.examples}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Become what `state` describes."""
+        """Restore `state`."""
         total, examples = state.get("total"), state.get("examples")
         if not _is_sum(total) or type(examples) is not int or examples < 0:
             raise _corrupt("logloss", f"its total is {total!r} and its examples are {examples!r}")
@@ -204,7 +204,7 @@ class LogLoss:
 
 @dataclass(frozen=True)
 class Decile:
-    """About a tenth of the examples, those whose predictions are next to each other."""
+    """About a tenth of the examples, by prediction."""
 
     examples: int
     predicted: float
@@ -212,9 +212,9 @@ class Decile:
 
 
 class Calibration:
-    """Do predicted probabilities come true? Their sum over the number of positives.
+    """The sum of predicted probabilities over the number of positives.
 
-    1 is right, 1.1 promises 10% too much; `nan` until a positive has been seen.
+    1 is calibrated, 1.1 predicts 10% too much; `nan` until a positive has been seen.
 
     >>> calibration = Calibration()
     >>> calibration.update(torch.zeros(10), torch.tensor([1.0] * 4 + [0.0] * 6))
@@ -234,7 +234,7 @@ class Calibration:
         self.add(Scored.check(logits, labels))
 
     def add(self, batch: Scored) -> None:
-        """Add a batch that has been checked."""
+        """Add a checked batch."""
         bins = batch.bins(CALIBRATION_BINS)
         np.add.at(self.examples, bins, 1)
         np.add.at(self.positives, bins, batch.labels)
@@ -253,7 +253,7 @@ class Calibration:
     def deciles(self) -> list[Decile]:
         """Mean prediction against share of positives, over tenths of the examples from the lowest prediction up.
 
-        Whole bins go into a tenth, so tenths are as equal as ties let them be, and one that would be empty is left out.
+        A bin is never split, so tenths are only nearly equal; an empty one is left out.
         """
         middle = np.cumsum(self.examples) - 0.5 * self.examples
         tenth = np.minimum(middle * 10 / max(int(self.examples.sum()), 1), 9).astype(np.int64)
@@ -267,7 +267,7 @@ class Calibration:
         return table
 
     def merge(self, other: Calibration) -> None:
-        """Add what another one has seen."""
+        """Add the examples of `other`."""
         self.examples += other.examples
         self.positives += other.positives
         self.predicted += other.predicted
@@ -277,7 +277,7 @@ class Calibration:
         self.examples[:], self.positives[:], self.predicted[:] = 0, 0, 0.0
 
     def state(self) -> State:
-        """What `load_state` needs, as plain JSON."""
+        """State for `load_state`, as JSON values."""
         return {
             "bins": CALIBRATION_BINS,
             "examples": self.examples.tolist(),
@@ -286,7 +286,7 @@ class Calibration:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Become what `state` describes."""
+        """Restore `state`."""
         _check_bins("calibration", state, CALIBRATION_BINS)
         examples, positives = _counts("calibration", state, ("examples", "positives"), CALIBRATION_BINS)
         predicted = state.get("predicted")
@@ -296,9 +296,9 @@ class Calibration:
 
 
 class Metrics:
-    """What the trainer shows: AUC, log loss, calibration, click-through rate and the number of examples.
+    """The trainer's metrics: AUC, log loss, calibration, click-through rate and the number of examples.
 
-    One call a batch; the batch is checked and prepared once for all of them.
+    A batch is checked and prepared once for all of them.
 
     >>> metrics = Metrics()
     >>> metrics.update(torch.tensor([1.0, -1.0]), torch.tensor([1.0, 0.0]))
@@ -319,7 +319,7 @@ class Metrics:
         self.calibration.add(batch)
 
     def compute(self) -> dict[str, float]:
-        """All of them by name; `nan` for what is not defined yet (AUC needs both classes, calibration a positive)."""
+        """All metrics by name; `nan` if not defined yet (AUC needs both classes, calibration a positive)."""
         return {
             "auc": self.auc.compute(),
             "logloss": self.logloss.compute(),
@@ -329,19 +329,19 @@ class Metrics:
         }
 
     def merge(self, other: Metrics) -> None:
-        """Add what another one has seen."""
+        """Add the examples of `other`."""
         self.auc.merge(other.auc)
         self.logloss.merge(other.logloss)
         self.calibration.merge(other.calibration)
 
     def reset(self) -> None:
-        """Forget all examples: the start of a window."""
+        """Forget all examples."""
         self.auc.reset()
         self.logloss.reset()
         self.calibration.reset()
 
     def state(self) -> State:
-        """What `load_state` needs, as plain JSON."""
+        """State for `load_state`, as JSON values."""
         return {
             "auc": self.auc.state(),
             "logloss": self.logloss.state(),
@@ -349,7 +349,7 @@ class Metrics:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Become what `state` describes; a state that does not fit changes nothing."""
+        """Restore `state`; a state that does not fit changes nothing."""
         loaded = Metrics()
         for name in ("auc", "logloss", "calibration"):
             part = state.get(name)

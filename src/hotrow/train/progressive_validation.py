@@ -1,16 +1,15 @@
-"""Windows: how good the model was lately, on examples that it had not learned from yet.
+"""Progressive validation: metrics of the predictions that were made before the model learned from the examples.
 
-Progressive validation: predict, then learn. The trainer's own forward pass, before the step that learns from the batch,
-is the prediction, so it costs nothing but counting. A total over the whole run says little about today; so examples are
-counted in windows, and each window's AUC and log loss are a point of a curve.
+The prediction is the trainer's own forward pass, before the step that learns from the batch, so it costs only the
+counting. A total over the whole run says little about today, so examples are counted in windows. Each window gives one
+point of a curve: its AUC and log loss.
 
-A window is so many examples, or so much event time. Both are cut inside of batches, so the curve is a function of the
-stream of examples alone: not of the batch size (but for the last bits of a log loss, which is a sum of floats), the
-clock, or interruptions (a checkpoint holds the window under way).
-With event time a window is a fixed stretch of it (every full hour, say), an example that comes late counts in the
-window that is open, and a stretch without examples has no point.
+A window is a number of examples or a span of event time. Windows are cut inside batches, so the curve depends on the
+stream of examples alone: not on the batch size (except the last bits of a log loss, a sum of floats), the clock or
+interruptions (a checkpoint holds the open window). With event time, a window is a fixed span (every full hour, say). An
+example that arrives late counts in the open window, and a span without examples has no point.
 
-One thread. With ranks each would see a part of the examples only, and the trainer refuses.
+One thread. With ranks each would see only a part of the examples, so the trainer refuses `window=`.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from hotrow.errors import BatchError, OptionError
 from hotrow.train.metrics import Metrics
 from hotrow.units import parse_milliseconds
 
-KEPT = 100_000  # points of the curve that a trainer remembers
+MAX_POINTS = 100_000  # points of the curve that a trainer keeps
 
 
 @dataclass(frozen=True)
 class Window:
-    """A point of the curve. `examples` and `step` are those of the run when it ended; `time` is its last event time."""
+    """A point of the curve. `examples` and `step` are the run's when the window ended, `time` its last event time."""
 
     number: int
     examples: int
@@ -59,7 +58,7 @@ class Windows:
         self.begin()
 
     def begin(self) -> None:
-        """Forget everything: a run starts."""
+        """Reset: a new run starts."""
         self.points = []
         self._metrics, self._open = Metrics(), 0
         self._number = self._examples = 0
@@ -67,7 +66,7 @@ class Windows:
         self._time: int | None = None
 
     def update(self, logits: Tensor, labels: Tensor, time: Tensor | None, step: int) -> None:
-        """Count a batch that step `step` learned from."""
+        """Count a batch that the step `step` learns from."""
         if time is None and self._span:
             raise BatchError(f"window={self.every!r} needs event times: give the feature spec time=, or a count")
         begin, size = 0, logits.shape[0]
@@ -84,7 +83,7 @@ class Windows:
             begin = end
 
     def _end(self, begin: int, size: int, times: Any) -> int:
-        """Where the open window ends in this batch, at most at its end."""
+        """The index in this batch at which the open window ends, at most `size`."""
         if self._count:
             return min(size, begin + self._count - self._open)
         stretch = int(times[begin]) // self._span
@@ -106,13 +105,13 @@ class Windows:
                     figures["ctr"],
                 )
             )
-            del self.points[:-KEPT]
+            del self.points[:-MAX_POINTS]
             self._number += 1
         self._metrics.reset()
         self._open, self._stretch = 0, None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the window under way, and where it stands. Points are the report's."""
+        """For a checkpoint: the open window and its position. Points are not kept there."""
         place = {
             "every": self.every,
             "open": self._open,
@@ -124,7 +123,7 @@ class Windows:
         return {"place": place, **self._metrics.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Another size of window starts a new one."""
+        """Continue from `state`. If the window size has changed, a new window starts."""
         place = state["place"]
         self.begin()
         self._examples, self._number, self._time = place["examples"], place["number"], place["time"]
@@ -134,7 +133,7 @@ class Windows:
 
 
 def curve(points: list[Window]) -> list[dict[str, Any]]:
-    """Points as plain values, for a file."""
+    """The points as JSON values."""
     return [asdict(point) for point in points]
 
 

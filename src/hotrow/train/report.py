@@ -1,4 +1,4 @@
-"""Reports: what a run did, and what a save did."""
+"""The values that `fit` and `save` return."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hotrow.train.stage_times import StageReport
 
 @dataclass
 class SaveReport:
-    """What a save did. With `wait=False` the figures of the writing are there once it is `done`.
+    """What a save did. With `wait=False`, the figures about writing are set once it is `done`.
 
-    `pause_seconds` is how long training stood still: until the instant was captured, waiting for an earlier save
-    included. `bytes_copied` are those of rows that were kept for the save because training was about to change them.
+    `pause_seconds` is how long training paused: the capture, and waiting for an earlier save. `bytes_copied` counts
+    rows that were copied for the save because training was about to change them.
     """
 
     path: Path
@@ -31,13 +31,13 @@ class SaveReport:
 
 @dataclass
 class Report:
-    """What a call of `fit` did: its steps and losses, its speed, where it stopped, the checkpoints it made.
+    """What a call of `fit` did: steps, losses, speed, where it stopped, the checkpoints it made.
 
-    `metrics` are those of the last epoch, with what an interrupted run had seen of it before it was resumed. `stages`
-    says what each stage of the pipeline did: seconds busy and waiting, bytes, share of the time. `windows` are the
-    points of progressive validation (`Trainer(window=)`). `hbm` says what the cache in GPU memory did, where there is
-    one: hits and misses in ids, evictions and overflows in rows (docs/hbm.md). With ranks, all of it is the whole
-    job's, the same on every rank but for `seconds`, `saves` and `hbm`.
+    `metrics` cover the last epoch, including the part before an interruption. `stages` has seconds busy and waiting,
+    bytes and the share of time of each stage of the pipeline. `windows` are the points of progressive validation
+    (`Trainer(window=)`). `hbm` has the counters of the HBM cache, if there is one: hits and misses in ids, evictions
+    and overflows in rows (docs/hbm.md). With ranks, everything covers the whole job and is the same on every rank,
+    except `seconds`, `saves` and `hbm`.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -66,5 +66,5 @@ class Report:
 
     @property
     def longest_pause(self) -> float:
-        """The longest time, in seconds, that training stood still for a checkpoint; 0 without one."""
+        """The longest pause of training for a checkpoint, in seconds; 0 without one."""
         return max((save.pause_seconds for save in self.saves), default=0.0)

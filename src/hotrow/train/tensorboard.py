@@ -1,4 +1,4 @@
-"""TensorBoard, where it is installed."""
+"""Figures to TensorBoard, if `log_dir` was given."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def open_writer(log_dir: str | None) -> Any:
 
 
 def log(writer: Any, group: str, figures: dict[str, float], step: int) -> None:
-    """Some figures of a step, where there is a writer."""
+    """Write some figures of a step; does nothing without a writer."""
     if writer is not None:
         for name, value in figures.items():
             writer.add_scalar(f"{group}/{name}", value, step)

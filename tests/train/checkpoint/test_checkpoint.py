@@ -20,6 +20,7 @@ from hotrow.row_policies import Admission
 from hotrow.tiers.host.store import HostStore
 from hotrow.train.checkpoint import durable_files
 from hotrow.train.checkpoint.manifest import list_checkpoints, open_checkpoint
+from hotrow.train.fit import FitOptions, FitRun
 from hotrow.train.train_step import make_step
 
 
@@ -61,7 +62,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         assert bits(other) == expected
 
 
-def test_a_save_behind_training_is_the_save_that_waited(tmp_path: Path) -> None:
+def test_a_background_save_equals_a_save_that_waits(tmp_path: Path) -> None:
     waited = trained(steps=6)
     waited.save(tmp_path / "waited")
     waited.fit(clicks(), steps=4, cursor=waited.cursor, progress=False)
@@ -71,7 +72,7 @@ def test_a_save_behind_training_is_the_save_that_waited(tmp_path: Path) -> None:
     begin = HostStore.begin_snapshot
 
     class Slow:
-        """Lets go of the snapshot only when training is four steps further on."""
+        """Finishes the snapshot only after four more steps of training."""
 
         def __init__(self, store: HostStore) -> None:
             self.inner = begin(store)
@@ -92,7 +93,7 @@ def test_a_save_behind_training_is_the_save_that_waited(tmp_path: Path) -> None:
         lookup = behind.model.embeddings.route(batch).fetch()
         result = behind._forward_backward(lookup)
         make_step(behind, [])
-        behind._count(hr.Report(), result, batch, cursor)
+        FitRun(behind, clicks(), FitOptions())._count(result, batch, cursor)
     goes_on.set()
     behind.wait()
     assert report.done
@@ -181,7 +182,7 @@ def test_a_save_needs_to_know_where(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [10]), (3, [10, 8, 6]), (None, [10, 8, 6, 4, 2])])
-def test_the_last_ones_stay(tmp_path: Path, keep: int | None, left: list[int]) -> None:
+def test_the_last_checkpoints_are_kept(tmp_path: Path, keep: int | None, left: list[int]) -> None:
     make_trainer(tmp_path, checkpoint_every=2, keep=keep).fit(clicks(), steps=10, progress=False)
     assert [open_checkpoint(path).step for path in list_checkpoints(tmp_path)] == left
     assert len(names(tmp_path)) == len(left)
@@ -441,7 +442,7 @@ def test_a_resumed_run_writes_only_the_rows_that_have_changed(tmp_path: Path) ->
     assert 0 < report.saves[0].rows_written <= 64
 
 
-def test_the_logs_beside_the_checkpoints_go_with_the_model_and_those_of_the_dead_are_removed(tmp_path: Path) -> None:
+def test_logs_beside_checkpoints_are_removed_with_the_model_and_after_a_dead_process(tmp_path: Path) -> None:
     (tmp_path / ".rows-1-0" / "user").mkdir(parents=True)
     trainer, second = trained(), trained()
     trainer.save(tmp_path)

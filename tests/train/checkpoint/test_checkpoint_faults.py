@@ -111,7 +111,7 @@ def test_replacing_a_step_survives_any_failing_call(tmp_path: Path, halfway: boo
     assert names(tmp_path) == ["step-000000000002"]
 
 
-def test_an_error_behind_training_comes_up_at_the_next_save_and_at_the_end(tmp_path: Path) -> None:
+def test_an_error_of_a_background_save_is_raised_at_the_next_save_and_at_the_end(tmp_path: Path) -> None:
     trainer = trained(tmp_path)
     trainer.save()
     expected = bits(trainer)
@@ -144,7 +144,7 @@ def test_an_error_behind_training_comes_up_at_the_next_save_and_at_the_end(tmp_p
     assert bits(failing) == expected
 
 
-def test_a_failed_snapshot_of_one_table_gives_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_snapshot_of_one_table_releases_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trained()
     begin, begun, given_up = HostStore.begin_snapshot, [], []
 

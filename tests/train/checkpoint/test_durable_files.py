@@ -1,4 +1,4 @@
-"""The disk's refusals are one line with the path and the cure."""
+"""Errors of the disk are one line with the path and the cure."""
 
 from __future__ import annotations
 

@@ -140,9 +140,7 @@ def resume(trainer: Trainer, folder: Path, features: FeatureSpec | None) -> Chec
         _check_features(checkpoint, contents.features, features)
         try:
             _apply_together(trainer, checkpoint, pairs, contents)
-        except (
-            CheckpointError
-        ) as error:  # rows are checked as they are read; the next one replaces them all
+        except CheckpointError as error:  # rows are checked as they are read; the next one replaces them all
             faults.append(_skip(path, error))
             continue
         return checkpoint

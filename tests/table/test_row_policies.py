@@ -28,20 +28,6 @@ DIM = 64
 
 
 @pytest.mark.parametrize(
-    ("text", "milliseconds"),
-    [("250ms", 250), ("30s", 30_000), ("1.5h", 5_400_000), ("2m", 120_000), (" 7 d ", 7 * 86_400_000)],
-)
-def test_a_span_of_time_is_read_as_people_write_it(text: str, milliseconds: int) -> None:
-    assert parse_milliseconds(text) == milliseconds
-
-
-@pytest.mark.parametrize("text", ["30", "d", "3 weeks", "-1h", "1h30m", "", "0d", "0.5ms", None, 30])
-def test_what_is_no_span_of_time_is_refused(text: Any) -> None:
-    with pytest.raises(OptionError, match=r"is not a span of time; write a number and a unit, such as '30d'"):
-        parse_milliseconds(text)
-
-
-@pytest.mark.parametrize(
     ("options", "why"),
     [
         ({"after": 0}, "after=0: give a number of sightings from 1 to 255"),
