@@ -295,7 +295,7 @@ Examples:
 
     hotrow serve repository/ --host 0.0.0.0 --token-file /run/secrets/token --poll 5s
 
-Ctrl-C or SIGTERM answers what was asked, and ends.
+Ctrl-C or SIGTERM answers the requests in flight, and ends.
 """
 
 
@@ -482,7 +482,7 @@ def publish_remote(
         str | None, typer.Option(help="how a new store keeps rows: fp32, fp16 or int8; else as the export does")
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="end when the store has all that the bus has")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="say nothing but problems")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="print only problems")] = False,
 ) -> None:
     """Keep a remote store up to date with a bus."""
     from hotrow.serve.updates.remote_writer import run

@@ -50,11 +50,11 @@ from hotrow.train.trainer import Trainer
 from hotrow.units import format_size
 
 SECONDS, BATCH, DIM, KEYS = 110.0, 1024, 32, 4_000_000
-FASTEST = 20_000  # examples a second: the index of the rows that this makes fits beside the rows
+FASTEST = 20_000  # examples a second: the index of the rows created at this speed fits into DRAM beside the rows
 DRAM = "48MiB"
 DRIFT = Drift(items=0.9, tastes=0.9, new_items=0.25)
 SHARES = {"learn": 0.24, "follow": 0.5}
-PACE = 0.5  # of the speed that training has alone: the server and the load need the rest
+PACE = 0.5  # of the speed of training without a server; the server and the load need the rest
 DAYS, WINDOWS = 5, 20
 LIVE, FROZEN, BEST, GREY = "#0b7a53", "#b3261e", "#1f5fbf", "#5b6673"
 

@@ -72,8 +72,8 @@ class RankTeam:
     def exchange_stop(self) -> int:
         """Exchange stop requests now; returns `stopping`. All ranks call it, between two batches."""
         if self._in_fit:
-            words = self.ranks.rows.gather_numbers(self.ranks.stop_signal())
-            self.ranks.stopping = max(self.ranks.stopping, *(wants for (wants,) in words))
+            requests = self.ranks.rows.gather_numbers(self.ranks.stop_signal())
+            self.ranks.stopping = max(self.ranks.stopping, *(wants for (wants,) in requests))
         return self.ranks.stopping
 
     def compare(self, call: str, source: Source, options: dict[str, Any]) -> None:
@@ -111,12 +111,12 @@ class RankTeam:
     def recording(self, path: Path | None) -> Iterator[None]:
         """Record this rank's part of a trace for one run; `path` may be None on some ranks. All ranks call it. After a
         run that ends in order, rank 0 joins the parts that it can see."""
-        said = self.ranks.patient.gather_json([path is not None, time.time()])
-        origin, rank = min(at for _, at in said), self.ranks.rank
+        starts = self.ranks.patient.gather_json([path is not None, time.time()])
+        origin, rank = min(at for _, at in starts), self.ranks.rank
         self._sent = sum(self.ranks.bytes_sent.values())
 
         def join() -> None:
-            if any(wanted for wanted, _ in said):
+            if any(wanted for wanted, _ in starts):
                 self.ranks.barrier()  # all parts are complete
             if path is not None and self.ranks.first:
                 trace.join(path)
@@ -132,8 +132,8 @@ class RankTeam:
     def stages(self, mine: list[StageReport]) -> list[StageReport]:
         """The stage reports of all ranks as one, with their exchanges."""
         mine = add_exchange(mine, sum(self.ranks.bytes_sent.values()) - self._sent)
-        everyones = self.ranks.patient.gather_json([asdict(stage) for stage in mine])
-        return merge_ranks([[StageReport(**stage) for stage in one] for one in everyones])
+        reports = self.ranks.patient.gather_json([asdict(stage) for stage in mine])
+        return merge_ranks([[StageReport(**stage) for stage in one] for one in reports])
 
     def merged(self, metrics: Metrics) -> Metrics:
         """The metrics of all ranks' examples, the same on every rank."""

@@ -207,7 +207,7 @@ def table(stages: list[StageReport], seconds: float) -> View:
 def format_shares(shares: dict[str, float]) -> str:
     """The busy shares of stages in a few characters.
 
-    >>> brief({"read": 0.31, "route": 0.02, "fetch": 0.84, "stage": 0.0, "compute": 1.0})
+    >>> format_shares({"read": 0.31, "route": 0.02, "fetch": 0.84, "stage": 0.0, "compute": 1.0})
     'read 31% route 2% fetch 84% compute 100%'
     """
     return " ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005 or name == "compute")

@@ -52,7 +52,8 @@ from hotrow.train.train_step import (
 )
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-# Batches. With HBM, one is looked up and another's rows move while a third is computed. The core tells 15 apart.
+# Batches. With HBM, one is routed and another's rows are staged while a third is computed. The core distinguishes at
+# most 15 batches in flight.
 LOOKAHEAD, LOOKAHEAD_HBM, MOST_AHEAD = 2, 3, 12
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -188,10 +189,10 @@ class Trainer:
         resume: bool = False,
         progress: bool = True,
     ) -> Report:
-        """Train on `source` from its start (or `cursor`), for `epochs` passes or `steps` updates, what comes first.
+        """Train on `source` from its start (or `cursor`), for `epochs` passes or `steps` updates, whichever is first.
 
         With `evaluate` and `evaluate_every`, that source is evaluated every so many updates. With `resume`, the newest
-        valid checkpoint is loaded and the run that made it goes on, as if it had never stopped: `steps` and `epochs`
+        valid checkpoint is loaded and its run continues as if it had never stopped: `steps` and `epochs`
         count from its start. Without a checkpoint it begins here.
         """
         if self.team is not None:
@@ -257,7 +258,7 @@ class Trainer:
         """Save everything as it is now into a folder of checkpoints (this run's own, unless `path` names another).
 
         That gives `path/step-000000001000`, whole or not at all; what is beyond `keep` there is removed. With
-        `wait=False` only the capture happens now and training may go on while it is written; an error comes up at the
+        `wait=False` only the capture happens now, and training may go on while it is written; an error is raised at the
         next save, at `wait()` or at the end of `fit`. `notes` are plain values of yours, for `hotrow inspect`.
         """
         folder = self.checkpoints if path is None else Path(path)
@@ -275,7 +276,7 @@ class Trainer:
         return self.saver.save(lambda: capture(self, folder, notes), folder, wait)
 
     def wait(self) -> None:
-        """Wait for a save that is running behind training; raises its error if it failed."""
+        """Wait for a background save; raises its error if it failed."""
         self.saver.wait()
 
     def load(
@@ -350,7 +351,7 @@ class Trainer:
             logits = self.model(lookup)
         value = self.loss(logits, labels) * lookup.example_fraction / self.accumulate
         if not (checks_loss_in_step(self) or self.scaler.is_enabled() or bool(torch.isfinite(value))):
-            if self.team is not None:  # all ranks must hear of it: they do in the step
+            if self.team is not None:  # the step tells all ranks, by `not_finite`
                 self.team.ranks.not_finite = True
                 self.model.embeddings.step_without_gradients(lookup, gathered=True)
                 return logits.detach()[:0], value.detach(), lookup.examples
