@@ -226,7 +226,7 @@ class Bench:
             self.best(rule, [DEFAULT], "coefficients of each table", shared=False)
         self.best(optim.SGD(lr=0.01), [DEFAULT], "no meta", meta=False)
 
-    def loop_range(self) -> None:
+    def steps(self) -> None:
         """Forward, finite, group and update in turn, as in a training step."""
         rule = optim.RowWiseAdagrad(lr=0.01)
         layout = self.layout(rule)

@@ -4,8 +4,8 @@
 // Element e of a row uses word e % 4 of philox block e / 4 (philox.h, the table's rounding stream), so the bits depend
 // only on (seed, table, key, step, element). The low 16 random bits decide for bf16, the low 13 for fp16; they are
 // added below the last bit that stays. Below fp16's smallest normal number the step is 2^-24. A finite value stays
-// finite: above the largest it becomes the largest. src/hotrow/kernels/rows/rounding.py gives the same bits on a GPU;
-// round_by_chance in kernels/reference.py is the reference of both.
+// finite: above the largest it becomes the largest. src/hotrow/kernels/rows/stochastic_rounding.py gives the same bits
+// on a GPU; stochastic_round in tests/kernels/reference.py is the reference of both.
 //
 // Included by simd_kernels.cpp alone, once per instruction set; its rules hold here too.
 #pragma once

@@ -203,7 +203,7 @@ def _add_atomically(operation: str, modifiers: list[str], operands: list[str], g
 
 
 def _compare(operation: str, modifiers: list[str], operands: list[str], guard: str) -> list[str]:
-    """A `u` behind it: or one is NaN."""
+    """A comparison that ends in `u` is also true if one operand is NaN."""
     name, kind = modifiers[0], _type(modifiers[-1])
     left, right = (_value(operand, kind) for operand in operands[1:])
     found, nan = f"({left} {COMPARE[name.removesuffix('u')]} {right})", f"(np.isnan({left}) | np.isnan({right}))"

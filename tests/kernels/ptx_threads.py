@@ -66,7 +66,7 @@ class Threads:
         self.shared[places] = np.stack(values, axis=1).view(np.uint8)[guard]
 
     def add_global(self, at: Array, guard: Array, values: Array) -> Array:
-        """What was there, thread after thread."""
+        """The values before, with threads in turn."""
         before = self.zeros("uint32")
         for thread in np.flatnonzero(guard):
             one, mine = slice(thread, thread + 1), np.ones(1, bool)
@@ -76,7 +76,7 @@ class Threads:
         return before
 
     def load_matrix(self, at: Array, number: int, turned: bool) -> Array:
-        """8 x 8 numbers of 16 bits, of whose rows eight lanes have the addresses; a lane gets two."""
+        """8 x 8 numbers of 16 bits. Eight lanes have the addresses of its rows; each lane gets two numbers."""
         found = self.shared[self._rows(at, number)].view("uint16")
         return np.ascontiguousarray(found.swapaxes(1, 2) if turned else found).view("uint32").reshape(-1)
 
@@ -110,12 +110,12 @@ class Threads:
 
 
 def shift_left(value: Array, by: Array) -> Array:
-    """By as many bits as there are and more: 0."""
+    """A shift by the width or more gives 0."""
     return np.where(by < 8 * value.itemsize, value << by.astype(value.dtype), 0).astype(value.dtype)
 
 
 def shift_right(value: Array, by: Array) -> Array:
-    """By as many bits as there are and more: the sign, or 0."""
+    """A shift by the width or more gives the sign, or 0."""
     most = 8 * value.itemsize - 1
     shifted = value >> np.minimum(by, most).astype(value.dtype)
     return shifted if value.dtype.kind == "i" else np.where(by <= most, shifted, 0).astype(value.dtype)

@@ -174,11 +174,11 @@ def test_a_triton_that_launches_in_another_way_is_called_as_documented(
         monkeypatch.setattr(triton, "__version__", "3.99.0")
     kernel = Kernel(Other)
     again = CachedLauncher(kernel)
-    with pytest.warns(UserWarning, match=r"triton 3\.\S+ may launch .* tested with triton<3\.\d+,>=3\.6\. ") as told:
+    with pytest.warns(UserWarning, match=r"triton 3\.\S+ may launch .* tested with triton<3\.\d+,>=3\.6\. ") as warned:
         for programs in (3, 4, 5):
             again[(programs,)](DATA, 20, 5, **USUAL)
         again[(6,)](DATA.double(), 20, 5, **USUAL)
-    assert len(told) == 1
+    assert len(warned) == 1
     assert [(grid, args[1:], options) for grid, args, options in kernel.calls] == [
         ((programs,), (20, 5), USUAL) for programs in (3, 4, 5, 6)
     ]
@@ -200,9 +200,9 @@ def test_a_stream_has_the_same_handle_by_what_torch_documents(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "current_stream", lambda number: SimpleNamespace(cuda_stream=70 + number))
     undocumented_handle = current_stream.current_stream_handle(1)
     monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream")
-    with pytest.warns(UserWarning, match="has no torch._C._cuda_getCurrentRawStream; HotRow was tested") as told:
+    with pytest.warns(UserWarning, match="has no torch._C._cuda_getCurrentRawStream; HotRow was tested") as warned:
         assert [current_stream.current_stream_handle(1) for _ in range(2)] == [undocumented_handle] * 2 == [71] * 2
-    assert len(told) == 1
+    assert len(warned) == 1
 
 
 def test_under_the_interpreter_a_kernel_is_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:

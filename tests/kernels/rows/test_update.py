@@ -333,7 +333,7 @@ def test_what_cannot_be_updated_is_refused(device: torch.device) -> None:
     with pytest.raises(BatchError, match="1 features need as many gradients"):
         replace(case, gradients=[None, None]).run(device)
     offsets = torch.tensor([0, 5], dtype=torch.int32)
-    with pytest.raises(BatchError, match="spread"):
+    with pytest.raises(BatchError, match="items_of_positions"):
         replace(case, items=Items(case.items.begins, case.items.tables, offsets)).run(device)
     with pytest.raises(BatchError, match="read-only"):
         replace(case, layout=RowLayout(8, (), "int8")).run(device)

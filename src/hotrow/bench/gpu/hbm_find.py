@@ -65,7 +65,7 @@ def results(
                 keys / took.median / 1e9,
                 "hkv",
                 HKV[name][i],
-                took.items_of_positions,
+                took.spread,
             )
     del bench
     for policy in POLICIES:

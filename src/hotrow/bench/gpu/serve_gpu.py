@@ -119,9 +119,9 @@ def make_model(path: Path) -> TorchModel:
 
 def open_engine(folder: str, sizes: Sequence[int] = SIZES, lanes: int = 1) -> Engine:
     """The exported model with a tenth of its rows in HBM."""
-    room = int(TABLES * rows_of_a_table() * SHARE) * slot_bytes(RowLayout(DIM)) + (1 << 20)
+    size = int(TABLES * rows_of_a_table() * SHARE) * slot_bytes(RowLayout(DIM)) + (1 << 20)
     path = Path(folder) / "repository" / "dlrm"
-    return Engine(path, memory=Memory(hbm=room), precision=PRECISION, ladder=sizes, lanes=lanes)
+    return Engine(path, memory=Memory(hbm=size), precision=PRECISION, ladder=sizes, lanes=lanes)
 
 
 def check(engine: Engine, torch_model: TorchModel, draw: Draw) -> None:

@@ -50,7 +50,7 @@ class SetIndex:
         self.repartition(sets_per_table)
 
     def repartition(self, sets_per_table: Sequence[int]) -> None:
-        """Give each table its number of sets, and forget every key. Requires: they are as many as there are."""
+        """Give each table its number of sets, and forget every key. Requires: their sum is `sets`."""
         counts = [int(count) for count in sets_per_table]
         if not counts or min(counts) < 2:
             raise OptionError(f"every table needs at least 2 sets ({2 * WAYS} rows) in HBM, got {counts}; raise hbm=")

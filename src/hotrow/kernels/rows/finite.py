@@ -51,8 +51,8 @@ def _check_kernel(
     found = tl.max(tl.max(wrong.to(tl.int32), axis=1), axis=0)
     if TAILS:  # noqa: SIM102
         if program == tl.load(entry + 4) - 1:
-            behind = (address + rows * stride).to(tl.pointer_type(TYPE)) + column
-            tail = tl.load(behind, mask=column < tl.load(entry + 3), other=0.0).to(tl.float32)
+            tail_address = (address + rows * stride).to(tl.pointer_type(TYPE)) + column
+            tail = tl.load(tail_address, mask=column < tl.load(entry + 3), other=0.0).to(tl.float32)
             found += tl.max((~(tl.abs(tail) < float("inf"))).to(tl.int32), axis=0)
     if found > 0:
         tl.store(flag, 1)

@@ -124,10 +124,11 @@ class Source:
 class Items:
     """How positions become outputs. All on the device; `begins` and `offsets` never decrease.
 
-    begins   int32 [F + 1]      first item of each feature tables   int32 [F]          the table of each feature offsets
-    int32 [items + 1]  positions of each item; None: item i is position i scales   float32 [N]        what each position
-    is multiplied by (weights, 1 / length); None: 1 item_of  int32 [N]          the item of each position
-    (`items_of_positions`); needed by update where offsets are given
+    begins   int32 [F + 1]      first item of each feature
+    tables   int32 [F]          the table of each feature
+    offsets  int32 [items + 1]  positions of each item; None: item i is position i
+    scales   float32 [N]        what each position is multiplied by (weights, 1 / length); None: 1
+    item_of  int32 [N]          the item of each position (items_of_positions); needed by update where offsets are given
     """
 
     begins: Tensor
