@@ -1,4 +1,4 @@
-"""A reader that applies what it reads, and what it must then be equal to."""
+"""A reader that applies publications, and the rows that it must have afterwards."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Reader:
 
 
 def rows_of(trainer: hr.Trainer, values: str | None = None) -> dict[str, dict[int, bytes]]:
-    """Values by key, in the wire's precision."""
+    """Values by key, in the precision that is sent."""
     found: dict[str, dict[int, bytes]] = {}
     for table in trainer.model.embeddings.tables:
         rows = found.setdefault(table.table.name, {})

@@ -41,7 +41,7 @@ def test_an_empty_bus_has_nothing(address: str) -> None:
     bus.close()
 
 
-def test_a_reader_hears_at_once(address: str) -> None:
+def test_a_reader_gets_a_message_at_once(address: str) -> None:
     reader, writer = open_bus(address), open_bus(address)
     writer.append(b"warm up")
     at = reader.read(0, wait=10)[-1].offset + 1

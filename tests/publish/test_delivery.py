@@ -1,4 +1,4 @@
-"""A bus that is away: training goes on, publications wait on disk, and arrive later, in order, none lost."""
+"""A bus that does not answer: training goes on, publications wait on disk and are sent later, in order, none lost."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hotrow.publish.bus import Bus, open_bus
 from hotrow.publish.history import commits_after
 
 
-class Line:
-    """A bus behind a line that can be cut."""
+class Connection:
+    """A connection to a bus that can be cut."""
 
     def __init__(self) -> None:
         self.down = False
@@ -27,7 +27,7 @@ class Line:
 
     def open(self, address: str) -> Bus:
         self._check()
-        return _Lined(open_bus(address), self)  # type: ignore[return-value]
+        return _CutBus(open_bus(address), self)  # type: ignore[return-value]
 
     def _check(self, appends: bool = False) -> None:
         if appends and self.appends_left is not None:
@@ -38,8 +38,8 @@ class Line:
             raise hr.BusError("the line is cut")
 
 
-class _Lined:
-    def __init__(self, bus: Bus, line: Line) -> None:
+class _CutBus:
+    def __init__(self, bus: Bus, line: Connection) -> None:
         self.bus, self.line = bus, line
 
     def __getattr__(self, name: str) -> Any:
@@ -48,15 +48,17 @@ class _Lined:
 
 
 @pytest.fixture
-def line(monkeypatch: pytest.MonkeyPatch) -> Line:
-    line = Line()
+def line(monkeypatch: pytest.MonkeyPatch) -> Connection:
+    line = Connection()
     monkeypatch.setattr(publisher, "open_bus", line.open)
-    monkeypatch.setattr(delivery, "_LONGEST_PAUSE", 0.1)  # it is tried again often, so that a test need not wait
+    monkeypatch.setattr(delivery, "_LONGEST_PAUSE", 0.1)  # retry often, so that a test need not wait
     return line
 
 
 @pytest.mark.parametrize("appends", [0, 1, 3])
-def test_publications_wait_on_disk_while_the_bus_is_away(folder_bus: str, line: Line, appends: int) -> None:
+def test_publications_wait_on_disk_while_the_bus_does_not_answer(
+    folder_bus: str, line: Connection, appends: int
+) -> None:
     trainer = publishing(folder_bus, every=1)
     trainer.fit(clicks(), steps=2, progress=False)
     assert trainer.publisher is not None
@@ -75,7 +77,7 @@ def test_publications_wait_on_disk_while_the_bus_is_away(folder_bus: str, line: 
     assert_same(reader, trainer)
 
 
-def test_a_full_spool_loses_no_row(folder_bus: str, line: Line) -> None:
+def test_a_full_spool_loses_no_row(folder_bus: str, line: Connection) -> None:
     trainer = publishing(folder_bus, every=1, publish_spool_size="8KiB")
     trainer.fit(clicks(), steps=1, progress=False)
     assert trainer.publisher is not None
@@ -96,7 +98,7 @@ def test_a_full_spool_loses_no_row(folder_bus: str, line: Line) -> None:
     assert_same(reader, trainer)
 
 
-def test_what_waited_when_a_run_ended_is_sent_by_the_next(folder_bus: str, line: Line, tmp_path: Path) -> None:
+def test_what_waited_when_a_run_ended_is_sent_by_the_next(folder_bus: str, line: Connection, tmp_path: Path) -> None:
     trainer = publishing(folder_bus, tmp_path / "a", every=1)
     trainer.fit(clicks(), steps=2, progress=False)
     line.down = True
@@ -169,5 +171,5 @@ def test_a_trainer_killed_between_publications_goes_on(folder_bus: str, tmp_path
     reader = Reader(folder_bus)
     reader.catch_up(7)
     assert [one.step for one in reader.read] == [2, 4, 6, 8, 10, 12, 14]
-    assert reader.subscriber.counters.duplicates <= 2  # parts of a publication whose commit was not sent any more
+    assert reader.subscriber.counters.duplicates <= 2  # parts of a publication whose commit was not sent
     assert_same(reader, resumed)

@@ -1,4 +1,4 @@
-"""Bytes on their way: what comes back is what was sent, or is known for what it is."""
+"""Encoding: what was sent comes back, and changed bytes are detected."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_a_body_is_the_same_in_any_number_of_chunks(body: bytes, limit: int) -> 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
 @settings(max_examples=60, deadline=None)
-def test_no_changed_byte_goes_unseen(place: int, flip: int) -> None:
+def test_every_changed_byte_is_detected(place: int, flip: int) -> None:
     data = bytearray(Message(PART, 3, 9, b"some rows", 0, 1, 0, 1, 9, 5).encode())
     data[place % len(data)] ^= flip
     with pytest.raises(BadMessage):
         Message.decode(bytes(data))
 
 
-def test_no_cut_goes_unseen() -> None:
+def test_every_truncation_is_detected() -> None:
     data = note(4, 1, {"kind": "heartbeat"}).encode()
     for end in range(len(data)):
         with pytest.raises(BadMessage, match="truncated"):

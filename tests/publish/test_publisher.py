@@ -167,7 +167,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(folder_bus: st
     assert_same(reader, trainer)
 
 
-def test_a_replay_that_differs_is_set_right(folder_bus: str, tmp_path: Path) -> None:
+def test_a_replay_that_differs_is_published_again(folder_bus: str, tmp_path: Path) -> None:
     run_until_crash(folder_bus, tmp_path / "a", 7)
     resumed = publishing(folder_bus, tmp_path / "a", checkpoint_every=4)
     resumed.fit(clicks(), steps=4, resume=True, progress=False)  # at the checkpoint: nothing is done
@@ -190,7 +190,7 @@ def test_another_runs_bus_is_refused(folder_bus: str) -> None:
         publishing(folder_bus).fit(clicks(), steps=2, progress=False)
 
 
-def test_heartbeats_carry_the_watermark_and_snapshots_are_told_of(folder_bus: str) -> None:
+def test_heartbeats_carry_the_watermark_and_snapshots_are_announced(folder_bus: str) -> None:
     trainer = publishing(
         folder_bus, publish_heartbeat=0.05, publish_snapshot=lambda n: f"/exports/{n}", publish_snapshot_every=2
     )
@@ -216,7 +216,7 @@ def test_a_budget_too_small_to_publish_names_one_that_works(folder_bus: str, tmp
     def trainer(dram: str | int) -> hr.Trainer:
         memory = hr.Memory(dram=dram, ssd=str(tmp_path / f"rows-{dram}"))
         embeddings = hr.EmbeddingCollection(tables, optimizer=hr.optim.Adam(lr=0.01), seed=3, memory=memory)
-        if trained:  # rows that the bus has never seen: all of them go out first
+        if trained:  # rows that the bus has never seen: all of them are published first
             for rows in embeddings.tables:
                 rows.create(torch.arange(100_000))
         publish = hr.Publish(folder_bus, every_steps=2)

@@ -65,7 +65,7 @@ def test_ranks_publish_under_one_number_and_repeat_themselves(crew: Crew, tmp_pa
     assert all(len(said[1]["rows"][name]) for name in rows)
 
 
-def test_a_publication_without_its_commit_is_not_there(crew: Crew, tmp_path: Path) -> None:
+def test_a_publication_without_its_commit_is_not_read(crew: Crew, tmp_path: Path) -> None:
     bus = f"dir:{tmp_path / 'bus'}"
     crew.run(train, bus, str(tmp_path / "a"), 4)
     messages = [Message.decode(entry.data) for entry in open_bus(bus).read(0)]

@@ -1,4 +1,4 @@
-"""Going back: an older state as a new publication, the publisher held until it is released."""
+"""Rollback: an older state as a new publication, with the publisher held until it is released."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def snapshot_of(trainer: hr.Trainer, folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
-def test_a_snapshot_stands_in_for_publications_that_are_gone(folder_bus: str, tmp_path: Path, kind: str) -> None:
+def test_a_snapshot_replaces_publications_that_retention_removed(folder_bus: str, tmp_path: Path, kind: str) -> None:
     trainer = publishing(folder_bus, tmp_path / "a", every=1)
     train(trainer, 3)
     then = rows_of(trainer, "fp16")
@@ -110,7 +110,7 @@ def test_a_snapshot_stands_in_for_publications_that_are_gone(folder_bus: str, tm
     assert rows_of(reader.trainer) == then
 
 
-def test_what_cannot_be_put_back_says_why(folder_bus: str, tmp_path: Path) -> None:
+def test_a_rollback_that_is_impossible_says_why(folder_bus: str, tmp_path: Path) -> None:
     with pytest.raises(hr.PublishError, match="nothing to go back to"):
         rollback(folder_bus, 1)
     trainer = publishing(folder_bus, every=1)

@@ -1,4 +1,4 @@
-"""A reader of a bus that doubles, mixes, cuts and spoils messages: detected, put aside, counted; rows stay right."""
+"""A bus that duplicates, reorders, truncates and corrupts messages: each is detected and counted; rows stay right."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_publications_in_chunks_are_put_together(sent: tuple[hr.Trainer, list[by
     assert_same(reader, trainer)
 
 
-def test_doubled_messages_change_nothing(sent: tuple[hr.Trainer, list[bytes]], tmp_path: Path) -> None:
+def test_duplicated_messages_change_nothing(sent: tuple[hr.Trainer, list[bytes]], tmp_path: Path) -> None:
     trainer, messages = sent
     doubled = [copy for data in messages for copy in (data, data)] + messages
     reader = Reader(spoilt(tmp_path / "bus", doubled))
@@ -70,7 +70,7 @@ def test_the_order_of_messages_does_not_matter(sent: tuple[hr.Trainer, list[byte
     assert_same(reader, trainer)
 
 
-def test_bad_messages_are_put_aside_and_the_good_copy_is_used(
+def test_corrupt_messages_are_quarantined_and_the_good_copy_is_used(
     sent: tuple[hr.Trainer, list[bytes]], tmp_path: Path
 ) -> None:
     trainer, messages = sent
@@ -89,7 +89,7 @@ def test_bad_messages_are_put_aside_and_the_good_copy_is_used(
 
 
 @pytest.mark.parametrize("what", ["lost", "corrupt"])
-def test_a_publication_that_is_not_to_be_had_is_told_with_the_snapshot(
+def test_a_missing_publication_is_an_error_that_names_the_snapshot(
     sent: tuple[hr.Trainer, list[bytes]], tmp_path: Path, what: str
 ) -> None:
     _, messages = sent
@@ -105,7 +105,9 @@ def test_a_publication_that_is_not_to_be_had_is_told_with_the_snapshot(
     assert told.value.snapshot.path in ("/exports/4", "/exports/6")
 
 
-def test_a_reader_that_fell_behind_retention_is_told(sent: tuple[hr.Trainer, list[bytes]], tmp_path: Path) -> None:
+def test_a_reader_that_fell_behind_retention_gets_an_error(
+    sent: tuple[hr.Trainer, list[bytes]], tmp_path: Path
+) -> None:
     _, messages = sent
     address = spoilt(tmp_path / "bus", messages)
     reader = Reader(address, patience=0.2)

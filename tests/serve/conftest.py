@@ -1,4 +1,4 @@
-"""One front end over one small real model for the tests that only ask; those that change something start their own."""
+"""One front end over a small real model, for tests that change nothing; the others start their own."""
 
 from collections.abc import Iterator
 

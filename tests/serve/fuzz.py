@@ -140,7 +140,7 @@ def _walk(node: Any, places: list[tuple[Any, Any]]) -> None:
 
 
 class Mutation(NamedTuple):
-    """A mutated request. `framed` ones end where they say, so another may follow on the connection."""
+    """A mutated request. A `framed` one has intact framing, so another may follow on the connection."""
 
     data: bytes
     framed: bool

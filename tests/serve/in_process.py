@@ -1,4 +1,4 @@
-"""A real model behind the front end's seam, in the same process: what a client sees comes from rows and a tower."""
+"""A real model as a Backend in the same process: answers come from rows and a tower."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TwoLogits(torch.nn.Module):
 
 
 def small_model(seed: int = 1) -> hr.Recommender:
-    """Users, items and pooled histories, trained by nobody but with rows that differ."""
+    """Users, items and pooled histories, untrained but with different rows."""
     torch.manual_seed(seed)
     tables = [hr.Table("user", dim=4), hr.Table("item", dim=4, features=["item", "history"])]
     embeddings = hr.EmbeddingCollection(tables, seed=seed)
@@ -54,7 +54,7 @@ def small_model(seed: int = 1) -> hr.Recommender:
 
 
 def keyed_batch(request: Request, features: tuple[str, ...]) -> hr.KeyedBatch:
-    """A request spread over its rows, in the plainest way."""
+    """A request spread over its rows, by the simplest code."""
     ids = {name: _spread(column, request.rows) for name, column in zip(features, columns(request), strict=True)}
     dense = request.dense
     if dense is not None and request.dense_shared:

@@ -28,7 +28,7 @@ class Reply(NamedTuple):
         return json.loads(self.body[: int(self.headers.get("inference-header-content-length", len(self.body)))])
 
     def error(self) -> str:
-        """What the reply says is wrong; empty when nothing is."""
+        """The reply's error text, empty if there is none."""
         document = self.json() if self.body[:1] == b"{" else {}
         return str(document.get("error", ""))
 
@@ -82,7 +82,7 @@ class Client:
         return bool(self._data) or self._receive()
 
     def ended(self) -> bool:
-        """Whether the server closes the connection and says nothing more."""
+        """Whether the server closes the connection without another byte."""
         return not self.has_more()
 
     def _receive(self) -> bool:
@@ -139,7 +139,7 @@ def exchange(running: Running, data: bytes, protocol: str = "http") -> tuple[int
 
 
 def until_released(running: Running) -> None:
-    """Wait until no request is under way and no bytes of one are held: that is a moment after the client has its
+    """Wait until no request is in flight and none of its bytes are held, a moment after the client got its
     answer."""
     service, http = running.frontend.service, running.frontend._http
     until = time.monotonic() + 10

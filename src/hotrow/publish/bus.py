@@ -130,6 +130,6 @@ def open_bus(address: str) -> Bus:
 def _no_more(shown: str, options: dict[str, str]) -> None:
     if options:
         raise OptionError(
-            f"bus={shown!r}: {', '.join(map(repr, options))} is not an option; the options are keep=, size=, "
+            f"bus={shown!r}: {', '.join(map(repr, options))} is no option of a bus; the options are keep=, size=, "
             "max_message=, for Redis stream=, for Kafka create=, tls=, ca=, sasl=, for both password_file="
         )

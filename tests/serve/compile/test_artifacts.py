@@ -33,14 +33,14 @@ def test_a_damaged_package_is_gone_and_counted(tmp_path, harm):
     assert not cache.path("k").exists() and cache.find("k") is None and cache.damaged == 1
 
 
-def test_a_damaged_note_hides_its_package(tmp_path):
+def test_a_damaged_description_hides_its_package(tmp_path):
     cache = ArtifactCache(tmp_path / "c")
     cache.add("k", built(cache, b"code"), {})
     (cache.folder / "k.json").write_text("{")
     assert cache.find("k") is None
 
 
-def test_what_was_used_longest_ago_goes_first(tmp_path):
+def test_the_least_recently_used_package_is_removed_first(tmp_path):
     cache = ArtifactCache(tmp_path / "c", max_bytes=25)
     for at, key in enumerate("abc"):
         cache.add(key, built(cache, b"0123456789"), {})

@@ -1,4 +1,4 @@
-"""Buckets: learned with least padding, against every choice there is; plans, against what they cost."""
+"""Ladders against an exhaustive search for the least padding, and plans against their costs."""
 
 import itertools
 
@@ -62,7 +62,7 @@ def test_little_traffic_proposes_nothing():
     assert traffic.propose(Ladder((64,))) == Ladder((64,))
 
 
-def test_old_traffic_fades():
+def test_old_traffic_decays():
     traffic = Traffic(buckets=1, min_batches=8, quantum=1)
     for _ in range(16):
         traffic.count(Shape(100))
@@ -91,7 +91,7 @@ def test_a_ladder_covers_what_it_can():
 
 @pytest.mark.parametrize("rows", [(), (0, 3), (8, 4), (4, 4)])
 def test_a_ladder_that_makes_no_sense_is_refused(rows):
-    with pytest.raises(OptionError, match="rising"):
+    with pytest.raises(OptionError, match="increasing order"):
         Ladder(rows)
 
 
@@ -116,7 +116,7 @@ def test_a_small_batch_runs_on_the_original_graph_when_its_bucket_is_mostly_padd
     assert plan(Shape(10), costs.buckets, costs) == (Part(10, None),)
 
 
-def test_a_bucket_is_used_only_for_histories_that_fit():
+def test_a_bucket_is_used_only_for_sequences_within_its_lengths():
     costs = Costs({Shape(64, (20,)): 1.0}, {Shape(64, (20,)): 2.0})
     assert plan(Shape(64, (10,)), costs.buckets, costs)[0].bucket == Shape(64, (20,))
     assert plan(Shape(64, (21,)), costs.buckets, costs)[0].bucket is None

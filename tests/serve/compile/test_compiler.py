@@ -1,4 +1,4 @@
-"""The manager: what cannot be compiled costs little, and says why."""
+"""The compile manager: a shape that cannot be compiled costs little and has a reason."""
 
 import io
 import json
@@ -47,7 +47,7 @@ def test_a_process_that_always_dies_is_given_up(graph, tmp_path, monkeypatch):
 
 
 def test_the_compilers_refusal_is_kept_as_the_reason(graph, tmp_path):
-    """A program that the process cannot read: what it raised there is what is shown here."""
+    """The process cannot read this graph file; its error is the reason that is shown."""
     broken = tmp_path / "broken.pt2"
     broken.write_bytes(b"no program")
     spoiled = TowerGraph(graph.program, broken)
@@ -60,7 +60,7 @@ def test_the_compilers_refusal_is_kept_as_the_reason(graph, tmp_path):
 
 
 def test_a_tower_that_is_an_op_of_its_own_stays_eager_and_names_it(tmp_path):
-    """The compile process has no such op, and around it there is nothing to compile: no other shape asks it again."""
+    """The compile process lacks the op and nothing else can be compiled, so no other shape is tried."""
 
     @torch.library.custom_op("hotrow_test::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
@@ -102,10 +102,10 @@ def test_a_torch_that_compiles_in_another_way_is_named_before_anything_is_compil
 
 
 @pytest.mark.parametrize("where", ["compile process", "server"])
-def test_a_torch_that_changed_is_asked_once_for_all_shapes(graph, tmp_path, monkeypatch, caplog, where):
+def test_a_changed_torch_is_tried_once_for_all_shapes(graph, tmp_path, monkeypatch, caplog, where):
     manager = Compiler(graph, ArtifactCache(tmp_path / "c"), never, CPU, 1, limit=60)
     if where == "server":
-        monkeypatch.setattr(torch._ops.OpOverload, "namespace", "others", raising=False)  # all ops are foreign
+        monkeypatch.setattr(torch._ops.OpOverload, "namespace", "others", raising=False)  # all ops are custom ops
         monkeypatch.setattr(tower_graph, "schema_of", lambda op: tower_graph_schema_of(SimpleNamespace()))
         expected = "has operators without _schema; HotRow was tested with torch<"
     else:
@@ -129,7 +129,7 @@ def test_a_torch_that_changed_is_asked_once_for_all_shapes(graph, tmp_path, monk
 tower_graph_schema_of = tower_graph.schema_of
 
 
-def test_sizes_that_are_told_in_another_way_are_not_guessed():
+def test_sizes_in_an_unknown_form_are_not_guessed():
     with pytest.raises(ChangedError, match=r"has a SymInt without node\.expr; HotRow was tested with torch<"):
         graph_partition._number(torch.SymInt(SimpleNamespace()), {})
 

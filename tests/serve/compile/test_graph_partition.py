@@ -1,4 +1,4 @@
-"""Cutting a tower: the pieces together are the original graph, whatever is put aside, and the search finds what to.
+"""Graph partition: the pieces compute what the original graph does, and the search finds the nodes to exclude.
 
 Pieces are run by torch's interpreter here; what AOTInductor makes of them is tested by the soak tests at the end.
 """
@@ -93,7 +93,7 @@ def dlrm():
 
 
 def exported():
-    """With its weights as an argument."""
+    """The tower with its weights as an argument."""
     return TowerGraph(trace(bent(), TowerInputs({"user": 4, "item": 4}, frozenset(), 0)).program)
 
 
@@ -122,7 +122,7 @@ def names(graph, part=""):
 
 
 def interpreted(made):
-    """As an artifact would, by torch's interpreter of the module that the compiler gets."""
+    """Run a piece as its artifact would, with torch's interpreter."""
 
     def run(piece):
         module, reads = piece.as_tuple(), piece.reads
@@ -145,7 +145,7 @@ def assert_equals(graph, shape, excluded):
         torch.testing.assert_close(got, graph(weights, inputs), rtol=1e-5, atol=1e-5)
 
 
-def test_pieces_are_the_original_graph_whatever_is_put_aside(graph_and_shape):
+def test_pieces_are_the_original_graph_whatever_is_excluded(graph_and_shape):
     graph, shape = graph_and_shape
     draw = random.Random(5)
     for turn in range(25):
@@ -228,20 +228,20 @@ def test_what_compiles_whole_is_not_cut(graph):
     assert search(lambda: graph, BUCKET, compiler) is None and compiler.tries == 1
 
 
-def test_a_named_op_is_put_aside_wherever_it_is(graph):
+def test_a_named_op_is_excluded_wherever_it_is(graph):
     compiler = Refuses(graph, names(graph, "bend"), names_ops=True)
     assert search(lambda: graph, BUCKET, compiler) == ("bend", "bend_1") and compiler.tries == 2
 
 
-def test_a_node_that_nobody_named_is_found_by_halves_wherever_it_is(graph):
+def test_a_refused_node_without_a_name_is_found_by_bisection(graph):
     (whole,) = cut(graph, BUCKET).pieces
-    for culprit in whole.nodes:
-        if not culprit.startswith("getitem"):  # which goes with what it reads
-            compiler = Refuses(graph, [culprit])
-            assert search(lambda: graph, BUCKET, compiler) == (culprit,) and compiler.tries <= 7, culprit
+    for refused_node in whole.nodes:
+        if not refused_node.startswith("getitem"):  # which goes with what it reads
+            compiler = Refuses(graph, [refused_node])
+            assert search(lambda: graph, BUCKET, compiler) == (refused_node,) and compiler.tries <= 7, refused_node
 
 
-def test_several_culprits_are_found_one_after_the_other(graph):
+def test_several_refused_nodes_are_found_one_after_the_other(graph):
     assert set(search(lambda: graph, BUCKET, Refuses(graph, ["relu", "mul"]))) == {"relu", "mul"}
 
 
@@ -250,13 +250,13 @@ def test_what_another_shape_found_is_tried_first(graph):
     assert search(lambda: graph, BUCKET, compiler, known=("tanh",)) == ("tanh",) and compiler.tries == 1
 
 
-def test_sizes_that_depend_on_data_are_cut_around_before_anything_is_halved():
+def test_sizes_that_depend_on_data_are_excluded_before_any_bisection():
     graph = GRAPHS["picky"][0]()
     compiler = Refuses(graph, ["nonzero"])
     assert search(lambda: graph, BUCKET, compiler) == () and compiler.tries == 2
 
 
-def test_a_search_is_given_up_after_so_many_compilations(graph):
+def test_a_search_ends_after_the_most_attempts(graph):
     compiler = Refuses(graph, names(graph))
     with pytest.raises(CannotCutError, match="given up after 12 compilations: boom"):
         search(lambda: graph, BUCKET, compiler, attempts=12)
@@ -344,7 +344,7 @@ def test_a_graph_that_takes_its_weights_as_an_argument_is_compiled_in_pieces_too
 
 
 def compiler_that_refuses(folder, pattern):
-    """g++, but not for sources with such a line."""
+    """A g++ that refuses sources with a line that matches."""
     path = folder / "picky-g++"
     body = f'for name in "$@"; do case "$name" in *.cpp) grep -qE "{pattern}" "$name" && exit 1;; esac; done'
     path.write_text(f'#!/bin/sh\n{body}\nexec {shutil.which("g++")} "$@"\n')

@@ -35,7 +35,7 @@ def start() -> Iterator[Callable[..., tuple[Child, list[dict[str, Any]]]]]:
 
     def start(**options: Any) -> tuple[Child, list[dict[str, Any]]]:
         events: list[dict[str, Any]] = []
-        children.append(Child("engine 7", "small_child", options, lambda child, event: events.append(event)))
+        children.append(Child("engine 7", "stub_child", options, lambda child, event: events.append(event)))
         children[-1].start()
         return children[-1], events
 
@@ -61,7 +61,7 @@ def test_options_reach_the_child_at_every_start_and_are_no_arguments(
     for start_number in range(2):
         supervise_until(child, lambda: child.ready)
         command = psutil.Process(child.process.pid).cmdline()
-        assert command[1:] == ["-m", "small_child", "engine 7"]
+        assert command[1:] == ["-m", "stub_child", "engine 7"]
         assert events[-1]["options"]["token"] == TOKEN and "HOTROW_TOKEN" not in events[-1]["environment"]
         child.send({"others": start_number})
         supervise_until(child, lambda number=start_number: events[-1].get("line") == {"others": number})
@@ -112,7 +112,7 @@ def test_server_whose_engine_dies_at_once_ends_with_one_error(
     write_version(tmp_path / "repository", "ctr", 1)
     died = {"code": 3, "stderr": "Illegal instruction"}
     monkeypatch.setattr(
-        supervisor, "Child", lambda name, module, options, on_event: Child(name, "small_child", died, on_event)
+        supervisor, "Child", lambda name, module, options, on_event: Child(name, "stub_child", died, on_event)
     )
     options = ServeOptions(str(tmp_path / "repository"), ("ctr",), http=0, grpc=None, metrics=None)
     served = supervisor.Supervisor(options)

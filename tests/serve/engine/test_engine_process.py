@@ -140,7 +140,7 @@ def test_new_signature_keeps_answering_requests_made_for_the_old_one(tmp_path: P
         write_version(repository, "ctr", 2, features=2)
         await backend.load("ctr")
         assert backend.models()["ctr"].signature.features == ("f0", "f1")
-        connection.numbers["ctr", None] = (number, fingerprint)  # a front end that has not heard yet
+        connection.numbers["ctr", None] = (number, fingerprint)  # a front end that has old numbers
         assert (await backend.infer(make_request(3))).version == "1"
 
     with_backend([socket_of(engine)], work)
@@ -195,10 +195,10 @@ def test_requests_of_an_engine_that_dies_are_refused_and_the_next_one_serves(
     engine = start_process(repository, socket=tmp_path / "e.sock")
 
     async def work(backend: EngineClient) -> None:
-        asked = [asyncio.create_task(backend.infer(make_request(3, deadline=None))) for _ in range(4)]
+        tasks = [asyncio.create_task(backend.infer(make_request(3, deadline=None))) for _ in range(4)]
         await asyncio.sleep(0.1)
         engine.kill()
-        for task in asked:
+        for task in tasks:
             with pytest.raises(RefusedError) as refused:
                 await task
             assert (refused.value.status, refused.value.retry_after) == (503, 1.0)
@@ -234,10 +234,10 @@ def test_sigterm_answers_what_was_admitted_then_ends_with_0(tmp_path: Path, star
     engine = start_process(tmp_path / "repository", max_rows=4)
 
     async def work(backend: EngineClient) -> None:
-        asked = [asyncio.create_task(backend.infer(make_request(4, seed))) for seed in range(3)]
+        tasks = [asyncio.create_task(backend.infer(make_request(4, seed))) for seed in range(3)]
         await asyncio.sleep(0.1)
         engine.terminate()
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*tasks)
         assert [len(answer.logits) for answer in answers] == [4, 4, 4]
 
     with_backend([socket_of(engine)], work)

@@ -216,12 +216,12 @@ def test_restarted_engine_serves_the_same_versions(tmp_path: Path, start_process
         await backend.unload("feed")
 
     with_backend([engine.socket], change)
-    said = engine.wait_for("models")
-    while "feed" in said["versions"] or said["versions"]["ctr"] != ["2", "1"]:
-        said = engine.wait_for("models")
+    event = engine.wait_for("models")
+    while "feed" in event["versions"] or event["versions"]["ctr"] != ["2", "1"]:
+        event = engine.wait_for("models")
     engine.kill()
     write_version(repository, "ctr", 3)  # newer, and never loaded
-    engine = start_process(repository, socket=tmp_path / "e.sock", restore=said["versions"])
+    engine = start_process(repository, socket=tmp_path / "e.sock", restore=event["versions"])
 
     async def look(backend: EngineClient) -> None:
         assert (await backend.infer(make_request(2))).version == "1"

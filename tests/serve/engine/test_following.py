@@ -1,4 +1,4 @@
-"""An engine process that follows a bus: answers say their publication and age, and kill -9 loses nothing."""
+"""An engine process that follows a bus: answers have its publication and age, and kill -9 loses nothing."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def publish(bus: Bus, number: int, model: hr.Recommender) -> None:
         rows.assign(KEYS, values)
         tables[rows.table.name] = TableChange(KEYS, values, KEYS[:0])
     body = encode_body(tables, dict(model.tower.state_dict()), "fp32")
-    words: dict[str, Any] = {"kind": DELTA, "previous": number - 1, "run": "r", "step": number, "cut": time.time()}
-    words |= {"watermark": int(time.time() * 1000), "values": "fp32", "rows": 3000, "parts": [checksum(body)]}
-    words["checksum"] = content_checksum(number, words)
+    header: dict[str, Any] = {"kind": DELTA, "previous": number - 1, "run": "r", "step": number, "cut": time.time()}
+    header |= {"watermark": int(time.time() * 1000), "values": "fp32", "rows": 3000, "parts": [checksum(body)]}
+    header["checksum"] = content_checksum(number, header)
     for message in parts(number, 5, 0, 1, body, bus.limit):
         bus.append(message.encode())
-    bus.append(note(number, 5, words).encode())
+    bus.append(note(number, 5, header).encode())
 
 
 def ask(engine: EngineUnderTest | EngineProcess, publication: int) -> tuple[Answer, Any]:
@@ -76,7 +76,7 @@ def expected(model: hr.Recommender) -> np.ndarray:
         return model(hr.KeyedBatch(ids, dense=torch.from_numpy(request.dense))).numpy()
 
 
-def test_answers_and_metrics_say_publication_and_age(tmp_path: Path, model: hr.Recommender) -> None:
+def test_answers_and_metrics_have_publication_and_age(tmp_path: Path, model: hr.Recommender) -> None:
     address = f"dir:{tmp_path / 'bus'}"
     bus = open_bus(address)
     publish(bus, 1, model)

@@ -1,4 +1,4 @@
-"""A burst of ten times the capacity: who is accepted makes the deadline, who is not hears it at once."""
+"""A burst of ten times the capacity: accepted requests meet their deadline, the others are refused at once."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_burst_of_ten_times_the_capacity(tmp_path: Path, start_process: Callable
                 assert error.status in (429, 503) and error.retry_after is not None
                 refused.append(time.monotonic() - begin)
 
-        asked = []
+        tasks = []
         begin = time.monotonic()
         while (now := time.monotonic()) < begin + seconds:
-            asked += [asyncio.create_task(ask()) for _ in range(int((now - begin) * per_second) - len(asked))]
+            tasks += [asyncio.create_task(ask()) for _ in range(int((now - begin) * per_second) - len(tasks))]
             await asyncio.sleep(0.005)
-        await asyncio.gather(*asked)
+        await asyncio.gather(*tasks)
         begin = time.monotonic()
         await backend.infer(request)  # the burst is over: nothing is left of it
         return accepted, refused, time.monotonic() - begin

@@ -73,7 +73,7 @@ def test_each_lane_runs_the_tower_with_its_own_budget_of_threads(
 
     monkeypatch.setattr(Version, "run", spy)
     before = torch.get_num_threads()
-    torch.set_num_threads(2)  # somebody else's wish, after the lanes have set theirs
+    torch.set_num_threads(2)  # other code changes the number after the lanes have set theirs
 
     async def ask(backend: EngineClient) -> None:
         await asyncio.gather(*[backend.infer(make_request(900, seed)) for seed in range(6)])

@@ -1,4 +1,4 @@
-"""hotrow serve as people run it: start, ask over HTTP, kill its parts, end it."""
+"""`hotrow serve` as a command: start it, send requests over HTTP, kill its processes, end it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_server_answers_survives_its_engines_death_and_drains(served: Served) ->
     until = time.monotonic() + 120
     while time.monotonic() < until:
         try:
-            again = served.infer("/versions/1")  # its next life has what the last one had
+            again = served.infer("/versions/1")  # the restarted engine has the same versions
             break
         except urllib.error.HTTPError as error:
             assert error.code == 503
@@ -125,14 +125,14 @@ def test_port_in_use_is_named_before_a_model_is_loaded(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        words = ("serve", str(tmp_path / "repository"), "--http", port)
-        ended = forked.hotrow(*words, log=tmp_path / "log", env={"COLUMNS": "200"})
+        arguments = ("serve", str(tmp_path / "repository"), "--http", port)
+        ended = forked.hotrow(*arguments, log=tmp_path / "log", env={"COLUMNS": "200"})
         assert ended.wait(120) == 2
     assert f"--http {port}: cannot listen on 127.0.0.1:{port}" in ended.text()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "error"),
     [
         (["nowhere"], "there is no repository 'nowhere'"),
         ([".", "--policy", "wiat"], "did you mean 'wait'?"),
@@ -141,7 +141,7 @@ def test_port_in_use_is_named_before_a_model_is_loaded(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_option_is_named_with_its_cure(
-    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from hotrow.cli import main
 
@@ -149,4 +149,4 @@ def test_wrong_option_is_named_with_its_cure(
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code == 2 and words in capsys.readouterr().err
+    assert ended.value.code == 2 and error in capsys.readouterr().err

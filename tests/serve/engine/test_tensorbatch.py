@@ -141,7 +141,7 @@ def test_request_larger_than_a_batch_leaves_in_equal_pieces() -> None:
     pieces = []
     while (batch := bench.take()) is not None:
         pieces += [(piece.first, piece.rows) for piece in batch.pieces]
-    assert pieces == [(0, 84), (84, 83), (167, 83)] and big.left == 3
+    assert pieces == [(0, 84), (84, 83), (167, 83)] and big.pieces_left == 3
 
 
 def test_request_that_cannot_make_its_deadline_is_shed_with_the_time_to_come_again() -> None:
@@ -211,7 +211,7 @@ def test_rest_of_a_request_that_expired_is_dropped_and_nothing_is_answered_twice
     first = bench.take()
     bench.clock.now += 0.1
     assert bench.take() is None and bench.expired == ["big"]
-    assert first is not None and big.left == 2
+    assert first is not None and big.pieces_left == 2
     assert bench.queue.finish_pieces(first.pieces, __import__("numpy").zeros(100, "f4"), [0]) == []
 
 

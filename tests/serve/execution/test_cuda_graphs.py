@@ -1,4 +1,4 @@
-"""Buckets as CUDA graphs: those that cannot be captured are run without, and leave nothing behind."""
+"""Buckets as CUDA graphs: one that cannot be captured runs without a graph, and the stream stays usable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lanes on a GPU: the answers of an engine on the CPU, whatever is in HBM, however large the batch."""
+"""Lanes on a GPU give the same answers as an engine on the CPU, for any HBM contents and batch size."""
 
 from __future__ import annotations
 

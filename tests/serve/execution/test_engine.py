@@ -136,7 +136,7 @@ def test_weights_are_replaced_whole_beside_running_lanes(tmp_path: Path) -> None
         assert not mixed
 
 
-def test_weights_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
+def test_weights_of_another_tower_change_nothing(tmp_path: Path) -> None:
     trainer = trained()
     hr.export(trainer.model, tmp_path / "ctr")
     batch, state = make_batch(4), dict(trainer.model.tower.state_dict())
@@ -227,7 +227,7 @@ def test_default_rows_and_deadline_are_kept(tmp_path: Path) -> None:
 
 
 def found(engine: hr.Engine, batch: hr.KeyedBatch, policy: str) -> dict[str, torch.Tensor]:
-    """What the tower is given under a policy."""
+    """The tower's inputs under a policy."""
     live = engine._open()
     with torch.inference_mode(), engine._finding(), ExitStack() as crossing:
         return engine._pool(live, engine._read(live, batch, policy, crossing))[0]

@@ -80,7 +80,7 @@ def test_rows_are_kept_in_the_versions_type(tmp_path: Path, values: str) -> None
         assert table.contains(torch.tensor([3, 4])).tolist() == [True, False]
 
 
-def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+def test_a_publication_of_another_model_changes_nothing(tmp_path: Path) -> None:
     model = trained().model
     hr.export(model, tmp_path / "ctr")
     bad: list[tuple[str, dict[str, TableChange], Any]] = [
@@ -100,7 +100,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         assert rows_of(engine.embeddings) == before and engine.publication == 0
 
 
-def test_a_publication_without_room_is_undone(tmp_path: Path) -> None:
+def test_a_publication_over_the_memory_budget_is_undone(tmp_path: Path) -> None:
     hr.export(trained().model, tmp_path / "ctr")
     with hr.Engine(tmp_path / "ctr", memory=hr.Memory(dram="3MiB")) as engine:
         before = rows_of(engine.embeddings)
@@ -124,7 +124,7 @@ def test_applying_again_and_heartbeats_change_the_watermark_alone(tmp_path: Path
         assert (engine.publication, engine.fresh.watermark) == (1, 2000)
 
 
-class Tells(nn.Module):
+class ShowsNumber(nn.Module):
     """Logits that show each part: the number in both rows and in the weight, or something else."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ def test_no_batch_sees_a_mixture(tmp_path: Path, towers: str, ssd: bool) -> None
     keys = list(range(200))
     for rows in embeddings.tables:
         rows.assign(torch.tensor(keys), torch.zeros(200, 4))
-    hr.export(hr.Recommender(embeddings, Tells()), tmp_path / "ctr", dense_features=0)
+    hr.export(hr.Recommender(embeddings, ShowsNumber()), tmp_path / "ctr", dense_features=0)
     memory = hr.Memory(dram="3MiB", ssd=str(tmp_path / "rows")) if ssd else None
     if towers == "buckets":
         options = {"artifacts": str(tmp_path / "artifacts"), "compile": False}
@@ -167,7 +167,7 @@ def test_no_batch_sees_a_mixture(tmp_path: Path, towers: str, ssd: bool) -> None
         for thread in threads:
             thread.start()
         number, end = 0, time.monotonic() + 60
-        while number < 40 or (len(seen) <= 5 and time.monotonic() < end):  # on a busy machine nobody may ask meanwhile
+        while number < 40 or (len(seen) <= 5 and time.monotonic() < end):  # on a busy machine
             number += 1
             tables = {name: change(keys, float(number)) for name in ("user", "item")}
             engine.apply(publication(number, tables, {"number": torch.tensor([float(number)])}))

@@ -1,4 +1,4 @@
-"""An engine over a remote store: the trainer's answers from a cache, late rows by policy, honest publications."""
+"""An engine over a remote store: the trainer's answers, late rows by policy, and the publications they are from."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_rows_that_are_not_cached_follow_the_policy_without_waiting(tmp_path: Pa
         assert torch.allclose(answered.logits.sigmoid(), trainer.predict(batch), atol=1e-6)
 
 
-def test_a_key_without_a_row_is_not_late_once_the_store_has_said_so(tmp_path: Path, url: str) -> None:
+def test_a_key_without_a_row_is_not_late_once_the_store_was_read(tmp_path: Path, url: str) -> None:
     hr.export(trained().model, tmp_path / "ctr")
     filled(url, tmp_path / "ctr").close()
     batch = make_batch(5, keys=KEYS_NOBODY_HAS)
@@ -97,14 +97,14 @@ def test_a_key_without_a_row_is_not_late_once_the_store_has_said_so(tmp_path: Pa
     with hr.Engine(tmp_path / "ctr", memory=hr.Memory(dram="3MiB", remote=url)) as engine:
         engine.warm(batch)
         assert engine.cold(batch) == 0 and engine.answer(batch, "initial").late.ids == 0
-        engine.apply(publication(1, {"user": change([10**9], 2.0)}))  # now somebody has
+        engine.apply(publication(1, {"user": change([10**9], 2.0)}))  # now the key has a row
         assert engine.cold(batch) == 5
 
 
 KEYS_NOBODY_HAS = 50
 
 
-def test_rows_older_and_newer_than_what_was_applied_are_named(tmp_path: Path, url: str) -> None:
+def test_answers_report_rows_older_and_newer_than_the_applied_publication(tmp_path: Path, url: str) -> None:
     hr.export(trained().model, tmp_path / "ctr", publication=3)
     store = filled(url, tmp_path / "ctr")
     batch = make_batch(5)
@@ -134,7 +134,7 @@ def test_rows_older_and_newer_than_what_was_applied_are_named(tmp_path: Path, ur
     store.close()
 
 
-def test_a_store_that_is_older_than_the_export_is_named_and_not_believed_for_long(tmp_path: Path, url: str) -> None:
+def test_a_store_older_than_the_export_is_reported_and_read_again_soon(tmp_path: Path, url: str) -> None:
     hr.export(trained().model, tmp_path / "ctr", publication=3)
     store = filled(url, tmp_path / "ctr")
     hr.export(trained(steps=6).model, tmp_path / "ctr", publication=4)
@@ -253,7 +253,7 @@ def test_options_of_the_server_that_do_not_go_together(tmp_path: Path) -> None:
         assert "secret" not in str(refused.value)
 
 
-def test_what_cannot_be_is_refused_with_the_cure(tmp_path: Path, url: str) -> None:
+def test_impossible_configurations_are_refused_with_the_cure(tmp_path: Path, url: str) -> None:
     hr.export(trained().model, tmp_path / "ctr")
     with pytest.raises(OptionError, match=r"has no rows yet.*hotrow publish-remote"):
         hr.Engine(tmp_path / "ctr", memory=hr.Memory(dram="3MiB", remote=url))

@@ -49,13 +49,13 @@ def graph():
 
 
 def prefer_buckets(towers):
-    """What a busy machine measured must not decide which way a test goes; the rule has its own test."""
+    """Set the costs, so that a busy machine's measurements do not decide a test; the rule has its own test."""
     towers._costs = Costs(dict.fromkeys(towers._live, 1e-9), dict.fromkeys(towers._live, 1.0))
     towers._plans = {}
 
 
 def kill_the_process(towers):
-    """Once it is there."""
+    """The compile process, once it exists."""
     for _ in range(3000):
         held = towers._compiler._process
         if held is not None:
@@ -85,7 +85,7 @@ def compiled(graph, tmp_path_factory):
 
 @pytest.fixture
 def folder(compiled, tmp_path):
-    """A copy to spoil."""
+    """A copy of the cache that a test may damage."""
     copy = tmp_path / "compiled"
     copy.mkdir(mode=0o700)
     for path in compiled[0].iterdir():
@@ -198,7 +198,7 @@ def test_threads_see_old_or_new_weights_whole(served):
 
 
 @pytest.mark.parametrize("missing", ["another version", "handles", "a C function", "torch's loader"])
-def test_an_artifact_gives_the_same_by_what_is_left_of_torch(graph, folder, monkeypatch, missing):
+def test_an_artifact_gives_the_same_with_other_interfaces_of_torch(graph, folder, monkeypatch, missing):
     package = next(folder.glob("*.pt2"))
     tensors = [*graph.weights, *graph.random_inputs(BUCKET, CPU)]
     direct = compiled_tower.load_piece(package, compiled_tower.WHOLE, CPU, 1)
@@ -304,7 +304,7 @@ def test_histories_are_bucketed_by_length(tmp_path):
     towers.close()
 
 
-def test_without_a_compiler_the_original_graph_serves_and_it_is_said_once(graph, tmp_path, monkeypatch, caplog):
+def test_without_a_compiler_the_original_graph_serves_and_one_warning_is_logged(graph, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     towers = Towers(graph, device=CPU, options=options(tmp_path / "c"))
@@ -319,7 +319,7 @@ def test_without_a_compiler_the_original_graph_serves_and_it_is_said_once(graph,
     assert "no C++ compiler" in towers.describe()["compiler"]
 
 
-def test_a_vector_that_did_not_come_is_named(graph, tmp_path):
+def test_a_missing_vector_is_named(graph, tmp_path):
     towers = Towers(graph, device=CPU, options=options(tmp_path / "c", compile=False))
     vectors, dense = draw(3)
     with pytest.raises(BatchError, match="vectors_item"):

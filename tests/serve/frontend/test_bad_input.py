@@ -19,7 +19,7 @@ from hotrow.serve.protocol.limits import Limits
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "error_part"),
     [
         ({"itm": np.arange(4)}, "did you mean 'item'"),
         ({"item": None}, "'item'; send a tensor for each"),
@@ -40,9 +40,9 @@ from hotrow.serve.protocol.limits import Limits
         ({"keys": np.zeros((4, 3), np.int64)}, "'keys' has 3 columns"),
     ],
 )
-def test_a_wrong_tensor_is_named_with_the_cure(running: Running, changes: dict[str, Any], says: str) -> None:
+def test_a_wrong_tensor_is_named_with_the_cure(running: Running, changes: dict[str, Any], error_part: str) -> None:
     status, error = infer_status(running, **changes)
-    assert status == 400 and says in error, error
+    assert status == 400 and error_part in error, error
 
 
 def document(**changes: Any) -> bytes:
@@ -51,7 +51,7 @@ def document(**changes: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "error_part"),
     [
         (b"", "no JSON"),
         (b"[1]", "a JSON list"),
@@ -80,21 +80,21 @@ def document(**changes: Any) -> bytes:
         (b'{"parameters": {"deadline_ms": 1' + b"0" * 400 + b'}, "inputs": [{}]}', "deadline_ms"),
     ],
 )
-def test_wrong_json_is_named_with_the_cure(running: Running, body: bytes, says: str) -> None:
+def test_wrong_json_is_named_with_the_cure(running: Running, body: bytes, error_part: str) -> None:
     status, reply = exchange(running, http_request(body, None))
-    assert status in (400, 413) and says in reply["error"], reply
+    assert status in (400, 413) and error_part in reply["error"], reply
 
 
 def test_the_binary_part_must_be_as_long_as_it_says(running: Running) -> None:
     body, header = binary(good())
-    for data, length, says in [
+    for data, length, error_part in [
         (body[:-1], header, "add up to"),
         (body + b"x", header, "add up to"),
         (body, len(body) + 1, "send it whole"),
         (body, None, "no JSON"),
     ]:
         status, reply = exchange(running, http_request(data, length))
-        assert status == 400 and says in reply["error"], reply
+        assert status == 400 and error_part in reply["error"], reply
     status, reply = exchange(running, http_request(body, None, "Inference-Header-Content-Length: -3\r\n"))
     assert status == 400 and "-3" in reply["error"]
 

@@ -1,4 +1,4 @@
-"""The rules that hold for both protocols: who may change the server, refusals, draining, figures."""
+"""The rules that hold for both protocols: authorization, refusals, draining, metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tower's archive: nothing in it runs when it is read."""
+"""A tower's archive: reading it runs no code."""
 
 from __future__ import annotations
 

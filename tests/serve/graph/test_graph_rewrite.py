@@ -1,4 +1,4 @@
-"""Graphs that are run by quicker calls: the same logits, and everything else left alone."""
+"""Graph rewrites give the same logits, and leave every other pattern as it is."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Interacting(nn.Module):
 
 
 def quick_and_plain(tower: nn.Module, widths: dict[str, int], dense: int) -> tuple[Any, Any, int]:
-    """The traced tower as it is run, and operator by operator; and how many calls of ours it has."""
+    """Logits of the rewritten graph, logits operator by operator, and how many calls of the core it has."""
     inputs = TowerInputs(widths, frozenset(), dense)
     made = trace(tower, inputs)
     quick, plain = (OriginalTower(made.program, inputs, made.weights) for _ in range(2))
@@ -58,7 +58,7 @@ def test_dlrm_gives_the_same_logits_by_one_call(features: int, dim: int, dense: 
 
 
 @pytest.mark.parametrize("change", ["self", "order", "narrow"])
-def test_what_is_not_exactly_the_pattern_is_left_alone(change: str) -> None:
+def test_a_pattern_that_differs_is_not_rewritten(change: str) -> None:
     widths = {"a": 4, "b": 4, "c": 4}
     quick, plain, calls = quick_and_plain(Interacting(3, change), widths, 0)
     assert calls == (change == "self")  # its pairs are the pattern; what comes behind them is not
@@ -99,7 +99,7 @@ def test_a_layer_and_its_relu_are_one_call_where_torch_has_it(there: bool, monke
     torch.testing.assert_close(original.run(*given), tower(*given), rtol=1e-5, atol=1e-6)
 
 
-def test_the_graph_that_buckets_are_measured_against_is_quick_too() -> None:
+def test_the_graph_that_buckets_are_compared_with_is_rewritten_too() -> None:
     torch.manual_seed(0)
     tower = hr.models.DLRM(["a", "b"], 4, dense_features=3, bottom=(8,), top=(8,)).eval()
     vectors, dense = {"a": torch.randn(6, 4), "b": torch.randn(6, 4)}, torch.randn(6, 3)
@@ -107,5 +107,5 @@ def test_the_graph_that_buckets_are_measured_against_is_quick_too() -> None:
     with torch.no_grad():
         logits = graph(graph.weights, graph.flatten(vectors, dense))
         torch.testing.assert_close(logits, tower(vectors, dense), rtol=1e-5, atol=1e-6)
-    assert any(node.target is graph_rewrite.pair_dots for node in graph._quick.__self__.graph.nodes)  # type: ignore[attr-defined]
+    assert any(node.target is graph_rewrite.pair_dots for node in graph._rewritten.__self__.graph.nodes)  # type: ignore[attr-defined]
     assert not graph.custom_ops  # what is compiled and saved is torch's own

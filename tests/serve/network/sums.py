@@ -1,4 +1,4 @@
-"""A model whose logits are sums of the ids that came: one byte that is lost, doubled or moved on the way changes them.
+"""A model whose logits are sums of its ids: a byte that is lost, doubled or moved in transit changes them.
 
 It has four features, `a` to `d`, and no dense one. Row r answers (a[r] + 3 b[r] + 5 c[r] + the checksum of all of d)
 modulo 2^20, which float32 holds exactly. `d` may be jagged, so a request of one row can be as large as one likes.
@@ -27,7 +27,7 @@ MESSAGES = build()
 
 
 class Sums(InProcessBackend):
-    """A backend with this model alone."""
+    """A backend with only this model."""
 
     def __init__(self) -> None:
         info = ModelInfo("sums", "1", Signature(NAMES, frozenset(), 0), ("1",), None, {})

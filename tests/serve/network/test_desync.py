@@ -1,4 +1,4 @@
-"""Our server and h11 find the same requests in the same bytes, or ours closes the connection (oracle.py)."""
+"""Our server and h11 find the same requests in the same bytes, or ours closes the connection (h11_oracle.py)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from desync_cases import CASES, REFUSED, SERVED, Case
 from desync_random import drawn_case
+from h11_oracle import Seen, found_by_h11
 from in_process import Running
-from oracle import Seen, found_by_h11
 from raw_http import Client, Reply, client, pieces
 from sums import Sums
 

@@ -28,7 +28,7 @@ def in_chunks(extension: bytes = b"", trailers: bytes = b"", headers: bytes = b"
 
 
 @pytest.mark.parametrize("extension", [b"", b";a", b";a=b", b';a="b c;d"', b";" + b"x" * 500, b" ; a = b"])
-def test_chunk_extensions_are_passed_over(sums: Running, extension: bytes) -> None:
+def test_chunk_extensions_are_ignored(sums: Running, extension: bytes) -> None:
     with client(sums) as connection:
         reply = connection.roundtrip(in_chunks(extension))
         if extension.startswith(b" "):
@@ -67,7 +67,7 @@ def test_trailers_are_no_headers(sums: Running, trailers: bytes) -> None:
 
 
 @pytest.mark.parametrize("form", ["chunks", "length"])
-def test_who_expects_100_continue_is_told_to_go_on(sums: Running, form: str) -> None:
+def test_client_that_expects_100_continue_gets_it(sums: Running, form: str) -> None:
     whole = request("binary", drawn(100), [500, 500] if form == "chunks" else None, extra="Expect: 100-continue\r\n")
     head, _, body = whole.partition(b"\r\n\r\n")
     with client(sums) as connection:
@@ -77,7 +77,7 @@ def test_who_expects_100_continue_is_told_to_go_on(sums: Running, form: str) -> 
             np.testing.assert_array_equal(logits(connection.roundtrip(body)), expected(drawn(100)))
 
 
-def test_who_expects_100_continue_and_does_not_wait_for_it_is_answered(sums: Running) -> None:
+def test_client_that_does_not_wait_for_100_continue_is_answered(sums: Running) -> None:
     whole = request("binary", drawn(100), extra="Expect: 100-continue\r\n")
     with client(sums) as connection:
         for _ in range(3):
@@ -111,11 +111,11 @@ def test_100_continue_comes_behind_the_answers_before_it() -> None:
     with Running(backend) as running, client(running) as connection:
         infer = backend.infer
 
-        async def slow(asked: object) -> object:
+        async def slow(call: object) -> object:
             import asyncio
 
             await asyncio.sleep(0.2)
-            return await infer(asked)  # type: ignore[arg-type]
+            return await infer(call)  # type: ignore[arg-type]
 
         backend.infer = slow  # type: ignore[method-assign,assignment]
         first = connection.roundtrip(request("json", drawn(3)) + head + b"\r\n\r\n")
@@ -129,7 +129,7 @@ def old(extra: str = "") -> bytes:
     return request("json", drawn(5), extra=extra).replace(b" HTTP/1.1\r\n", b" HTTP/1.0\r\n")
 
 
-def test_http_1_0_is_answered_and_closed_unless_it_asks_to_be_kept(sums: Running) -> None:
+def test_http_1_0_is_answered_and_closed_unless_keep_alive(sums: Running) -> None:
     with client(sums) as connection:
         reply = connection.roundtrip(old() + b"GET " + LIVE + b"\r\n")
         np.testing.assert_array_equal(logits(reply), expected(drawn(5)))
@@ -149,7 +149,7 @@ def test_http_1_0_needs_no_host_and_gets_no_interim_answer(sums: Running) -> Non
         np.testing.assert_array_equal(logits(reply), expected(drawn(5)))
 
 
-def test_connection_close_is_obeyed_and_said(sums: Running) -> None:
+def test_connection_close_is_obeyed_and_announced(sums: Running) -> None:
     for value in ("close", "Close", "keep-alive, close", "x-other,close"):
         with client(sums) as connection:
             reply = connection.roundtrip(
@@ -194,7 +194,7 @@ def test_header_names_and_codings_are_found_in_any_case(sums: Running) -> None:
     ("accepts", "wanted"),
     [("gzip", "gzip"), ("GZip", "gzip"), ("gzip;q=0, deflate", "deflate"), ("gzip; q=0.0", None), ("identity", None)],
 )
-def test_answers_are_packed_as_accept_encoding_says(sums: Running, accepts: str, wanted: str | None) -> None:
+def test_answers_are_compressed_by_accept_encoding(sums: Running, accepts: str, wanted: str | None) -> None:
     with client(sums) as connection:
         reply = connection.roundtrip(request("json", drawn(999), extra=f"Accept-Encoding: {accepts}\r\n"))
     assert reply.status == 200 and reply.headers.get("content-encoding") == wanted

@@ -156,8 +156,8 @@ def test_a_message_over_the_limit_does_not_end_a_stream(small: Running) -> None:
     sent = [message(tensors), message(tensors, pad=BODY + 1), message(tensors)]
     with grpc.insecure_channel(small.address("grpc")) as channel:
         answers = list(channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")(iter(sent), timeout=60))
-    said = [MESSAGES["ModelStreamInferResponse"].FromString(answer).error_message for answer in answers]
-    assert said[0] == said[2] == "" and "body=256KiB" in said[1], said
+    errors = [MESSAGES["ModelStreamInferResponse"].FromString(answer).error_message for answer in answers]
+    assert errors[0] == errors[2] == "" and "body=256KiB" in errors[1], errors
 
 
 def test_the_default_body_limit_is_reached_and_not_passed(sums: Running) -> None:

@@ -1,4 +1,4 @@
-"""`hotrow serve` as it runs, asked by tritonclient and curl: up to 100,000 rows, as hr.Engine answers."""
+"""`hotrow serve` answers tritonclient and curl like hr.Engine, for up to 100,000 rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import tritonclient.grpc as over_grpc
 import tritonclient.http as over_http
 from fuzz import binary, text
-from served import Server
+from server_process import Server
 
 import hotrow as hr
 
@@ -63,7 +63,7 @@ def drawn(rows: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("rows", [1, 10_000, 100_000])
 @pytest.mark.parametrize("form", ["json", "binary", "gzip", "grpc"])
-def test_tritons_clients_get_what_the_engine_says(serving: Serving, form: str, rows: int) -> None:
+def test_tritons_clients_get_the_engines_answers(serving: Serving, form: str, rows: int) -> None:
     module: Any = over_grpc if form == "grpc" else over_http
     port = serving.ports["grpc" if form == "grpc" else "http"]
     wait = {} if form == "grpc" else {"network_timeout": 120.0, "connection_timeout": 120.0}
@@ -86,16 +86,16 @@ def test_tritons_clients_get_what_the_engine_says(serving: Serving, form: str, r
 def curl(folder: Path, *arguments: str, body: bytes | None = None) -> tuple[int, bytes]:
     """The status that curl sees, and the body."""
     assert CURL is not None
-    words = [CURL, "--silent", "--show-error", "--max-time", "120", "--output", str(folder / "answer")]
+    command = [CURL, "--silent", "--show-error", "--max-time", "120", "--output", str(folder / "answer")]
     if body is not None:
         (folder / "body").write_bytes(body)
-        words += ["--data-binary", f"@{folder / 'body'}", "--header", "Content-Type: application/json"]
-    ended = subprocess.run([*words, "--write-out", "%{http_code}", *arguments], capture_output=True, check=False)
+        command += ["--data-binary", f"@{folder / 'body'}", "--header", "Content-Type: application/json"]
+    ended = subprocess.run([*command, "--write-out", "%{http_code}", *arguments], capture_output=True, check=False)
     assert ended.returncode == 0, (ended.returncode, ended.stderr)
     return int(ended.stdout), (folder / "answer").read_bytes()
 
 
-WAYS = {
+CURL_OPTIONS = {
     "plain": (),
     "chunked": ("--header", "Transfer-Encoding: chunked"),
     "HTTP/1.0": ("--http1.0",),
@@ -108,11 +108,11 @@ WAYS = {
 
 
 @needs_curl
-@pytest.mark.parametrize("way", WAYS)
-def test_curl_gets_what_the_engine_says(serving: Serving, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("options", CURL_OPTIONS)
+def test_curl_gets_the_engines_answers(serving: Serving, tmp_path: Path, options: str) -> None:
     for rows in (2, 100_000):
         tensors = drawn(rows)
-        status, answer = curl(tmp_path, *WAYS[way], serving.url, body=text(tensors))
+        status, answer = curl(tmp_path, *CURL_OPTIONS[options], serving.url, body=text(tensors))
         assert status == 200, answer[:300]
         (found,) = (output for output in json.loads(answer)["outputs"] if output["name"] == "logits")
         np.testing.assert_allclose(np.array(found["data"]), serving.expected(tensors), atol=1e-6)
@@ -122,9 +122,9 @@ def test_curl_gets_what_the_engine_says(serving: Serving, tmp_path: Path, way: s
 def test_curl_sends_bytes_packed_and_not(serving: Serving, tmp_path: Path) -> None:
     tensors = drawn(100_000)
     body, header = binary(tensors)
-    told = ("--header", f"Inference-Header-Content-Length: {header}")
+    headers = ("--header", f"Inference-Header-Content-Length: {header}")
     for packed, extra in ((body, ()), (gzip.compress(body, 1), ("--header", "Content-Encoding: gzip"))):
-        status, answer = curl(tmp_path, *told, *extra, serving.url, body=packed)
+        status, answer = curl(tmp_path, *headers, *extra, serving.url, body=packed)
         assert status == 200, answer[:300]
         found = np.frombuffer(answer[-400_000:], "<f4")  # probabilities, then logits
         np.testing.assert_allclose(found, serving.expected(tensors), atol=1e-6)

@@ -119,7 +119,7 @@ def test_pipelined_requests_of_all_sizes_are_answered_in_order(sums: Running) ->
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_large_answers_are_compressed_for_who_accepts_it(sums: Running, encoding: str) -> None:
+def test_large_answers_are_compressed_if_accepted(sums: Running, encoding: str) -> None:
     tensors = drawn(100_000)
     with client(sums) as connection:
         reply = connection.roundtrip(request("binary", tensors, extra=f"Accept-Encoding: br, {encoding};q=0.5\r\n"))
@@ -130,11 +130,11 @@ def test_large_answers_are_compressed_for_who_accepts_it(sums: Running, encoding
 
 
 @pytest.mark.parametrize("form", ["json", "binary"])
-def test_who_reads_slowly_gets_the_whole_answer_and_others_do_not_wait(sums: Running, form: str) -> None:
+def test_slow_reader_gets_the_whole_answer_and_others_do_not_wait(sums: Running, form: str) -> None:
     tensors = drawn(100_000)
     with client(sums) as slow, client(sums) as other:
         slow.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
-        slow.socket.sendall(request(form, tensors) * 3)  # the second and third wait behind an answer nobody reads
+        slow.socket.sendall(request(form, tensors) * 3)  # the second and third wait behind an answer that is not read
         time.sleep(0.3)
         began = time.monotonic()
         assert other.roundtrip(request("binary", drawn(3))).status == 200
@@ -145,7 +145,7 @@ def test_who_reads_slowly_gets_the_whole_answer_and_others_do_not_wait(sums: Run
             np.testing.assert_array_equal(logits(reply), expected(tensors))
 
 
-def test_who_does_not_read_at_all_is_closed() -> None:
+def test_client_that_never_reads_is_closed() -> None:
     with Running(Sums(), limits=Limits(answer_seconds=0.5)) as running:
         with connect(running) as silent:
             silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)

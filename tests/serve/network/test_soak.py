@@ -10,12 +10,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import campaign
+import fuzz_campaign
 import psutil
 import pytest
-from campaign import Campaign
+from fuzz_campaign import Campaign
 from in_process import SPEC, small_model
-from served import Server
+from server_process import Server
 
 import hotrow as hr
 from hotrow.serve.protocol.limits import Limits
@@ -56,14 +56,14 @@ class Watched:
             assert memory - old_memory < GROWTH, f"{name}: {old_memory / MIB:.0f} MiB became {memory / MIB:.0f}"
             assert files <= old_files + 2, f"{name}: {old_files} descriptors became {files}"
             assert threads <= old_threads, f"{name}: {old_threads} threads became {threads}"
-        said = self.server.text()
-        assert "starts again" not in said and "Traceback" not in said, said[-5_000:]
+        log = self.server.text()
+        assert "starts again" not in log and "Traceback" not in log, log[-5_000:]
 
 
 def _name(process: psutil.Process) -> str:
-    words = " ".join(process.cmdline())
+    command = " ".join(process.cmdline())
     names = {"engine_process": "engine", "frontend_process": "front end"}
-    return next((name for word, name in names.items() if word in words), f"process {process.pid}")
+    return next((name for word, name in names.items() if word in command), f"process {process.pid}")
 
 
 def _figures(process: psutil.Process) -> tuple[int, int, int]:
@@ -90,7 +90,7 @@ def test_a_million_mutated_requests_change_nothing(tmp_path: Path, capsys: pytes
         def send(first: str, many: int, seed: int, **options: int) -> Counter[str]:
             began = shown_at = time.monotonic()
 
-            def tell(sent: int, seen: Counter[str]) -> None:
+            def report_progress(sent: int, seen: Counter[str]) -> None:
                 nonlocal shown_at
                 if time.monotonic() - shown_at >= EVERY:
                     shown_at = time.monotonic()
@@ -98,7 +98,7 @@ def test_a_million_mutated_requests_change_nothing(tmp_path: Path, capsys: pytes
                     speed = sent / (shown_at - began)
                     print(f"{first}: {sent:,} of {many:,}, {speed:,.0f}/s; {memory}", flush=True)
 
-            seen = campaign.run(Campaign(http, grpc, seed, limit, **options), many, processes, tell)
+            seen = fuzz_campaign.run(Campaign(http, grpc, seed, limit, **options), many, processes, report_progress)
             print(f"{first}: {many:,} in {time.monotonic() - began:,.0f} s: {dict(sorted(seen.items()))}", flush=True)
             return seen
 

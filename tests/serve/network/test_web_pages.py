@@ -1,4 +1,4 @@
-"""What a web page in its reader's browser can do to a server on the same machine: ask, and change nothing.
+"""A web page in a browser on the server's machine can send requests, but it cannot load or unload models.
 
 A browser says which page sends a request (Origin) and which name the page's address has (Host). A page of evil.example
 can have that name resolved to 127.0.0.1 (DNS rebinding), so the browser takes our server for the page's own.
@@ -100,9 +100,9 @@ def test_a_link_or_a_picture_changes_nothing(server: Running) -> None:
 
 @pytest.mark.parametrize("path", [UNLOAD, "/v2/models/ctr/infer", "/v2/repository/index", "/v2"])
 def test_a_preflight_allows_nothing(server: Running, path: str) -> None:
-    asked = "Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: authorization\r\n"
+    preflight_headers = "Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: authorization\r\n"
     for origin in ("http://evil.example", "http://localhost:{port}", "null"):
-        reply = send(server, "localhost:{port}", origin, path, "OPTIONS", asked)
+        reply = send(server, "localhost:{port}", origin, path, "OPTIONS", preflight_headers)
         assert reply.status >= 400 and not allows(reply), reply
 
 
@@ -129,7 +129,7 @@ def allows(reply: Reply) -> list[str]:
 
 
 def test_with_a_token_the_token_decides() -> None:
-    """A server behind a proxy has other names, and its pages another origin; a page of somebody else has no token."""
+    """A server behind a proxy has other names, and its pages another origin; another page has no token."""
     with Running(small_backend(), token=TOKEN) as running:
         for host, origin in (("evil.example", None), ("localhost:{port}", "http://evil.example"), ("localhost", None)):
             assert send(running, host, origin).status == 401 and in_service(running)

@@ -1,4 +1,4 @@
-"""A version that follows a bus: it catches up, bears a bus that is away, and begins anew when it fell behind."""
+"""A version that follows a bus: it catches up, survives a bus that is away, and reloads when it fell behind."""
 
 from __future__ import annotations
 
@@ -77,16 +77,16 @@ def test_an_export_says_which_publication_it_is(tmp_path: Path) -> None:
         hr.export(trainer.model, tmp_path / "ctr", publication=-1)
 
 
-@pytest.mark.parametrize("told", ["by the bus", "by the repository"])
-def test_one_that_fell_behind_retention_begins_at_a_snapshot(tmp_path: Path, told: str) -> None:
+@pytest.mark.parametrize("source", ["by the bus", "by the repository"])
+def test_follower_behind_retention_starts_at_a_snapshot(tmp_path: Path, source: str) -> None:
     trainer = publishing(tmp_path / "bus", every_steps=1)
     hr.export(trainer.model, tmp_path / "ctr")
     served = follow(tmp_path)
     served.follower.close()  # type: ignore[union-attr]  # it sleeps
     number = fit(trainer, 4)
-    folder = "snapshots" if told == "by the bus" else "ctr"
+    folder = "snapshots" if source == "by the bus" else "ctr"
     place = hr.export(trainer.model, tmp_path / folder, publication=number).path
-    if told == "by the bus":
+    if source == "by the bus":
         assert trainer.publisher is not None
         from hotrow.publish.publication import SnapshotPlace
 
@@ -121,7 +121,7 @@ def test_a_rollback_is_a_publication_like_any_other(tmp_path: Path) -> None:
     served.close()
 
 
-def test_a_bus_that_is_away_leaves_what_serves(tmp_path: Path) -> None:
+def test_a_bus_that_is_away_leaves_the_version_in_service(tmp_path: Path) -> None:
     trainer = publishing(tmp_path / "bus", every_steps=2, values="fp32")
     hr.export(trainer.model, tmp_path / "ctr")
     number = fit(trainer, 2)
@@ -137,7 +137,7 @@ def test_a_bus_that_is_away_leaves_what_serves(tmp_path: Path) -> None:
     served.close()
 
 
-def test_bad_messages_are_counted_and_put_aside(tmp_path: Path) -> None:
+def test_bad_messages_are_counted_and_quarantined(tmp_path: Path) -> None:
     trainer = publishing(tmp_path / "bus", every_steps=2)
     hr.export(trainer.model, tmp_path / "ctr")
     fit(trainer, 2)
@@ -156,12 +156,12 @@ def test_a_publication_of_another_model_is_not_applied(tmp_path: Path) -> None:
     hr.export(trainer.model, tmp_path / "ctr")
     bus = open_bus(f"dir:{tmp_path / 'bus'}")
     body = encode_body({"shop": change([1], 1.0)}, None, "fp32")
-    words: dict[str, Any] = {"kind": DELTA, "previous": 0, "run": "r", "step": 1, "watermark": None, "cut": 0.0}
-    words |= {"values": "fp32", "rows": 1, "parts": [checksum(body)]}
-    words["checksum"] = content_checksum(1, words)
+    header: dict[str, Any] = {"kind": DELTA, "previous": 0, "run": "r", "step": 1, "watermark": None, "cut": 0.0}
+    header |= {"values": "fp32", "rows": 1, "parts": [checksum(body)]}
+    header["checksum"] = content_checksum(1, header)
     for message in parts(1, 5, 0, 1, body, bus.limit):
         bus.append(message.encode())
-    bus.append(note(1, 5, words).encode())
+    bus.append(note(1, 5, header).encode())
     served = follow(tmp_path)
     assert served.follower is not None and served.follower.state == STUCK and "'shop'" in served.follower.why
     assert served.publication == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from served import PATIENCE, Command, Events, Server, make_trainer, publications, rows_of, until
+from server_process import PATIENCE, Command, Events, Server, make_trainer, publications, rows_of, until
 
 import hotrow as hr
 from hotrow.bench.servers.redis_cluster import RedisServers
@@ -26,7 +26,7 @@ def check_rows(server: Server, trainer: hr.Trainer) -> None:
 
 @pytest.mark.soak
 def test_a_bus_that_is_away_for_a_while(tmp_path: Path) -> None:
-    """The trainer goes on and keeps what its disk budget allows; the server serves on, and says how old it is."""
+    """The trainer continues and spools up to its disk budget; the server continues and reports the age of its data."""
     pytest.importorskip("redis")
     with RedisServers(options=["--appendonly", "yes"]) as redis:
         bus = f"{redis.url}/0?stream=ctr"
@@ -41,8 +41,8 @@ def test_a_bus_that_is_away_for_a_while(tmp_path: Path) -> None:
             waiting = sum(file.stat().st_size for file in (tmp_path / "spool").rglob("*") if file.is_file())
             assert 0 < waiting <= 64 << 10
             until(lambda: server.metric("hotrow_stale") == 1 and "s old" in server.text(), "the alarm")
-            rows, said = server.ask()
-            assert int(said["freshness_ms"]) > 2000 and int(said["publication"]) == 10
+            rows, parameters = server.ask()
+            assert int(parameters["freshness_ms"]) > 2000 and int(parameters["publication"]) == 10
             np.testing.assert_array_equal(rows, before)
             redis.servers[0].start()
             step = iter(range(60, 10_000))
@@ -103,11 +103,11 @@ def test_rows_come_through_a_remote_store_that_two_writers_keep_current(tmp_path
     trainer.fit(Events(0, 20), progress=False)
     with RedisServers() as redis:
         remote = f"{redis.url}?timeout=5"
-        says = ("publish-remote", bus, remote, "--export", str(tmp_path / "repository" / "ctr"))
+        arguments = ("publish-remote", bus, remote, "--export", str(tmp_path / "repository" / "ctr"))
         store = open_remote(remote)
         with (
-            Command(tmp_path / "one.log", *says) as one,
-            Command(tmp_path / "two.log", *says) as two,
+            Command(tmp_path / "one.log", *arguments) as one,
+            Command(tmp_path / "two.log", *arguments) as two,
         ):
             until(lambda: store.marks().filled, "a writer to fill the store")
             with Server(tmp_path, "--bus", bus, "--remote", remote, "--dram", "3MiB") as server:
@@ -129,18 +129,18 @@ def test_a_master_killed_with_failover_while_a_server_reads_through_it(tmp_path:
     trainer = make_trainer(tmp_path, bus)
     trainer.fit(Events(0, 20), progress=False)
     with RedisServers(masters=3, replicas=1) as redis:
-        says = ("publish-remote", bus, redis.url, "--export", str(tmp_path / "repository" / "ctr"))
-        with Command(tmp_path / "once.log", *says, "--once") as once:
+        arguments = ("publish-remote", bus, redis.url, "--export", str(tmp_path / "repository" / "ctr"))
+        with Command(tmp_path / "once.log", *arguments, "--once") as once:
             assert once.process.wait(PATIENCE) == 0, once.text()
         with (
-            Command(tmp_path / "writer.log", *says),
+            Command(tmp_path / "writer.log", *arguments),
             Server(tmp_path, "--bus", bus, "--remote", redis.url, "--dram", "3MiB") as server,
         ):
             check_rows(server, trainer)
             store = open_remote(redis.url)
             until(lambda: store.marks().complete == publications(trainer), "the writer")
             store.close()
-            time.sleep(0.5)  # what a replica does not have yet would be lost, as docs/remote.md says
+            time.sleep(0.5)  # what a replica does not have yet would be lost, see docs/remote.md
             redis.servers[0].kill()
             begin, answers, step = time.monotonic(), 0, 20
             while time.monotonic() < begin + 6:  # through the failover: every request is answered, by policy

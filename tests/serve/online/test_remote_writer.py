@@ -1,4 +1,4 @@
-"""What keeps a remote store current: after everything its rows are the trainer's, and nothing else is in it."""
+"""The writer of a remote store: in the end the store has the trainer's rows and nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import forked
 import numpy as np
 import pytest
 import torch
-from served import KEYS, Events, make_trainer, publications, rows_of, until
+from server_process import KEYS, Events, make_trainer, publications, rows_of, until
 
 import hotrow as hr
 from hotrow.bench.servers.redis_cluster import RedisServers
@@ -71,7 +71,7 @@ def test_two_writers_and_a_part_that_was_lost(tmp_path: Path, redis: RedisServer
             name = f"hr:{{{url.partition('namespace=')[2].partition('&')[0]}/user:{partition:x}}}"
             redis.servers[0].call("DEL", name)
         trainer.fit(Events(30, 40), progress=False)
-        until(lambda: one.follower.counts.reloads + two.follower.counts.reloads > 0, "somebody to fill it again")
+        until(lambda: one.follower.counts.reloads + two.follower.counts.reloads > 0, "a writer to fill the store again")
         until(lambda: one.writer.fresh.publication == two.writer.fresh.publication == publications(trainer), "both")
         check_rows(one.store, trainer)
         for key in redis.servers[0].call("KEYS", "*"):  # and now all of it
@@ -106,7 +106,7 @@ def test_a_writer_behind_retention_fills_again_and_removes_what_is_gone(tmp_path
         trainer.publisher.close()  # type: ignore[union-attr]
 
 
-def test_what_a_writer_cannot_do_is_said(tmp_path: Path, redis: RedisServers) -> None:
+def test_errors_of_a_writer_are_reported(tmp_path: Path, redis: RedisServers) -> None:
     with pytest.raises(OptionError, match="that server writes it"):
         run(f"dir:{tmp_path}", "rocksdb:/data/rows", None, None, True, True)
     with pytest.raises(OptionError, match="pass --export"):
@@ -118,7 +118,7 @@ def test_what_a_writer_cannot_do_is_said(tmp_path: Path, redis: RedisServers) ->
 WRITER = """
 import sys, time
 from hotrow.cli import main
-from hotrow.serve import remote_writer
+from hotrow.serve.updates import remote_writer
 
 where = sys.argv.pop()
 

@@ -1,4 +1,4 @@
-"""A token and passwords given by files: no process of a server, and nothing that it says, shows them."""
+"""A token and passwords given by files are in no process list, page or log of the server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from served import ShowsRows, until
+from server_process import ShowsRows, until
 
 import hotrow as hr
 from hotrow.bench.servers.redis_cluster import HOST, RedisServers
@@ -33,11 +33,21 @@ class RealServer:
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.log = folder / "serve.log"
-        words = ["serve", str(folder / "repository"), "--no-compile", "--http", "0", "--grpc", "-1", "--metrics", "0"]
+        command_line = [
+            "serve",
+            str(folder / "repository"),
+            "--no-compile",
+            "--http",
+            "0",
+            "--grpc",
+            "-1",
+            "--metrics",
+            "0",
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "500", "XDG_CACHE_HOME": str(folder)}
         environment.pop("HOTROW_TOKEN", None)
         with open(self.log, "wb") as log:
-            command = [sys.executable, "-m", "hotrow", *words, *arguments]
+            command = [sys.executable, "-m", "hotrow", *command_line, *arguments]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         until(lambda: "metrics " in self.text() or self.process.poll() is not None, "the server")
         assert self.process.poll() is None, self.text()
@@ -62,7 +72,9 @@ class RealServer:
         shown = self.shown()
         assert TOKEN not in shown and PASSWORD not in shown, shown
         environments = [repr(process.environ()) for process in self.family()]
-        assert not any(secret in words for words in environments for secret in (TOKEN, PASSWORD))  # not for logs
+        assert not any(
+            secret in environment for environment in environments for secret in (TOKEN, PASSWORD)
+        )  # not for logs
         return shown
 
     def shown(self) -> str:

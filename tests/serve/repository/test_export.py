@@ -1,4 +1,4 @@
-"""hr.export: a version whole or not at all, and a model that does not notice."""
+"""hr.export writes a version completely or not at all, and does not change the model."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_a_checkpoint_that_lacks_its_tower_asks_for_the_job(job: Path, tmp_path:
     assert code != 0 and "'top.layers.0.bias'" in str(error)
 
 
-def test_wrong_words_are_refused(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     trainer = trained("dlrm")
     trainer.save(tmp_path / "mine")
     for words, says in (
@@ -106,7 +106,7 @@ def test_wrong_words_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_left_memory_and_what_expired_is_exported_right(data: dict[str, Path], tmp_path: Path) -> None:
-    """Over SSD, rows that have expired are still in a checkpoint's files until somebody meets them."""
+    """Over SSD, expired rows stay in a checkpoint's files until they are read."""
     values = {
         "data": {
             "source": "parquet",
@@ -149,7 +149,7 @@ def test_the_bar_shows_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
 STOPPED = """
 import os, signal, sys
 from hotrow.cli import main
-from hotrow.serve import export
+from hotrow.serve.repository import export
 
 write = export._write_table
 def stop(*arguments):

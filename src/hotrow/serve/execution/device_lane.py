@@ -16,7 +16,7 @@ runs.
 
 A lane runs one batch at a time, on any thread. Lanes share the rows and the weights only. Graphs hold the addresses of
 the weights, so new weights are copied into the same storage. Lanes and runners are captured before traffic, one after
-another, because a capture fails if another thread uses the device in certain ways meanwhile.
+another: a capture fails if another capture uses the device at the same time.
 """
 
 from __future__ import annotations

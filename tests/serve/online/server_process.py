@@ -1,6 +1,6 @@
 """`hotrow serve` and `hotrow publish-remote` as people run them, and a model whose answers are its rows.
 
-The tower's logits are the user's row, so that what the server has can be compared with the trainer's rows bit for bit,
+The tower's logits are the user's row, so that a test can compare the server's rows with the trainer's bit for bit,
 through the protocol.
 """
 
@@ -66,8 +66,8 @@ def make_trainer(folder: Path, bus: str, **publish: Any) -> hr.Trainer:
     model = hr.Recommender(embeddings, ShowsRows())
     repository = folder / "repository" / "ctr"
     hr.export(model, repository, dense_features=0, policy="wait")
-    said: dict[str, Any] = {"every_steps": 1, "heartbeat": 0.2, "spool": str(folder / "spool"), **publish}
-    return hr.Trainer(model, torch.optim.SGD(model.tower.parameters(), lr=0.0), publish=hr.Publish(bus, **said))
+    options: dict[str, Any] = {"every_steps": 1, "heartbeat": 0.2, "spool": str(folder / "spool"), **publish}
+    return hr.Trainer(model, torch.optim.SGD(model.tower.parameters(), lr=0.0), publish=hr.Publish(bus, **options))
 
 
 def rows_of(trainer: hr.Trainer) -> np.ndarray:  # type: ignore[type-arg]
@@ -80,7 +80,7 @@ def rows_of(trainer: hr.Trainer) -> np.ndarray:  # type: ignore[type-arg]
 
 
 class Command:
-    """A hotrow command as a process, with what it says in a file."""
+    """A hotrow command as a process, with its output in a file."""
 
     def __init__(self, log: Path, *arguments: str) -> None:
         env = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "XDG_CACHE_HOME": str(log.parent)}
@@ -131,9 +131,9 @@ class Server(Command):
             f"http://127.0.0.1:{self.ports['http']}/v2/models/ctr/infer", json.dumps(body).encode()
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
-            said = json.loads(answer.read())
-        rows = np.array(said["outputs"][0]["data"], np.float32)
-        return rows, said["parameters"]
+            content = json.loads(answer.read())
+        rows = np.array(content["outputs"][0]["data"], np.float32)
+        return rows, content["parameters"]
 
     def metric(self, name: str) -> float:
         """A model's metric now; 0 without one."""
@@ -172,7 +172,7 @@ def publications(trainer: hr.Trainer) -> int:
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
-    """Wait for something that must come; a server that is not there yet is asked again."""
+    """Wait until the condition holds; an error of a server that is not there yet counts as false."""
     end = time.monotonic() + seconds
     while True:
         try:

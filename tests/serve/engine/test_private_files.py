@@ -1,4 +1,4 @@
-"""Sockets, shared memory and files of ours, tried by another user of the machine."""
+"""Other users of the machine cannot use our sockets, shared memory and files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_servers_folder_is_its_users_alone(tmp_path: Path, open_folder: Path, mo
 
 
 def test_shared_memory_of_ranks_is_their_users_alone() -> None:
-    box = _core.Mailbox(0, 2, 1.0)
+    box = _core.SharedMemoryExchange(0, 2, 1.0)
     process, descriptor, _ = box.address
     path = f"/proc/{process}/fd/{descriptor}"
     with open(path, "r+b") as ours:

@@ -1,8 +1,8 @@
 """h11 as a second parser: which requests it finds in a stream of bytes.
 
-A proxy in front of us that finds another end of a request than we do lets its client smuggle a request past it. So for
-every stream our server handles a prefix of the requests that h11 finds in it: the same methods, targets and bodies in
-the same order. Where we stop before h11 does, we close the connection.
+If a proxy and our server disagree about where a request ends, a client can smuggle a request past the proxy. So of
+every stream our server must handle a prefix of the requests that h11 finds: the same methods, targets and bodies in the
+same order. If it stops before h11 does, it must close the connection.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def found_by_h11(data: bytes) -> tuple[list[Seen], bool]:
 
 
 def _keeps(head: h11.Request) -> bool:
-    """Whether another request may follow. h11 keeps no connection of HTTP/1.0; RFC 9112, 9.3 does if it asks for it."""
+    """Whether another request may follow. h11 closes every HTTP/1.0 connection; RFC 9112, 9.3 keeps it open after a
+    keep-alive header."""
     tokens: set[bytes] = set()
     codings = []
     for name, value in head.headers:

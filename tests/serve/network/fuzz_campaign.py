@@ -1,8 +1,8 @@
-"""A campaign: mutated requests without end against a running server, from several processes.
+"""A fuzz campaign: mutated requests against a running server, from several processes.
 
 Work is cut into blocks, which the processes take in turn; a number and the seed give a request again. In a block one
 request in ten goes over gRPC, one in `large_every` is large (up to a little over the limit of bodies), and the rest
-are small: those that end where they say are pipelined on kept connections, the others have a connection each. After
+are small: those whose framing is intact are pipelined on kept connections, the others have a connection each. After
 each block valid requests must be answered.
 
 A process that finds a fault sends it and ends; the one that started it stops all.
@@ -47,8 +47,9 @@ class Campaign(NamedTuple):
     block: int = 1_000
 
 
-def run(campaign: Campaign, count: int, processes: int, tell: Callable[[int, Any], None]) -> Counter[str]:
-    """Send `count` mutations; how often each status came. `tell` hears twice a second how many have been sent."""
+def run(campaign: Campaign, count: int, processes: int, report_progress: Callable[[int, Any], None]) -> Counter[str]:
+    """Send `count` mutations; returns how often each status came. Twice a second `report_progress` gets the number
+    sent."""
     blocks, done = forked.Queue(), forked.Queue()
     for first in range(0, count, campaign.block):
         blocks.put((first, min(campaign.block, count - first)))
@@ -66,13 +67,13 @@ def run(campaign: Campaign, count: int, processes: int, tell: Callable[[int, Any
                 block, found = done.get(timeout=0.5)
             except queue.Empty:
                 assert all(worker.is_alive() or worker.exitcode == 0 for worker in workers), "a client process died"
-                tell(sent, seen)
+                report_progress(sent, seen)
                 continue
             assert not isinstance(found, str), found
             ended += block is None
             sent += block or 0
             seen.update(found)
-            tell(sent, seen)
+            report_progress(sent, seen)
     finally:
         for worker in workers:
             worker.terminate()
@@ -116,7 +117,7 @@ def _block(campaign: Campaign, first: int, count: int) -> Counter[str]:
 
 
 def _together(http: str, seed: int, waiting: list[tuple[int, bytes]]) -> Counter[str]:
-    """Requests that end where they say, pipelined; on a new connection where the server has closed one."""
+    """Send requests with intact framing, pipelined; on a new connection if the server has closed one."""
     seen: Counter[str] = Counter()
     while waiting:
         with connect(http) as client:
