@@ -17,7 +17,7 @@ from hotrow.optim import Adam
 from hotrow.table import Table, TableRows
 from hotrow.table.remote_fill import fill_table
 from hotrow.tiers.host.store import Budget
-from hotrow.tiers.remote.cached_rows import RemoteRows
+from hotrow.tiers.remote.cached_rows import CachedTable
 from hotrow.tiers.remote.store import Answer, Keys, RemoteStore, TableFormat, open_remote, write_publication
 
 pytest.importorskip("rocksdict")
@@ -45,7 +45,7 @@ def values_of(keys: Keys, publication: int = 1) -> np.ndarray:
 
 def test_a_small_cache_answers_as_the_store_does_and_keeps_its_budget(remote: RemoteStore) -> None:
     budget = Budget(3 << 20)  # for some thousand rows
-    rows = RemoteRows(TABLE, remote, 0, budget)
+    rows = CachedTable(TABLE, remote, 0, budget)
     generator = np.random.default_rng(0)
     asked = 0
     for _ in range(40):
@@ -64,7 +64,7 @@ def test_a_small_cache_answers_as_the_store_does_and_keeps_its_budget(remote: Re
 
 
 def test_what_was_read_is_answered_without_the_store(remote: RemoteStore) -> None:
-    rows = RemoteRows(TABLE, remote, 0, Budget(16 << 20))
+    rows = CachedTable(TABLE, remote, 0, Budget(16 << 20))
     keys = torch.from_numpy(KEYS[:500])
     rows.read(keys, later())
     before = remote.health()["reads"]
@@ -74,7 +74,7 @@ def test_what_was_read_is_answered_without_the_store(remote: RemoteStore) -> Non
 
 
 def test_late_rows_are_told_and_not_kept(remote: RemoteStore) -> None:
-    rows = RemoteRows(TABLE, remote, 0, Budget(16 << 20))
+    rows = CachedTable(TABLE, remote, 0, Budget(16 << 20))
     keys = torch.from_numpy(KEYS[:500])
     answer = rows.read(keys, time.monotonic() - 1)
     assert answer.late.all() and not answer.found.any() and rows.metrics()["late"] == 500
@@ -83,7 +83,7 @@ def test_late_rows_are_told_and_not_kept(remote: RemoteStore) -> None:
 
 
 def test_a_publication_changes_and_removes_what_is_cached(remote: RemoteStore) -> None:
-    rows = RemoteRows(TABLE, remote, 0, Budget(16 << 20))
+    rows = CachedTable(TABLE, remote, 0, Budget(16 << 20))
     rows.read(torch.from_numpy(KEYS[:100]), later())
     changed, gone = KEYS[:50], KEYS[50:60]
     assert (
@@ -114,7 +114,7 @@ class Slow:
 
 def test_an_answer_that_a_publication_overtook_is_known_for_what_it_is(remote: RemoteStore) -> None:
     slow = Slow(remote)
-    rows = RemoteRows(TABLE, slow, 0, Budget(16 << 20))  # type: ignore[arg-type]
+    rows = CachedTable(TABLE, slow, 0, Budget(16 << 20))  # type: ignore[arg-type]
     keys = torch.from_numpy(KEYS[:10])
     reader = threading.Thread(target=rows.read, args=(keys, later()))
     reader.start()
@@ -132,7 +132,7 @@ def test_an_answer_that_a_publication_overtook_is_known_for_what_it_is(remote: R
     answer = rows.read(keys, later())
     np.testing.assert_array_equal(answer.values[:5], values_of(KEYS[:5], 2))
     assert (answer.lowest, answer.highest) == (2, 2) and len(rows.store) == 10
-    assert not rows._applied and not rows._marks  # the store has it: nothing to remember
+    assert not rows._applied and not rows._stale  # the store has it: nothing to remember
 
 
 def test_a_trained_table_fills_a_store(tmp_path: Path) -> None:
@@ -150,6 +150,6 @@ def test_a_trained_table_fills_a_store(tmp_path: Path) -> None:
 
 def test_a_table_that_the_store_lacks_is_named(remote: RemoteStore) -> None:
     with pytest.raises(OptionError, match="table 'item' of dim 4 is not in the remote store; fill it first"):
-        RemoteRows(Table("item", dim=4), remote, 0, Budget(1 << 24))
+        CachedTable(Table("item", dim=4), remote, 0, Budget(1 << 24))
     with pytest.raises(OptionError, match="dim 4 has dim 64 in the remote store"):
-        RemoteRows(Table("user", dim=4), remote, 0, Budget(1 << 24))
+        CachedTable(Table("user", dim=4), remote, 0, Budget(1 << 24))

@@ -13,7 +13,7 @@ import pytest
 
 from hotrow.bench.servers.redis_cluster import HOST, RedisServers, Server, until
 from hotrow.errors import OptionError, StorageError
-from hotrow.tiers.remote.redis_connection import Access
+from hotrow.tiers.remote.redis_connection import NodeAccess
 from hotrow.tiers.remote.redis_nodes import key_slot
 from hotrow.tiers.remote.redis_store import RedisOptions, RedisStore, read_url
 from hotrow.tiers.remote.store import Answer, RemoteStore, TableFormat, fill, open_remote, write_publication
@@ -217,7 +217,7 @@ def test_a_write_that_cannot_be_made_says_so_and_can_be_repeated(mortal: RedisSe
 
 
 def test_a_password_is_needed_and_never_shown(tmp_path: Path) -> None:
-    with RedisServers(options=["--requirepass", "open sesame"], access=Access(password="open sesame")) as servers:
+    with RedisServers(options=["--requirepass", "open sesame"], access=NodeAccess(password="open sesame")) as servers:
         port = servers.servers[0].port
         store = filled(open_remote(f"redis://:open%20sesame@{HOST}:{port}/3"))
         assert whole(store)
@@ -247,7 +247,7 @@ def test_tls_reads_large_batches_and_refuses_strangers(certificates: Path) -> No
     options = RedisOptions(ca=str(cert), cert=str(cert), key=str(key))
     maker = RedisStore.__new__(RedisStore)
     maker.options = options
-    with RedisServers(options=files, access=Access(tls=maker._tls()), tls=True) as servers:
+    with RedisServers(options=files, access=NodeAccess(tls=maker._tls()), tls=True) as servers:
         port = servers.servers[0].port
         given = {"ca": str(cert), "cert": str(cert), "key": str(key), "timeout": 5.0}
         store = filled(open_remote(f"rediss://{HOST}:{port}", **given))

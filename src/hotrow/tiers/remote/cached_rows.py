@@ -1,19 +1,20 @@
-"""A server's table over a remote store: DRAM is a cache, what it lacks is brought from the store before a deadline.
+"""CachedTable: a server's table over a remote store. DRAM is a cache; misses are loaded from the store by a deadline.
 
     DRAM → remote store → the row of an unseen key, or late
 
-`bring` asks the store and keeps what came; `look` answers from DRAM and never waits, so it may run where a switch of
-publications waits for it. Rows that have not been used for long are forgotten when DRAM is full (the core's `drops`:
-nothing is written, the store has them). Rows are never created or counted here. That a key has no row is remembered
-for a second, so that those who look after `bring` can tell it from one of which nothing is known.
+`load` reads the store and keeps the rows that arrive. `finish_read` answers from DRAM and from what `load` returned,
+and never waits, so it may run where a cut-over to a new publication waits for it. When DRAM is full the core drops rows
+that have not been used for long (`drops`: it writes nothing, the store has them). Rows are never created or counted
+here. A key without a row is remembered as absent for a second, so that a read after `load` can tell it from an unknown
+key.
 
-A publication that this server applies (`apply`) changes the rows that are cached. The store may get it later, or a read
-under way may have seen the row of before: so the keys of every publication that the store does not have whole yet are
-remembered, and a row that is older than what was applied is kept with a mark: which publication it is good for, and
-which one the store must have before it is asked again. What is remembered is 8 bytes a changed row, for as long as the
-store lags behind. So every answer can name a publication that all of its rows are as new as.
+`apply` changes cached rows to a publication that the server applies. The store may get that publication later, or a
+read in flight may return the row from before it. So CachedTable remembers the keys of every publication that the store
+does not have whole yet. It keeps a row that is older than what was applied, with a stale mark: the publication that the
+row is good for, and the one that the store must have before the row is read again. This takes 8 bytes a changed row for
+as long as the store is behind. Every answer can thus name a publication that all its rows are as new as.
 
-Threads: any number may look and bring at once, beside one that applies.
+Threads: any number may read and load at once, beside one that applies.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from hotrow.tiers.host.store import Budget, HostStore
 from hotrow.tiers.plan import ANY_PUBLICATION
 from hotrow.tiers.remote.store import Answer, Keys, RemoteStore
 
-WARM_EVERY = 4  # looks: one in four tells the cache what is used, which is enough and costs a fourth
-ABSENT_SECONDS = 1.0  # for which it is believed that a key has no row
+TOUCH_EVERY = 4  # reads: one in four records its rows as used, which is enough and costs a fourth
+ABSENT_SECONDS = 1.0  # for so long a key is taken to have no row
 MOST_ABSENT = 200_000
 NEWEST = ANY_PUBLICATION[0]  # "as new as anything"
 
@@ -55,14 +56,14 @@ class ReadRows:
 
 
 @dataclass(frozen=True)
-class Brought:
-    """What a store gave for unique keys, rising."""
+class LoadedRows:
+    """A store's answer for unique keys in ascending order."""
 
     keys: Keys
     answer: Answer
 
-    def places(self, keys: Keys) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Where keys stand here, and which of them do."""
+    def positions(self, keys: Keys) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The position of each key in `self.keys`, and whether it is there."""
         if not len(self.keys):
             return np.zeros(len(keys), np.int64), np.zeros(len(keys), np.bool_)
         at = np.searchsorted(self.keys, keys).clip(max=len(self.keys) - 1)
@@ -70,8 +71,8 @@ class Brought:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What is known of a batch's keys without asking: which are late, and the publications of the others.
+class ReadResult:
+    """Which keys of a batch are late, and the publications of the other rows.
 
     `lowest` is NEWEST where no row is known to be older than what was applied.
     """
@@ -81,7 +82,7 @@ class Seen:
     highest: int
 
 
-class RemoteRows:
+class CachedTable:
     """One table's rows, cached in DRAM over a remote store; in `store`, or in one of its own within `budget`."""
 
     def __init__(
@@ -105,74 +106,78 @@ class RemoteRows:
         self.counters = dict.fromkeys(names, 0)
         self._lock = threading.Lock()
         self._applied: deque[tuple[int, Keys]] = deque()
-        self._forgotten = 0  # the newest publication that was applied and whose keys are not known any more
-        self._reading: dict[int, int] = {}  # reads under way → the store's lowest publication when they began
-        self._marks: dict[int, tuple[int, int]] = {}  # key → what its row is good for, what the store must have
+        self._forgotten = 0  # the newest applied publication whose keys are no longer remembered
+        self._reading: dict[int, int] = {}  # reads in flight → the store's lowest publication when they began
+        self._stale: dict[
+            int, tuple[int, int]
+        ] = {}  # key → (publication its row is good for, publication the store must have)
         self._swept = -1
-        self._absent: dict[int, float] = {}  # key → until when it is believed
-        self._highest = 0  # of the publications that cached rows are from
-        self._looks = 0
+        self._absent: dict[int, float] = {}  # key → until when it is taken to have no row
+        self._highest = 0  # publication of any cached row
+        self._reads = 0
 
     def begin(self, number: int) -> None:
-        """What is served is as new as this publication: older rows of the store are marked so."""
+        """The server serves publication `number`: rows of the store that are older get a stale mark."""
         with self._lock:
             self._forgotten = max(self._forgotten, number)
 
-    # --- without waiting ---
+    # --- without waiting for the store ---
 
     def cold(self, keys: Tensor) -> Tensor:
-        """Of which keys nothing is known here: the store has their rows, or nobody."""
-        if self._marks and self.remote.lowest > self._swept:
+        """Which keys must be loaded from the store: neither in DRAM nor known to be absent."""
+        if self._stale and self.remote.lowest > self._swept:
             with self._lock:
                 self._forget()
         missing = self.store.find(keys) < 0
         if self._absent and bool(missing.any()):
-            places = torch.nonzero(missing).flatten()
-            missing[places[torch.from_numpy(self._known_absent(keys[places].numpy()))]] = False
+            positions = torch.nonzero(missing).flatten()
+            missing[positions[torch.from_numpy(self._known_absent(keys[positions].numpy()))]] = False
         return missing
 
-    def look(self, keys: Tensor, values: Tensor, found: Tensor, late: str, brought: Brought | None = None) -> Seen:
-        """Finish what `store.read_into` found in DRAM: rows that were `brought`, and the policy `late` for the others.
+    def finish_read(
+        self, keys: Tensor, values: Tensor, found: Tensor, late: str, loaded: LoadedRows | None = None
+    ) -> ReadResult:
+        """Complete what `store.read_into` found in DRAM: with `loaded` rows, and by the policy `late` for the others.
 
-        Keys are unique. With the policy "wait" late rows keep the values of unseen keys; the caller refuses.
+        Keys are unique. With the policy "wait" late rows keep the values of unseen keys, and the caller raises.
         """
         missing = torch.nonzero(~found).flatten()
-        self._warm(keys, found, missing.numel())
+        self._record_use(keys, found, missing.numel())
         lowest, highest = self._good_for(keys), self._highest
         if missing.numel() == 0:
-            return Seen(None, lowest, highest)
-        asked = keys[missing].numpy()
-        unknown = ~self._known_absent(asked)
-        if brought is not None:
-            at, here = brought.places(asked)
-            answer = brought.answer
-            came = here & answer.found[at]
-            values[missing[torch.from_numpy(came)]] = torch.from_numpy(answer.values[at[came]])
-            good, _ = self._missed(asked[here], answer.versions[at[here]], answer.lowest)
+            return ReadResult(None, lowest, highest)
+        wanted = keys[missing].numpy()
+        unknown = ~self._known_absent(wanted)
+        if loaded is not None:
+            at, here = loaded.positions(wanted)
+            answer = loaded.answer
+            arrived = here & answer.found[at]
+            values[missing[torch.from_numpy(arrived)]] = torch.from_numpy(answer.values[at[arrived]])
+            good, _ = self._stale_for(wanted[here], answer.versions[at[here]], answer.lowest)
             lowest = min(lowest, int(good.min(initial=NEWEST)))
-            highest = max(highest, int(answer.versions[at[came]].max(initial=0)))
+            highest = max(highest, int(answer.versions[at[arrived]].max(initial=0)))
             unknown &= ~here | answer.late[at]
         if not unknown.any():
-            return Seen(None, lowest, highest)
+            return ReadResult(None, lowest, highest)
         mask = np.zeros(keys.numel(), np.bool_)
         mask[missing.numpy()[unknown]] = True
         if late == "default":
             values[torch.from_numpy(mask)] = self.store.default_row
         self._count(late=int(unknown.sum()))
-        return Seen(mask, lowest, highest)
+        return ReadResult(mask, lowest, highest)
 
-    def _warm(self, keys: Tensor, found: Tensor, missing: int) -> None:
-        self._looks += 1
+    def _record_use(self, keys: Tensor, found: Tensor, missing: int) -> None:
+        self._reads += 1
         self._count(hits=keys.numel() - missing, misses=missing)
-        if self._looks % WARM_EVERY == 0:
+        if self._reads % TOUCH_EVERY == 0:
             self.store.core.warm(keys[found].contiguous())
 
     def _good_for(self, keys: Tensor) -> int:
-        """The oldest publication that one of the cached rows is known to be of."""
-        if not self._marks:
+        """The oldest publication that a cached row of these keys is good for."""
+        if not self._stale:
             return NEWEST
         with self._lock:
-            marks = [self._marks[key][0] for key in keys.tolist() if key in self._marks]
+            marks = [self._stale[key][0] for key in keys.tolist() if key in self._stale]
         return min(marks, default=NEWEST)
 
     def _known_absent(self, keys: Keys) -> NDArray[np.bool_]:
@@ -182,10 +187,10 @@ class RemoteRows:
         with self._lock:
             return np.array([self._absent.get(key, 0.0) > now for key in keys.tolist()], np.bool_)
 
-    # --- from the store ---
+    # --- reading the store ---
 
-    def bring(self, keys: Keys, deadline: float) -> Brought:
-        """Ask the store for unique keys (rising), until `deadline` (time.monotonic()); keep what came."""
+    def load(self, keys: Keys, deadline: float) -> LoadedRows:
+        """Read unique ascending keys from the store until `deadline` (time.monotonic()); cache what arrives."""
         ticket = self._begin()
         try:
             answer = self.remote.read(self.table.name, keys, deadline)
@@ -194,10 +199,10 @@ class RemoteRows:
             self._end(ticket)
         absent = int((~answer.found & ~answer.late).sum())
         self._count(absent=absent, bytes=answer.bytes)
-        return Brought(keys, answer)
+        return LoadedRows(keys, answer)
 
     def read(self, keys: Tensor, deadline: float) -> ReadRows:
-        """Rows of any keys, until `deadline` where the store must be asked."""
+        """Rows of any keys. Waits for the store until `deadline`."""
         with self._lock:
             self._forget()
         wanted, where = torch.unique(keys, return_inverse=True)
@@ -205,14 +210,14 @@ class RemoteRows:
         found = torch.empty(wanted.numel(), dtype=torch.bool)
         self.store.read_into(wanted, values, found)
         missing = ~found
-        brought = self.bring(wanted[missing].numpy(), deadline) if bool(missing.any()) else None
-        seen = self.look(wanted, values, found, "initial", brought)
-        late = torch.zeros_like(found) if seen.late is None else torch.from_numpy(seen.late)
+        loaded = self.load(wanted[missing].numpy(), deadline) if bool(missing.any()) else None
+        result = self.finish_read(wanted, values, found, "initial", loaded)
+        late = torch.zeros_like(found) if result.late is None else torch.from_numpy(result.late)
         lowest = highest = self.remote.lowest
-        if brought is not None:
-            found[missing] = torch.from_numpy(brought.answer.found)
-            lowest, highest = brought.answer.lowest, brought.answer.highest
-        return ReadRows(values[where], found[where], late[where], min(lowest, seen.lowest), highest)
+        if loaded is not None:
+            found[missing] = torch.from_numpy(loaded.answer.found)
+            lowest, highest = loaded.answer.lowest, loaded.answer.highest
+        return ReadRows(values[where], found[where], late[where], min(lowest, result.lowest), highest)
 
     def _begin(self) -> int:
         with self._lock:
@@ -227,47 +232,49 @@ class RemoteRows:
             self._forget()
 
     def _forget(self) -> None:
-        """Publications that every answer to come contains, of reads under way too; and rows that the store has newer.
+        """Forget publications that every future answer contains, and erase stale rows that the store has newer by now.
 
         Requires: the lock.
         """
-        there = self.remote.lowest
-        oldest = min([there, *self._reading.values()])
+        complete = self.remote.lowest
+        oldest = min([complete, *self._reading.values()])
         while self._applied and self._applied[0][0] <= oldest:
             self._forgotten = max(self._forgotten, self._applied.popleft()[0])
-        if self._marks and there > self._swept:
-            self._swept = there
-            over = [key for key, (_, needs) in self._marks.items() if needs <= there]
+        if self._stale and complete > self._swept:
+            self._swept = complete
+            over = [key for key, (_, needs) in self._stale.items() if needs <= complete]
             self.store.erase(torch.tensor(over, dtype=torch.int64))
             for key in over:
-                del self._marks[key]
+                del self._stale[key]
                 self._absent.pop(key, None)
 
-    def _missed(self, keys: Keys, versions: Keys, lowest: int) -> tuple[Keys, Keys]:
-        """For rows of a store that was complete up to `lowest`: the publication that each is good for (NEWEST: nothing
-        that was applied is missing), and the one that the store must have to be asked again."""
+    def _stale_for(self, keys: Keys, versions: Keys, lowest: int) -> tuple[Keys, Keys]:
+        """For rows from a store that was complete up to `lowest`: the publication that each is good for (NEWEST: the
+        row lacks nothing that was applied), and the one that the store must have before the row is read again."""
         good, needs = np.full(len(keys), NEWEST), np.zeros(len(keys), np.int64)
         for number, changed in list(self._applied):
             if number > lowest:
                 hit = (versions < number) & np.isin(keys, changed, assume_unique=True)
                 good[hit] = np.minimum(good[hit], number - 1)
                 needs[hit] = number
-        if lowest < self._forgotten:  # nobody knows which keys changed in between
+        if lowest < self._forgotten:  # the keys that changed in between are forgotten
             old = versions < self._forgotten
             good[old] = np.minimum(good[old], lowest)
             needs[old] = np.maximum(needs[old], self._forgotten)
         return good, needs
 
     def _keep(self, keys: Keys, answer: Answer) -> None:
-        """Put what came into DRAM, marked where a publication that was applied here is missing in it."""
+        """Put rows that arrived into DRAM, with a stale mark where a row lacks an applied publication."""
         until = time.monotonic() + ABSENT_SECONDS
         with self._lock:
-            good, needs = self._missed(keys, answer.versions, answer.lowest)
+            good, needs = self._stale_for(keys, answer.versions, answer.lowest)
             fresh = torch.from_numpy(keys)
-            new = answer.found & (self.store.find(fresh) < 0).numpy()  # another read may have brought it, or `apply`
+            new = (
+                answer.found & (self.store.find(fresh) < 0).numpy()
+            )  # another read or `apply` may have cached it meanwhile
             try:
                 self.store.assign(fresh[torch.from_numpy(new)], torch.from_numpy(answer.values[new]))
-            except MemoryBudgetError:  # more rows than the cache takes at once: they serve this batch alone
+            except MemoryBudgetError:  # more rows than the cache can take: they serve this batch only
                 new[:] = False
                 self.counters["full"] += 1
             gone = ~answer.found & ~answer.late
@@ -275,12 +282,12 @@ class RemoteRows:
                 self._absent.clear()
             self._absent.update(dict.fromkeys(keys[gone].tolist(), until))
             stale = (new | gone) & (good != NEWEST)
-            if self._marks:
+            if self._stale:
                 for key in keys[(new | gone) & ~stale].tolist():
-                    self._marks.pop(key, None)
+                    self._stale.pop(key, None)
             if stale.any():
                 pairs = zip(good[stale].tolist(), needs[stale].tolist(), strict=True)
-                self._marks.update(zip(keys[stale].tolist(), pairs, strict=True))
+                self._stale.update(zip(keys[stale].tolist(), pairs, strict=True))
                 self._swept = -1
             self._highest = max(self._highest, int(answer.versions[new].max(initial=0)))
         self._count(kept=int(new.sum()), stale=int((stale & answer.found).sum()))
@@ -288,7 +295,7 @@ class RemoteRows:
     # --- publications ---
 
     def apply(self, number: int, keys: Keys, values: Any, deleted: Keys | None = None) -> int:
-        """Publication `number` changed these rows (unique keys): those that are cached change now. Returns how many."""
+        """Change cached rows to publication `number` (unique keys). Returns how many were cached."""
         gone = np.empty(0, np.int64) if deleted is None else deleted
         changed = torch.from_numpy(np.ascontiguousarray(keys))
         rows = torch.from_numpy(np.ascontiguousarray(values))
@@ -296,7 +303,7 @@ class RemoteRows:
         with self._lock:
             self._forget()
             self._applied.append((number, touched))
-            for known in (self._marks, self._absent):
+            for known in (self._stale, self._absent):
                 if known:
                     for key in touched.tolist():
                         known.pop(key, None)  # type: ignore[attr-defined]
@@ -311,5 +318,5 @@ class RemoteRows:
                 self.counters[name] += count
 
     def metrics(self) -> dict[str, int]:
-        """Hits and misses of DRAM, keys absent everywhere, late rows, bytes, rows kept and left as stale, evicted."""
+        """Hits and misses of DRAM, absent keys, late rows, bytes, rows cached (`kept`), cached as stale, evicted."""
         return {**self.counters, "rows": len(self.store), "evicted": self.store.tier()["evicted"]}

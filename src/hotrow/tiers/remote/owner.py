@@ -1,10 +1,9 @@
-"""RemoteOwner: rows of a remote store, with a cache in DRAM. They are only read.
+"""RemoteOwner: the owner's half of a plan, for rows of a remote store with a cache in DRAM. It only reads.
 
-    prefetch   ask the store for what DRAM lacks, all tables at once: the only verb that waits, for READ seconds
-    read       rows from DRAM and from what prefetch brought; the policy for the others. Never waits
+    prefetch   loads from the store what DRAM lacks, all tables at once: the only verb that waits, for READ seconds
+    read       copies rows from DRAM and from what prefetch loaded; the late policy answers the others. Never waits
 
-`prefetch` may be left out: then rows that are not in DRAM are late. After an error `read` and `prefetch` may be called
-again.
+Without `prefetch` rows that are not in DRAM are late. After an error `read` and `prefetch` may be called again.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import torch
 from torch import Tensor
 
 from hotrow.errors import LateError, LeftError, OptionError
-from hotrow.tiers.batch_values import Arrived, BatchUpdate, Moved
-from hotrow.tiers.plan import ANY_PUBLICATION, Asked
-from hotrow.tiers.remote.cached_rows import Brought, RemoteRows
+from hotrow.tiers.batch_values import BatchUpdate, ReceivedGradients, TransferStats
+from hotrow.tiers.plan import ANY_PUBLICATION, RequestedRows
+from hotrow.tiers.remote.cached_rows import CachedTable, LoadedRows
 from hotrow.tiers.remote.store import RemoteStore
 from hotrow.tiers.remote.tables import READ, RemoteTables
 
@@ -29,9 +28,9 @@ NO_ROWS = torch.empty(0)
 
 
 class RemoteOwner:
-    """The rows' half of a plan, in a remote store (hotrow.tiers.plan.RowOwner)."""
+    """Rows of unique keys in a remote store (hotrow.tiers.plan.RowOwner)."""
 
-    late = 0
+    prefetch_misses = 0
 
     def __init__(self, tables: RemoteTables) -> None:
         self.tables = tables
@@ -39,36 +38,36 @@ class RemoteOwner:
         self.release()
 
     def release(self) -> None:
-        """Let go of the rows."""
+        """Forget the batch."""
         self.late_keys: dict[int, np.ndarray[Any, Any]] = {}
-        self._keys: list[tuple[RemoteRows, Tensor]] = []
-        self._brought: list[Brought | None] = []
+        self._keys: list[tuple[CachedTable, Tensor]] = []
+        self._loaded: list[LoadedRows | None] = []
         self._rows = NO_ROWS
 
-    def route(self, asked: Sequence[Asked]) -> None:
-        """Take the keys that this process asks for."""
+    def route(self, requests: Sequence[RequestedRows]) -> None:
+        """Take the keys that this process requests."""
         self.release()
-        for one in asked:
-            stores = [self.tables.by_store[id(store)] for store in one.stores]
-            for keys, counts in zip(one.keys, one.counts, strict=True):
-                self._keys += zip(stores, keys.split(counts), strict=True)
+        for request in requests:
+            tables = [self.tables.by_store[id(store)] for store in request.stores]
+            for keys, counts in zip(request.keys, request.counts, strict=True):
+                self._keys += zip(tables, keys.split(counts), strict=True)
 
-    def prefetch(self) -> Moved:
-        """Ask the store for the rows that are not in DRAM."""
-        self._brought = self.tables.bring([(rows.store, keys) for rows, keys in self._keys], READ)
-        came = [one.answer for one in self._brought if one is not None]
-        return Moved(sum([int(a.found.sum()) for a in came]), sum([a.bytes for a in came]))
+    def prefetch(self) -> TransferStats:
+        """Load the rows that are not in DRAM from the store."""
+        self._loaded = self.tables.load([(rows.store, keys) for rows, keys in self._keys], READ)
+        answers = [one.answer for one in self._loaded if one is not None]
+        return TransferStats(sum([int(a.found.sum()) for a in answers]), sum([a.bytes for a in answers]))
 
-    def stage(self) -> Moved:
-        """Nothing: there is no tier above DRAM."""
-        return Moved()
+    def stage(self) -> TransferStats:
+        """Do nothing: there is no tier above DRAM."""
+        return TransferStats()
 
     def fetch(self, step: int = 0) -> None:
-        """Refused."""
+        """Raise: rows of a remote store are only read."""
         raise OptionError(ONLY_READ)
 
     def read(self, late: str = "wait") -> None:
-        """Rows from DRAM, from what was prefetched, by the policy. With "wait" a row that did not come is an error."""
+        """Copy rows from DRAM, from what `prefetch` loaded, or by the late policy. With "wait" a late row raises."""
         amounts = [keys.numel() for _, keys in self._keys]
         ends = np.cumsum([0, *[n * rows.table.dim for n, (rows, _) in zip(amounts, self._keys, strict=True)]]).tolist()
         flat, found = torch.empty(ends[-1]), torch.empty(sum(amounts), dtype=torch.bool)
@@ -79,35 +78,37 @@ class RemoteOwner:
                 continue
             values = flat[begin:end].view(-1, rows.table.dim)
             rows.store.read_into(keys, values, founds[number])
-            brought = self._brought[number] if self._brought else None
-            seen = rows.look(keys, values, founds[number], late, brought)
-            lowest, highest = min(lowest, seen.lowest), max(highest, seen.highest)
-            if seen.late is not None:
-                self.late_keys[number] = keys.numpy()[seen.late]
+            loaded = self._loaded[number] if self._loaded else None
+            result = rows.finish_read(keys, values, founds[number], late, loaded)
+            lowest, highest = min(lowest, result.lowest), max(highest, result.highest)
+            if result.late is not None:
+                self.late_keys[number] = keys.numpy()[result.late]
         self.publications = lowest, highest
         if self.late_keys and late == "wait":
-            self._refuse()
+            self._raise_late()
         self._rows = flat
 
-    def _refuse(self) -> None:
-        """Say why rows that are waited for are not there."""
+    def _raise_late(self) -> None:
+        """Raise the error that says why rows with the policy "wait" are late."""
         count = sum([len(keys) for keys in self.late_keys.values()])
         names = ", ".join([self._keys[number][0].table.name for number in self.late_keys])
         for number, keys in self.late_keys.items():
-            brought = self._brought[number] if self._brought else None
-            if brought is None or not brought.places(keys)[1].all():
-                raise LeftError(f"rows of {names} left memory between being looked for and being read; ask again")
+            loaded = self._loaded[number] if self._loaded else None
+            if loaded is None or not loaded.positions(keys)[1].all():
+                raise LeftError(
+                    f"rows of {names} were evicted between being found and being read; send the request again"
+                )
         raise LateError(
-            f"{count} rows of {names} did not come from the remote store ({_state(self.tables.store)}); ask again, or "
-            "with the policy initial or default"
+            f"{count} rows of {names} did not come from the remote store ({_state(self.tables.store)}); send the "
+            "request again, or use the policy initial or default"
         )
 
-    def give(self) -> Iterator[Tensor]:
-        """The rows that were read. There is one asker: this process."""
+    def gather_rows(self) -> Iterator[Tensor]:
+        """The rows that were read. There is one requester: this process."""
         yield self._rows
 
-    def apply(self, arrived: Iterable[Arrived], update: BatchUpdate) -> None:
-        """Refused."""
+    def apply_gradients(self, received: Iterable[ReceivedGradients], update: BatchUpdate) -> None:
+        """Raise: rows of a remote store are only read."""
         raise OptionError(ONLY_READ)
 
 

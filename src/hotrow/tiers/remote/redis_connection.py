@@ -1,12 +1,12 @@
-"""Connections to Redis nodes, and many requests in flight on several of them at once.
+"""Connections to Redis nodes, and pipelined requests on several of them at once.
 
-`exchange` sends on all connections and takes replies from all as they come, until everything is there or a deadline has
-passed; no socket blocks. A connection whose replies did not all come is closed, never used again: what arrives later
-would be taken for another request's reply.
+`exchange` sends on all connections and receives from all as replies come, until every reply is there or a deadline has
+passed. No socket blocks. A connection that lacks a reply must be closed: a late reply would be taken for that of the
+next request.
 
-Replies of rows are decoded by the core (core/remote/redis_replies.h), others here. The protocol is RESP2. TLS is
-Python's. redis-py with hiredis was tried for this: its client takes 1.8 µs of processor time a row where this takes 0.2
-(batches of 8,192 at dim 64; 4.8 and 0.5 in batches of 1,024), all under the interpreter lock; its pipelines have no
+The core decodes replies with rows (core/remote/redis_replies.h), this file all others. The protocol is RESP2, TLS is
+Python's. Why not redis-py with hiredis: its client takes 1.8 µs of processor time a row where this takes 0.2 (batches
+of 8,192 at dim 64; 4.8 and 0.5 in batches of 1,024), all under the interpreter lock, and its pipelines have no
 deadline.
 
 Threads: a connection belongs to one thread at a time.
@@ -27,7 +27,7 @@ import numpy as np
 
 from hotrow.credentials import Login
 
-ROOM = 1 << 18  # bytes that a connection takes at a time; a row is smaller
+BUFFER_BYTES = 1 << 18  # of a connection's receive buffer; a row is smaller
 Reply = Any  # bytes, int, None, list of replies, or ReplyError
 
 
@@ -36,8 +36,8 @@ class ReplyError(Exception):
 
 
 @dataclass(frozen=True)
-class Access:
-    """How to be let in: TLS, name and password, database."""
+class NodeAccess:
+    """How to log in to a node: TLS, user and password, database."""
 
     tls: ssl.SSLContext | None = None
     username: str = ""
@@ -46,7 +46,7 @@ class Access:
 
 
 class Replies(Protocol):
-    """Takes bytes as they come; `done` of `expected` replies are whole."""
+    """Parses replies from bytes as they arrive; `done` of `expected` replies are complete."""
 
     @property
     def done(self) -> int: ...
@@ -55,7 +55,7 @@ class Replies(Protocol):
     def feed(self, buffer: Any, size: int) -> int: ...
 
 
-class PlainReplies:
+class ValueReplies:
     """Replies as Python values, errors among them as ReplyError."""
 
     def __init__(self, expected: int) -> None:
@@ -68,7 +68,7 @@ class PlainReplies:
         return len(self.values)
 
     def feed(self, buffer: Any, size: int) -> int:
-        """Takes all of it."""
+        """Parse `size` bytes of the buffer. Returns how many it leaves there for the next call: 0."""
         self._bytes += memoryview(buffer)[:size]
         at = 0
         while len(self.values) < self.expected and (parsed := parse(self._bytes, at)) is not None:
@@ -79,7 +79,7 @@ class PlainReplies:
 
 
 def parse(data: bytearray, at: int) -> tuple[Reply, int] | None:
-    """The reply that begins there and where it ends; None: it is not all there yet."""
+    """The reply that begins at `at` and where it ends; None if it is not complete."""
     end = data.find(b"\r\n", at)
     if end < 0:
         return None
@@ -109,7 +109,7 @@ def parse(data: bytearray, at: int) -> tuple[Reply, int] | None:
 
 
 def command(*parts: bytes | str | int) -> bytes:
-    """A command as it goes over the wire.
+    """A command in RESP2.
 
     >>> command("GET", "a")
     b'*2\\r\\n$3\\r\\nGET\\r\\n$1\\r\\na\\r\\n'
@@ -122,9 +122,9 @@ def command(*parts: bytes | str | int) -> bytes:
 
 
 class Connection:
-    """One socket to a node, ready for commands. Raises OSError when it cannot be had in `timeout` seconds."""
+    """One socket to a node, logged in. Raises OSError if it is not ready in `timeout` seconds."""
 
-    def __init__(self, host: str, port: int, access: Access, timeout: float) -> None:
+    def __init__(self, host: str, port: int, access: NodeAccess, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         raw = socket.create_connection((host, port), timeout=max(timeout, 1e-3))
         try:
@@ -133,69 +133,69 @@ class Connection:
             if access.tls is not None:
                 self.socket = access.tls.wrap_socket(raw, server_hostname=host)
             self.socket.setblocking(False)
-            self.buffer = np.empty(ROOM, np.uint8)
-            self.room = self.buffer.data
-            self._enter(access, deadline)
+            self.buffer = np.empty(BUFFER_BYTES, np.uint8)
+            self.view = self.buffer.data
+            self._log_in(access, deadline)
         except BaseException:
             raw.close()
             raise
 
-    def _enter(self, access: Access, deadline: float) -> None:
-        greetings = []
+    def _log_in(self, access: NodeAccess, deadline: float) -> None:
+        commands = []
         if access.password:
             who = (access.username,) if access.username else ()
-            greetings.append(command("AUTH", *who, access.password))
+            commands.append(command("AUTH", *who, access.password))
         if access.db:
-            greetings.append(command("SELECT", access.db))
-        for reply in self.call(greetings, deadline) if greetings else ():
+            commands.append(command("SELECT", access.db))
+        for reply in self.call(commands, deadline) if commands else ():
             if isinstance(reply, ReplyError):
                 why = Login(password=access.password).redact(reply)
-                raise ConnectionRefusedError(f"the server does not let us in: {why}; check user, password and db")
+                raise ConnectionRefusedError(f"the server refuses the login: {why}; check user, password and db")
 
     def call(self, commands: Sequence[bytes], deadline: float) -> list[Reply]:
-        """The replies of some commands; TimeoutError if they are not all there by the deadline."""
-        replies = PlainReplies(len(commands))
-        job = Job(self, list(commands), replies)
-        exchange([job], deadline)
-        if job.error is not None:
-            raise job.error
-        if not job.complete:
+        """Send commands and return their replies; TimeoutError if they are not complete by the deadline."""
+        replies = ValueReplies(len(commands))
+        request = PipelinedRequest(self, list(commands), replies)
+        exchange([request], deadline)
+        if request.error is not None:
+            raise request.error
+        if not request.complete:
             raise TimeoutError("the server did not answer in time")
         return replies.values
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the socket."""
         self.socket.close()
 
 
 @dataclass
-class Job:
-    """What is to be sent on one connection, and who takes the replies."""
+class PipelinedRequest:
+    """Commands for one connection, sent in one piece, and the parser of their replies."""
 
     connection: Connection
     pieces: list[Any]
     replies: Replies
     error: OSError | None = None
-    heard: bool = False  # whether a single byte came
+    received_any: bool = False  # whether at least one byte has arrived
     _out: memoryview = field(default_factory=lambda: memoryview(b""))
-    _held: int = 0  # bytes of a reply that is not whole
+    _incomplete: int = 0  # bytes of an incomplete reply at the start of the buffer
 
     @property
     def complete(self) -> bool:
-        """Whether every reply is there."""
+        """Whether every reply has arrived."""
         return self.replies.done == self.replies.expected
 
     def start(self) -> None:
-        """Make one piece of the pieces."""
+        """Join the commands."""
         self._out = memoryview(b"".join(self.pieces))
 
     @property
     def events(self) -> int:
-        """What to wait for."""
+        """The events to poll for."""
         return select.POLLIN | (select.POLLOUT if len(self._out) else 0)
 
     def send(self) -> None:
-        """As much as the socket takes."""
+        """Send as much as the socket accepts."""
         try:
             while len(self._out):
                 self._out = self._out[self.connection.socket.send(self._out[: 1 << 20]) :]
@@ -203,55 +203,55 @@ class Job:
             pass
 
     def receive(self) -> None:
-        """As much as there is."""
+        """Receive as much as has arrived."""
         connection = self.connection
         try:
             while not self.complete:
-                got = connection.socket.recv_into(connection.room[self._held :])
+                got = connection.socket.recv_into(connection.view[self._incomplete :])
                 if not got:
-                    raise ConnectionResetError("the server hung up")
-                self.heard = True
+                    raise ConnectionResetError("the server closed the connection")
+                self.received_any = True
                 try:
-                    self._held = self.replies.feed(connection.buffer, self._held + got)
+                    self._incomplete = self.replies.feed(connection.buffer, self._incomplete + got)
                 except RuntimeError as error:
                     raise ConnectionError(str(error)) from None
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             pass
 
 
-def exchange(jobs: Sequence[Job], deadline: float) -> None:
-    """Send and receive on all connections until all replies are there, or the deadline has passed.
+def exchange(requests: Sequence[PipelinedRequest], deadline: float) -> None:
+    """Send and receive on all connections until all replies have arrived, or the deadline has passed.
 
-    Afterwards each job is complete, has an error, or neither: then its time ran out.
+    Afterwards each request is complete, has an error, or has run out of time.
     """
     poll = select.poll()
-    waiting: dict[int, Job] = {}
-    for job in jobs:
-        job.start()
+    waiting: dict[int, PipelinedRequest] = {}
+    for request in requests:
+        request.start()
         try:
-            job.send()
-            poll.register(job.connection.socket, job.events)
-            waiting[job.connection.socket.fileno()] = job
+            request.send()
+            poll.register(request.connection.socket, request.events)
+            waiting[request.connection.socket.fileno()] = request
         except OSError as error:
-            job.error = error
+            request.error = error
     while waiting:
         left = deadline - time.monotonic()
         ready = poll.poll(max(0, math.ceil(left * 1000)))
         if not ready and left <= 0:
             return
         for number, _ in ready:
-            job = waiting[number]
+            request = waiting[number]
             try:
-                sending = len(job._out)
+                sending = len(request._out)
                 if sending:
-                    job.send()
-                job.receive()
+                    request.send()
+                request.receive()
             except OSError as error:
-                job.error = error
-            if job.complete or job.error is not None:
+                request.error = error
+            if request.complete or request.error is not None:
                 poll.unregister(number)
                 del waiting[number]
-            elif sending and not len(job._out):
-                poll.modify(number, job.events)
+            elif sending and not len(request._out):
+                poll.modify(number, request.events)
         if left <= 0:
             return

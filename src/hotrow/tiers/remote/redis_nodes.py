@@ -1,37 +1,37 @@
-"""The nodes of a Redis server or cluster: who has which slot, who is up, and connections to them.
+"""The nodes of a Redis server or cluster: which node owns a slot, which are up, and their connection pools.
 
-A node that refuses, resets, or stays silent for `timeout` seconds is *down*: `take` then says no at once, so a dead
-server is waited for once and not by every request. Silence is counted over requests: with deadlines of 20 ms and a
-timeout of 250 ms, it takes a dozen requests without a byte, and a single byte begins the count anew. A keeper thread
-probes nodes that are down, at intervals that double from 50 ms to 2 s, and they are up again when a probe is answered.
+A node that refuses, resets, or stays silent for `timeout` seconds is *down*: `acquire` then returns None at once, so
+that one request waits for a dead server and not every one. Silence adds up over requests: with deadlines of 20 ms and a
+timeout of 250 ms it takes a dozen requests without a byte, and a single byte sets the sum to 0. A monitor thread probes
+nodes that are down, at intervals that double from 50 ms to 2 s; a node is up again when it answers a probe.
 
-A cluster's slots are taken from CLUSTER SLOTS of whichever node answers; MOVED corrects one slot at once and asks the
-keeper for the whole map. Readers never wait for either.
+The slot map comes from CLUSTER SLOTS of any node that answers. A MOVED corrects one slot at once and makes the monitor
+thread fetch the whole map. Readers wait for neither.
 
 Threads: everything may be called from any thread.
 """
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from hotrow.backoff import Backoff
 from hotrow.errors import StorageError
-from hotrow.tiers.remote.redis_connection import Access, Connection, ReplyError, command
+from hotrow.tiers.remote.redis_connection import Connection, NodeAccess, ReplyError, command
 
 SLOTS = 16384
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
-REFRESH_PAUSE = 0.1  # seconds between two askings for the map
+REFRESH_PAUSE = 0.1  # seconds between two fetches of the slot map
 Address = tuple[str, int]
 
 
 class Node:
-    """One server: connections that are free, and whether it is up."""
+    """One server: its free connections, and whether it is up."""
 
-    def __init__(self, address: Address, access: Access, timeout: float, connect_timeout: float) -> None:
+    def __init__(self, address: Address, access: NodeAccess, timeout: float, connect_timeout: float) -> None:
         self.address = address
         self.access = access
         self.timeout = timeout
@@ -40,8 +40,8 @@ class Node:
         self.failures = 0
         self.last_error = ""
         self.probe_at = 0.0
-        self._pause = FIRST_PAUSE
-        self._silence = 0.0  # seconds waited in vain
+        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, jitter=0.25)
+        self._silence = 0.0  # seconds waited without a byte
         self._free: list[Connection] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -49,8 +49,8 @@ class Node:
     def __repr__(self) -> str:
         return f"{self.address[0]}:{self.address[1]}"
 
-    def take(self, deadline: float) -> Connection | None:
-        """A connection for this thread; None where the node is down, or does not let us in before the deadline."""
+    def acquire(self, deadline: float) -> Connection | None:
+        """A connection for this thread; None if the node is down, or no connection is ready before the deadline."""
         if self.down or self._closed:
             return None
         with self._lock:
@@ -60,17 +60,17 @@ class Node:
         try:
             return self.connect(min(self.connect_timeout, deadline - started))
         except TimeoutError:
-            self.silent(started)
+            self.record_silence(started)
         except OSError as error:
-            self.fail(error)
+            self.mark_down(error)
         return None
 
     def connect(self, timeout: float) -> Connection:
         """A new connection."""
         return Connection(*self.address, self.access, timeout)
 
-    def give(self, connection: Connection) -> None:
-        """It answered everything: keep it for the next one."""
+    def release(self, connection: Connection) -> None:
+        """Put a connection that has answered everything back into the pool."""
         self._silence = 0.0
         with self._lock:
             if not self._closed:
@@ -78,29 +78,29 @@ class Node:
                 return
         connection.close()
 
-    def silent(self, since: float) -> None:
-        """Not a byte came since then."""
+    def record_silence(self, since: float) -> None:
+        """Not a byte has arrived since then."""
         self._silence += time.monotonic() - since
         if self._silence >= self.timeout:
-            self.fail(TimeoutError(f"no answer in {self.timeout:g} s"))
+            self.mark_down(TimeoutError(f"no answer in {self.timeout:g} s"))
 
-    def heard(self) -> None:
-        """Something came, if not all of it."""
+    def record_reply(self) -> None:
+        """At least one byte has arrived."""
         self._silence = 0.0
 
-    def fail(self, error: Exception) -> None:
-        """It is down until a probe succeeds."""
+    def mark_down(self, error: Exception) -> None:
+        """The node is down until a probe succeeds."""
         with self._lock:
             self.failures += 1
             self.last_error = str(error) or type(error).__name__
             if not self.down:
-                self._pause = FIRST_PAUSE
-                self.probe_at = time.monotonic() + self._pause
+                self._backoff.reset()
+                self.probe_at = time.monotonic() + self._backoff.next()
             self.down = True
         self.drop_connections()
 
     def probe(self) -> bool:
-        """Whether it answers; if so, it is up again."""
+        """Send a PING; the node is up again if it answers. Returns whether it did."""
         try:
             connection = self.connect(self.connect_timeout)
             reply = connection.call([command("PING")], time.monotonic() + self.connect_timeout)[0]
@@ -109,34 +109,34 @@ class Node:
                 raise ConnectionError(str(reply))
         except OSError as error:
             self.last_error = str(error) or type(error).__name__
-            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
-            self.probe_at = time.monotonic() + self._pause * random.uniform(0.75, 1.0)
+            self.probe_at = time.monotonic() + self._backoff.next()
             return False
-        self.give(connection)
+        self.release(connection)
         self.down = False
         return True
 
     def drop_connections(self) -> None:
-        """Those that are free."""
+        """Close the free connections."""
         with self._lock:
             free, self._free = self._free, []
         for connection in free:
             connection.close()
 
     def close(self) -> None:
-        """For good."""
+        """Close the free connections and give out no others."""
         self._closed = True
         self.drop_connections()
 
 
 class Nodes:
-    """All nodes, and which of them has a slot. Without `cluster` there is one, which has all."""
+    """All nodes, and which of them owns a slot. Without `cluster` one node owns all. The monitor thread calls `tick`
+    every second."""
 
     def __init__(
         self,
         seeds: list[Address],
         cluster: bool,
-        access: Access,
+        access: NodeAccess,
         timeouts: tuple[float, float],
         tick: Callable[[], None],
     ) -> None:
@@ -146,7 +146,7 @@ class Nodes:
         self._seeds = seeds
         self._known: dict[Address, Node] = {address: self._make(address) for address in seeds}
         self.owners: list[Node | None] = [None] * SLOTS
-        self.moves = 0  # of slots, that a server told us of
+        self.moves = 0  # slots that a MOVED has corrected
         self._lock = threading.Lock()
         self._stale = threading.Event()
         self._closing = threading.Event()
@@ -158,37 +158,39 @@ class Nodes:
         if self.owners.count(None) == SLOTS:
             self.close()
             why = "; ".join(f"{node}: {node.last_error or 'no answer'}" for node in self._known.values())
-            raise StorageError(f"no node of the Redis cluster tells its slots ({why}); check remote= and that it runs")
-        self._keeper = threading.Thread(target=self._keep, name="hotrow-remote", daemon=True)
-        self._keeper.start()
+            raise StorageError(
+                f"no node of the Redis cluster reports its slots ({why}); check remote= and that it runs"
+            )
+        self._monitor = threading.Thread(target=self._run, name="hotrow-remote", daemon=True)
+        self._monitor.start()
 
     def all(self) -> list[Node]:
-        """Those with a slot."""
+        """The nodes that own a slot."""
         return list(dict.fromkeys(node for node in self.owners if node is not None))
 
     def at(self, host: str, port: int) -> Node:
-        """The node at an address, new or known."""
+        """The node at an address; made if it is not known."""
         with self._lock:
             return self._known.setdefault((host, port), self._make((host, port)))
 
-    def redirect(self, text: str, asked: Node) -> tuple[int, Node]:
-        """Slot and node of "MOVED 3999 host:port" or "ASK ..."; without a host, the host that was asked is meant."""
+    def redirect(self, text: str, source: Node) -> tuple[int, Node]:
+        """Slot and node of "MOVED 3999 host:port" or "ASK ...". Without a host it is that of `source`."""
         _, slot, where = text.split()[:3]
         host, _, port = where.rpartition(":")
-        return int(slot), self.at(host or asked.address[0], int(port))
+        return int(slot), self.at(host or source.address[0], int(port))
 
-    def moved(self, slot: int, node: Node) -> None:
-        """A slot has another owner."""
+    def record_move(self, slot: int, node: Node) -> None:
+        """A slot has another owner now."""
         self.moves += 1
         self.owners[slot] = node
         self._stale.set()
 
-    def suspect(self) -> None:
-        """The map may be wrong: look again soon."""
+    def request_refresh(self) -> None:
+        """The slot map may be wrong: make the monitor thread fetch it."""
         self._stale.set()
 
     def refresh(self) -> bool:
-        """Take the map from the first node that tells it."""
+        """Fetch the slot map from the first node that answers."""
         for node in sorted(self._nodes(), key=lambda node: node.down):
             try:
                 connection = node.connect(self._connect_timeout)
@@ -196,7 +198,7 @@ class Nodes:
                 connection.close()
                 if isinstance(reply, ReplyError):
                     raise ConnectionError(str(reply))
-                self._take_map(reply, node)
+                self._set_slots(reply, node)
                 return True
             except OSError as error:
                 node.last_error = str(error) or type(error).__name__
@@ -206,11 +208,11 @@ class Nodes:
         with self._lock:
             return list(self._known.values())
 
-    def _take_map(self, reply: Any, asked: Node) -> None:
+    def _set_slots(self, reply: Any, source: Node) -> None:
         owners: list[Node | None] = [None] * SLOTS
         for first, last, master, *_ in reply:
             host = (master[0] or b"").decode()
-            node = self.at(host if host not in ("", "?") else asked.address[0], master[1])
+            node = self.at(host if host not in ("", "?") else source.address[0], master[1])
             owners[first : last + 1] = [node] * (last + 1 - first)
         self.owners = owners
         with self._lock:
@@ -221,7 +223,7 @@ class Nodes:
         for node in gone:
             node.close()
 
-    def _keep(self) -> None:
+    def _run(self) -> None:
         refreshed = ticked = 0.0
         while not self._closing.is_set():
             down = [node for node in self._nodes() if node.down]
@@ -245,18 +247,18 @@ class Nodes:
                 ticked = time.monotonic()
 
     def close(self) -> None:
-        """Hang up everywhere."""
+        """Stop the monitor thread and close all connections."""
         self._closing.set()
         self._stale.set()
-        keeper = getattr(self, "_keeper", None)
-        if keeper is not None and keeper is not threading.current_thread():
-            keeper.join(timeout=5)
+        monitor = getattr(self, "_monitor", None)
+        if monitor is not None and monitor is not threading.current_thread():
+            monitor.join(timeout=5)
         for node in self._nodes():
             node.close()
 
 
 def key_slot(name: bytes) -> int:
-    """The slot of a key: CRC16 (XMODEM) of what stands between the first braces, or of all of it.
+    """The slot of a key: CRC16 (XMODEM) of the part between the first braces, or of the whole key.
 
     >>> key_slot(b"123456789"), key_slot(b"{user1000}.following") == key_slot(b"user1000")
     (12739, True)

@@ -1,9 +1,9 @@
 """RemoteTables: a collection's tables over one remote store.
 
-The store is opened once for all collections of a process that name it (two versions of a model, or a version and the
-export that takes its place), because RocksDB lets nobody open a folder twice, and Redis need not be asked by each.
+A process opens a store once for all collections that name it (two versions of a model, or a version and its successor),
+because RocksDB does not open a folder twice, and one set of connections to Redis is enough.
 
-Threads: any number of plans at once, each on one thread; `bring` and `cold` from any.
+Threads: any number of plans at once, each on one thread; `load` and `cold` on any.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hotrow.credentials import public
 from hotrow.errors import ClosedError, MemoryBudgetError, OptionError
 from hotrow.tiers.host.store import HostStore
 from hotrow.tiers.host.stored_table import StoredTable, smallest_dram_bytes
-from hotrow.tiers.remote.cached_rows import LoadedRows, CachedTable
+from hotrow.tiers.remote.cached_rows import CachedTable, LoadedRows
 from hotrow.tiers.remote.store import RemoteStore, open_remote, write_publication
 from hotrow.units import format_size, round_up_size
 
-READ = 1.0  # seconds that a batch which waits gives the store
-WAIT = 30.0  # seconds that a request gives it whose policy is to wait
-PAUSE = 0.05  # between two tries
-AT_ONCE = 8  # tables that are asked for at the same time
+READ = 1.0  # seconds that a batch waits for the store
+WAIT = 30.0  # seconds that a request with the policy "wait" waits for it
+PAUSE = 0.05  # between two attempts
+AT_ONCE = 8  # tables that are read at the same time
 
 Change = tuple[Tensor, Tensor, Tensor]  # keys, values, deleted keys
 
@@ -44,7 +44,7 @@ _opening = threading.Lock()
 
 
 def open_shared_store(url: str) -> RemoteStore:
-    """The store at a URL, one for this process. Give it back with `close_shared_store`."""
+    """The store at a URL, one for this process. Close it with `close_shared_store`."""
     with _opening:
         found = _opened.get(url) or _Opened(open_remote(url), 0)
         _opened[url] = found._replace(users=found.users + 1)
@@ -52,7 +52,7 @@ def open_shared_store(url: str) -> RemoteStore:
 
 
 def close_shared_store(url: str) -> None:
-    """The last one closes it."""
+    """Close the store if its last user does."""
     with _opening:
         found = _opened.pop(url)
         if found.users > 1:
@@ -87,16 +87,17 @@ class RemoteTables:
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="hotrow-remote")
 
     def begin(self, number: int) -> None:
-        """The publication that is in service."""
+        """This collection serves publication `number`."""
         for rows in self.rows:
             rows.begin(number)
 
     def cold(self, parts: Sequence[tuple[HostStore, Tensor]]) -> int:
-        """How many of some tables' keys must be asked for, duplicates counted."""
+        """How many of some tables' keys are not in DRAM, duplicates counted."""
         return sum([int(self.by_store[id(store)].cold(keys).sum()) for store, keys in parts])
 
-    def bring(self, parts: Sequence[tuple[HostStore, Tensor]], seconds: float) -> list[LoadedRows | None]:
-        """Ask the store for those keys that DRAM lacks; what came, for each part that lacked any."""
+    def load(self, parts: Sequence[tuple[HostStore, Tensor]], seconds: float) -> list[LoadedRows | None]:
+        """Load the keys that DRAM lacks from the store. Returns what was loaded for each part, None where nothing
+        lacked."""
         wanted = []
         for store, keys in parts:
             rows = self.by_store[id(store)]
@@ -104,24 +105,25 @@ class RemoteTables:
             wanted.append((rows, torch.unique(missing).numpy() if missing.numel() else None))
         deadline = time.monotonic() + seconds
         try:
-            waits = [None if keys is None else self._pool.submit(rows.bring, keys, deadline) for rows, keys in wanted]
+            waits = [None if keys is None else self._pool.submit(rows.load, keys, deadline) for rows, keys in wanted]
         except RuntimeError:
             raise ClosedError(f"the tables over {public(self.url)} are closed; open them again") from None
         return [None if one is None else one.result() for one in waits]
 
-    def warm(self, parts: Sequence[tuple[HostStore, Tensor]], patient: bool = False) -> int:
-        """Bring rows of these keys; returns how many came. A patient one tries until all have, or WAIT is over."""
-        until, came = time.monotonic() + WAIT, 0
+    def prefetch(self, parts: Sequence[tuple[HostStore, Tensor]], until_complete: bool = False) -> int:
+        """Load rows of these keys; returns how many. With `until_complete` try again until no key is late, or WAIT has
+        passed."""
+        deadline, loaded = time.monotonic() + WAIT, 0
         while True:
-            brought = [one.answer for one in self.bring(parts, READ) if one is not None]
-            came += sum([int(answer.found.sum()) for answer in brought])
-            late = any(answer.late.any() for answer in brought)
-            if not (patient and late) or time.monotonic() + PAUSE >= until:
-                return came
+            answers = [one.answer for one in self.load(parts, READ) if one is not None]
+            loaded += sum([int(answer.found.sum()) for answer in answers])
+            late = any(answer.late.any() for answer in answers)
+            if not (until_complete and late) or time.monotonic() + PAUSE >= deadline:
+                return loaded
             time.sleep(PAUSE)
 
-    def take(self, number: int, previous: int, changes: Mapping[str, Change]) -> None:
-        """A publication is about to be applied here: a store that nobody else can write gets it first."""
+    def write_if_local(self, number: int, previous: int, changes: Mapping[str, Change]) -> None:
+        """Write a publication to the store before this process applies it, if no other process can write the store."""
         if is_local(self.url):
             rows = {name: (keys.numpy(), values.numpy()) for name, (keys, values, _) in changes.items()}
             deleted = {name: gone.numpy() for name, (_, _, gone) in changes.items()}
@@ -133,17 +135,17 @@ class RemoteTables:
         return {name: sum([one[name] for one in figures]) for name in figures[0]}
 
     def figures(self) -> dict[str, int]:
-        """For metrics: what the cache and the store have done, and how the store is."""
+        """For metrics: counters of the cache, and whether the store is up."""
         counts, health = self.metrics(), self.store.health()
         named = {name: counts[name] for name in ("hits", "misses", "absent", "late", "rows", "bytes")}
         return {**named, "up": int(health["ok"]), "publication": self.store.lowest}
 
     def close(self) -> None:
-        """Let go of the store; batches under way must have ended, or find their rows late."""
+        """Close the store. Batches in flight find their rows late."""
         self._pool.shutdown(wait=True)
         close_shared_store(self.url)
 
 
 def is_local(url: str) -> bool:
-    """Whether the store belongs to this process alone, which then must write it."""
+    """Whether the store belongs to this process alone, so that no other process can write it."""
     return url.startswith("rocksdb:")
