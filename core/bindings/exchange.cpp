@@ -10,34 +10,34 @@ namespace hotrow::bindings {
 
 void bind_exchange(nb::module_& m) {
   using AddressTuple = std::tuple<int64_t, int64_t, uint64_t>;  // process, descriptor, token
-  nb::class_<SharedMemoryExchange>(m, "Mailbox")
+  nb::class_<SharedMemoryExchange>(m, "SharedMemoryExchange")
       .def(nb::init<size_t, size_t, double>(), nb::arg("rank"), nb::arg("world"), nb::arg("timeout"))
       .def_prop_ro("address",
-                   [](const SharedMemoryExchange& box) {
-                     const SegmentAddress mine = box.address();
+                   [](const SharedMemoryExchange& exchange) {
+                     const SegmentAddress mine = exchange.address();
                      return AddressTuple(mine.process, mine.descriptor, mine.token);
                    })
       .def(
           "connect",
-          [](SharedMemoryExchange& box, const std::vector<AddressTuple>& peers) {
+          [](SharedMemoryExchange& exchange, const std::vector<AddressTuple>& peers) {
             std::vector<SegmentAddress> addresses;
             for (const auto& [process, descriptor, token] : peers) addresses.push_back({process, descriptor, token});
-            box.connect(addresses);
+            exchange.connect(addresses);
           },
-          nb::arg("everybody"))
+          nb::arg("addresses"))
       .def(
           "begin",
-          [](SharedMemoryExchange& box, Address send, const std::vector<size_t>& to, bool broadcast, Address out,
+          [](SharedMemoryExchange& exchange, Address send, const std::vector<size_t>& to, bool broadcast, Address out,
              const std::vector<size_t>& from, bool own) {
             nb::gil_scoped_release release;
-            return box.begin(at<const char>(send), to, broadcast, at<char>(out), from, own);
+            return exchange.begin(at<const char>(send), to, broadcast, at<char>(out), from, own);
           },
-          nb::arg("send"), nb::arg("to"), nb::arg("same"), nb::arg("out"), nb::arg("come"), nb::arg("own") = true)
+          nb::arg("send"), nb::arg("to"), nb::arg("broadcast"), nb::arg("out"), nb::arg("from"), nb::arg("own") = true)
       .def(
           "wait",
-          [](SharedMemoryExchange& box, uint32_t number) {
+          [](SharedMemoryExchange& exchange, uint32_t number) {
             nb::gil_scoped_release release;
-            box.wait(number);
+            exchange.wait(number);
           },
           nb::arg("number"))
       .def("close", &SharedMemoryExchange::close);

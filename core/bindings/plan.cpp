@@ -41,13 +41,13 @@ nb::class_<Plan> bind_plan(nb::module_& m) {
       .def(
           "prefetch",
           [](Plan& plan) {
-            const Plan::Prefetched came = [&] {
+            const Plan::Prefetched prefetched = [&] {
               nb::gil_scoped_release release;
               return plan.prefetch();
             }();
-            return std::make_tuple(came.rows, came.bytes, came.out_of_slots);
+            return std::make_tuple(prefetched.rows, prefetched.bytes, prefetched.out_of_slots);
           },
-          "Brings rows up from SSD and keeps them for fetch; returns (rows, bytes, whether room was short).")
+          "Loads rows from SSD and pins them for fetch; returns (rows, bytes, whether slots ran out).")
       .def("release", &Plan::release, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "read",
@@ -89,7 +89,7 @@ nb::class_<Plan> bind_plan(nb::module_& m) {
           nb::arg("gradients"), nb::arg("checked"), nb::arg("updates"), nb::arg("step"), nb::arg("grad_scale"),
           nb::arg("present") = std::vector<Address>())
       .def_prop_ro("ids", &Plan::ids)
-      .def_prop_ro("late", &Plan::prefetch_misses)
+      .def_prop_ro("prefetch_misses", &Plan::prefetch_misses)
       .def_prop_ro("unique", &Plan::unique)
       .def_prop_ro("bytes", &Plan::bytes);
   return plan;

@@ -1,5 +1,5 @@
-// Bindings of plan/plan_by_owner.cpp. The Python caller (src/hotrow/tiers/host/plan.py) has checked every address
-// passed here.
+// Bindings of plan/plan_by_owner.cpp, and of plans over keys that requesters have deduplicated. The Python callers
+// (src/hotrow/tiers/host/plan.py and row_staging.py) have checked every address passed here.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -11,18 +11,18 @@
 namespace hotrow::bindings {
 namespace {
 
-using KeyCounts = std::tuple<Address, Address, size_t>;  // keys, seen, count
+using KeyArrays = std::tuple<Address, Address, size_t>;  // keys, occurrences, count
 
 }  // namespace
 
 void bind_plan_by_owner(nb::class_<Plan>& plan) {
   plan.def(
-          "route_seen",
-          [](Plan& self, const std::vector<std::tuple<std::shared_ptr<Table>, std::vector<KeyCounts>>>& tuples) {
+          "route_unique",
+          [](Plan& self, const std::vector<std::tuple<std::shared_ptr<Table>, std::vector<KeyArrays>>>& tuples) {
             std::vector<JobInput> jobs;
-            for (const auto& [table, asked] : tuples) {
+            for (const auto& [table, requests] : tuples) {
               JobInput job{table, {}};
-              for (const auto& [keys, occurrences, count] : asked)
+              for (const auto& [keys, occurrences, count] : requests)
                 job.features.push_back({at<const int64_t>(keys), count, nullptr, count, nullptr, Pooling::kNone,
                                         at<const uint32_t>(occurrences)});
               jobs.push_back(std::move(job));
@@ -30,25 +30,25 @@ void bind_plan_by_owner(nb::class_<Plan>& plan) {
             nb::gil_scoped_release release;
             self.route(jobs);
           },
-          nb::arg("jobs"), "Tables with what each process asks for: keys and how often each was seen (int32).")
+          nb::arg("jobs"), "Tables with the unique keys of each requester and how often its batch has each (int32), by address.")
       .def(
-          "deal",
+          "partition_by_owner",
           [](Plan& self, Address owner_of, size_t world, Address counts) {
             self.partition_by_owner(at<const uint32_t>(owner_of), world, at<int64_t>(counts));
           },
           nb::arg("owner_of"), nb::arg("world"), nb::arg("counts"), nb::call_guard<nb::gil_scoped_release>(),
           "Unique keys by owner; counts[world, tables] says how many.")
       .def(
-          "dealt",
+          "partitioned_keys",
           [](const Plan& self, Address keys, Address occurrences) {
             self.partitioned_keys(at<int64_t>(keys), at<uint32_t>(occurrences));
           },
-          nb::arg("keys"), nb::arg("seen"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("keys"), nb::arg("occurrences"), nb::call_guard<nb::gil_scoped_release>())
       .def(
-          "take_rows", [](Plan& self, Address rows) { self.set_received_rows(at<const float>(rows)); }, nb::arg("rows"),
-          "Rows of the dealt keys, which must stay where they are until the next route.")
+          "set_received_rows", [](Plan& self, Address rows) { self.set_received_rows(at<const float>(rows)); }, nb::arg("rows"),
+          "Rows of the partitioned keys. Their memory must stay valid until the next route.")
       .def(
-          "sum",
+          "sum_gradients",
           [](Plan& self, const std::vector<MatrixTuple>& gradients, const std::vector<MatrixTuple>& checked,
              Address out, Address present) {
             auto list = matrices(gradients), to_check = matrices(checked);
@@ -60,7 +60,7 @@ void bind_plan_by_owner(nb::class_<Plan>& plan) {
             return nb::make_tuple(summed.finite, summed.all_present);
           },
           nb::arg("gradients"), nb::arg("checked"), nb::arg("out"), nb::arg("present"),
-          "Gradients of the dealt keys; returns (all finite, every key had one).");
+          "Sums the gradients of each partitioned key; returns (all finite, every key had one).");
 }
 
 }  // namespace hotrow::bindings

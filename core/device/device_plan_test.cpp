@@ -13,11 +13,11 @@ namespace hotrow {
 namespace {
 
 using testing::evict_all;
+using testing::fetch_and_pin;
 using testing::find;
 using testing::kDim;
 using testing::kDram;
 using testing::keys_from;
-using testing::lift;
 using testing::over_log;
 using testing::press;
 using testing::row_at;
@@ -32,13 +32,13 @@ TEST(slot_metadata_is_that_of_every_position) {
   CHECK_THROWS(std::invalid_argument, plan.slot_metadata(nullptr, nullptr, nullptr));
   CHECK_THROWS(std::invalid_argument, plan.pin_for_device());
   for (uint32_t step = 1; step <= 3; ++step) {
-    StagedRows lot = lift(plan, tables, {random.keys(3000, 900), {}, random.keys(10, 5)}, {}, step);
+    StagedRows lot = fetch_and_pin(plan, tables, {random.keys(3000, 900), {}, random.keys(10, 5)}, {}, step);
     const StagedRows placed = lot;
     CHECK_EQ(lot.seek(), 0u);
     CHECK(placed.slots == lot.slots && placed.steps == lot.steps && placed.counts == lot.counts);
     plan.pin_for_device();
     plan.commit_device_update();
-    lot = lift(plan, tables, {{}, random.keys(2000, 900), {}}, {}, step);
+    lot = fetch_and_pin(plan, tables, {{}, random.keys(2000, 900), {}}, {}, step);
     const size_t stride = lot.widest();
     StagedRows unique;
     const std::set<int64_t> keys(lot.keys.begin(), lot.keys.end());
@@ -61,7 +61,7 @@ TEST(pinned_rows_are_not_evicted_until_they_are_unpinned) {
   testing::Random random(6);
   const auto keys = keys_from(0, 1000);
   Plan plan;
-  StagedRows lot = lift(plan, {table}, {keys}, {}, 1);
+  StagedRows lot = fetch_and_pin(plan, {table}, {keys}, {}, 1);
   plan.pin_for_device();
   plan.commit_device_update();
   press(*table, 100000, 20000);
@@ -80,7 +80,7 @@ TEST(pinned_rows_are_not_evicted_until_they_are_unpinned) {
   const auto left = find(*table, keys);
   for (size_t i = 0; i < keys.size(); ++i) CHECK_EQ(left[i], i % 2 ? lot.slots[i] : kNoSlot);
 
-  const StagedRows back = lift(plan, {table}, {keys}, {}, 8);  // half from DRAM, half from SSD
+  const StagedRows back = fetch_and_pin(plan, {table}, {keys}, {}, 8);  // half from DRAM, half from SSD
   for (size_t i = 0; i < keys.size(); ++i) {
     CHECK(row_at(*table, back.slots[i]) == lot.row(i, rows, stride));
     CHECK_EQ(back.counts[i], lot.counts[i]);
@@ -97,9 +97,9 @@ TEST(rows_pinned_twice_stay_for_the_second_plan) {
   auto table = over_log(kDram, folder / "rows");
   const auto keys = keys_from(0, 100);
   Plan first, second;
-  const StagedRows lot = lift(first, {table}, {keys}, {}, 1);
+  const StagedRows lot = fetch_and_pin(first, {table}, {keys}, {}, 1);
   first.pin_for_device();
-  CHECK(lift(second, {table}, {keys}, {}, 1).slots == lot.slots);
+  CHECK(fetch_and_pin(second, {table}, {keys}, {}, 1).slots == lot.slots);
   second.pin_for_device();
   first.commit_device_update();
   second.commit_device_update();
@@ -118,7 +118,7 @@ TEST(rejected_keys_borrow_a_slot_and_are_counted_only_by_a_commit) {
     const std::vector<uint32_t> none(keys.size(), kNoSlot);
     Plan plan;
     auto refused = [&](uint32_t seen) {
-      StagedRows lot = lift(plan, {table}, {keys}, std::vector<uint32_t>(keys.size(), seen), 1);
+      StagedRows lot = fetch_and_pin(plan, {table}, {keys}, std::vector<uint32_t>(keys.size(), seen), 1);
       CHECK(std::all_of(lot.steps.begin(), lot.steps.end(), [](uint32_t step) { return step == ~0u; }));
       CHECK_EQ(std::set<uint32_t>(lot.slots.begin(), lot.slots.end()).size(), keys.size());
       CHECK(find(*table, keys) == none);
@@ -138,7 +138,7 @@ TEST(rejected_keys_borrow_a_slot_and_are_counted_only_by_a_commit) {
     CHECK_EQ(table->size(), 0u);
     if (dram)
       for (uint32_t slot : lent.slots) CHECK_EQ(int{table->tier()->slot_state().pins(slot)}, 0);
-    const StagedRows lot = lift(plan, {table}, {keys}, std::vector<uint32_t>(keys.size(), 1), 2);  // the third
+    const StagedRows lot = fetch_and_pin(plan, {table}, {keys}, std::vector<uint32_t>(keys.size(), 1), 2);  // the third
     plan.pin_for_device();
     plan.commit_device_update();
     CHECK_EQ(table->size(), keys.size());
@@ -161,7 +161,7 @@ TEST(the_slot_of_a_swept_row_is_freed_with_its_last_pin) {
     const std::vector<float> rows(keys.size() * table->width(), 1.0f);
     table->assign(keys.data(), keys.size(), rows.data(), table->width(), nullptr, steps.data());
     Plan plan;
-    const StagedRows lot = lift(plan, {table}, {keys}, {}, 8);
+    const StagedRows lot = fetch_and_pin(plan, {table}, {keys}, {}, 8);
     CHECK(lot.steps == steps);
     plan.pin_for_device();
     plan.commit_device_update();

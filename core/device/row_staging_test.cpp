@@ -20,13 +20,13 @@ namespace hotrow {
 namespace {
 
 using testing::evict_all;
+using testing::fetch_and_pin;
 using testing::find;
 using testing::kCuts;
 using testing::kDim;
 using testing::kDram;
 using testing::keys_from;
 using testing::kUntouched;
-using testing::lift;
 using testing::over_log;
 using testing::press;
 using testing::Row;
@@ -45,7 +45,7 @@ TEST(looked_up_rows_are_the_ones_each_table_finds) {
     testing::WithThreads with(threads);
     StagedRows lot = some_lot(random, tables, keys);
     for (int64_t& key : lot.keys)
-      if (random.below(3) == 0)  // nobody's, and often the same
+      if (random.below(3) == 0)  // an absent key, often the same one
         key = static_cast<int64_t>(static_cast<uint64_t>(random.key(50)) * 7919 + 1);
     const size_t absent = lot.seek();
     size_t expected = 0;
@@ -77,7 +77,7 @@ TEST(copied_rows_are_whole_and_start_at_the_range) {
     testing::WithThreads with(threads);
     for (size_t c = 0; c + 1 < std::size(kCuts); ++c) {
       const size_t begin = kCuts[c], end = kCuts[c + 1];
-      std::vector<float> out((end - begin + 1) * stride, -7.0f);  // and one more, which nobody writes
+      std::vector<float> out((end - begin + 1) * stride, -7.0f);  // and one more, which must stay as it is
       lot.copy(begin, end, out.data(), stride);
       std::vector<float> expected(out.size(), -7.0f);
       for (size_t i = begin; i < end; ++i) {
@@ -188,7 +188,7 @@ TEST(a_snapshot_keeps_rows_as_they_were_before_a_write_back) {
     auto plain = testing::make_table(kDim, RuleKind::kAdagrad);  // beside it, without a log
     testing::Random random(4);
     Plan plan;
-    StagedRows lot = lift(plan, {plain, table}, {keys_from(0, 300), keys_from(0, 3000)}, {}, 1);
+    StagedRows lot = fetch_and_pin(plan, {plain, table}, {keys_from(0, 300), keys_from(0, 3000)}, {}, 1);
     plan.pin_for_device();
     plan.commit_device_update();
     const size_t stride = lot.widest();
@@ -226,7 +226,7 @@ TEST(only_rows_that_were_written_back_are_written_by_the_next_snapshot) {
   auto table = over_log(0, folder / "rows");
   testing::Random random(8);
   Plan plan;
-  StagedRows lot = lift(plan, {table}, {keys_from(0, 1000)}, {}, 1);
+  StagedRows lot = fetch_and_pin(plan, {table}, {keys_from(0, 1000)}, {}, 1);
   plan.commit_device_update();
   table->begin_snapshot();
   CHECK_EQ(table->finish_snapshot(folder / "a", "").rows_written, 1000u);
@@ -237,13 +237,13 @@ TEST(only_rows_that_were_written_back_are_written_by_the_next_snapshot) {
   CHECK_EQ(table->finish_snapshot(folder / "b", folder / "a").rows_written, 50u);
 }
 
-// Plans lock tables by address; whoever brings rows down to several must not hold a higher one while it waits.
+// Plans lock tables by address; a write-back to several tables must not hold a higher lock while it waits.
 TEST(write_back_locks_several_tables_in_the_order_of_plans) {
   testing::TempFolder folder;
   Tables tables{over_log(0, folder / "a"), over_log(0, folder / "b")};
   if (&tables[0]->write_mutex() < &tables[1]->write_mutex()) std::swap(tables[0], tables[1]);
   Plan plan;
-  StagedRows lot = lift(plan, tables, {keys_from(0, 10), keys_from(50, 10)}, {}, 1);
+  StagedRows lot = fetch_and_pin(plan, tables, {keys_from(0, 10), keys_from(50, 10)}, {}, 1);
   plan.pin_for_device();
   plan.commit_device_update();
   testing::Random random(3);
@@ -263,7 +263,7 @@ TEST(rows_are_written_back_beside_evictions) {
   auto table = over_log(kDram, folder / "rows");
   testing::Random random(7);
   Plan plan;
-  StagedRows lot = lift(plan, {table}, {keys_from(0, 1000)}, {}, 1);
+  StagedRows lot = fetch_and_pin(plan, {table}, {keys_from(0, 1000)}, {}, 1);
   plan.pin_for_device();
   plan.commit_device_update();
   const size_t stride = lot.widest();

@@ -8,8 +8,8 @@
 //   write-back   Rows are copied into pinned memory chunk by chunk (stream `down`). Each chunk is stored into its DRAM
 //                slots when its copy has arrived.
 //
-// Why both ways up: zero-copy reads reach 29 million rows/s at any row width and page size, because each row costs one
-// IOMMU miss on the host. CPU cores gather 50 GB/s, and copies run at the link's 55 GB/s. Each way has its own limit,
+// Why uploads use both: zero-copy reads reach 29 million rows/s at any row width and page size, because each row costs
+// one IOMMU miss on the host. CPU cores gather 50 GB/s, and copies run at the link's 55 GB/s. Each has its own limit,
 // so using both is faster than either. They need separate streams: on one stream, copies would wait for zero-copy
 // reads.
 //

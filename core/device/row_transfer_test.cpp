@@ -164,7 +164,7 @@ TEST(unseen_keys_stop_an_upload_or_are_skipped) {
       batch.keys[at] = -5;
       CHECK_EQ(batch.upload(*bench.transfer, all), 1u);
       bench.slow.finish();
-      CHECK_EQ(bench.hosts[batch.slots[0]] == -9, all);  // nothing landed
+      CHECK_EQ(bench.hosts[batch.slots[0]] == -9, all);  // nothing was scattered
       if (!all) {
         CHECK_EQ(bench.hosts[batch.slots[at]], static_cast<int32_t>(kAbsent));
         batch.keys[at] = batch.keys[at + 1], batch.slots[at] = batch.slots[at + 1];

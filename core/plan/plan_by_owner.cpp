@@ -7,8 +7,8 @@
 namespace hotrow {
 
 void Plan::partition_by_owner(const uint32_t* owner_of, size_t world, int64_t* counts) {
-  require(state_ != State::kEmpty, "deal: route first");
-  for (size_t shard = 0; shard < kShards; ++shard) require(owner_of[shard] < world, "deal: an owner is out of range");
+  require(state_ != State::kEmpty, "partition_by_owner: route first");
+  for (size_t shard = 0; shard < kShards; ++shard) require(owner_of[shard] < world, "partition_by_owner: an owner is out of range");
   std::fill_n(counts, world * job_count_, int64_t{0});
   ThreadPool::shared().run(static_cast<int>(job_count_), [&](int j) {
     const UniqueKeys& g = jobs_[j].unique_keys;
@@ -22,7 +22,7 @@ void Plan::partition_by_owner(const uint32_t* owner_of, size_t world, int64_t* c
     keys += counts[i];
     floats += counts[i] * jobs_[i % job_count_].table->dim();
   }
-  require(floats <= kNoSlot, "deal: rows of more than 16 GiB in one batch; use smaller batches");
+  require(floats <= kNoSlot, "partition_by_owner: rows of more than 16 GiB in one batch; use smaller batches");
   ThreadPool::shared().run(static_cast<int>(job_count_), [&](int j) {
     Job& job = jobs_[j];
     const UniqueKeys& g = job.unique_keys;
@@ -38,7 +38,7 @@ void Plan::partition_by_owner(const uint32_t* owner_of, size_t world, int64_t* c
 }
 
 void Plan::partitioned_keys(int64_t* keys, uint32_t* occurrences) const {
-  require(partitioned_, "dealt: deal first");
+  require(partitioned_, "partitioned_keys: call partition_by_owner first");
   ThreadPool::shared().run(static_cast<int>(job_count_), [&](int j) {
     const Job& job = jobs_[j];
     for (size_t u = 0; u < job.unique_keys.size(); ++u) {
@@ -49,7 +49,7 @@ void Plan::partitioned_keys(int64_t* keys, uint32_t* occurrences) const {
 }
 
 void Plan::set_received_rows(const float* rows) {
-  require(partitioned_, "take_rows: deal first");
+  require(partitioned_, "set_received_rows: call partition_by_owner first");
   received_rows_ = rows;
   state_ = State::kRead;
 }

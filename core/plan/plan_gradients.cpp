@@ -178,7 +178,7 @@ void Plan::track_changed(Job& job) {
 
 Plan::SumResult Plan::sum_gradients(const std::vector<Matrix>& gradients, const std::vector<Matrix>& checked,
                                     float* out, uint8_t* present) {
-  require(partitioned_, "sum: deal first");
+  require(partitioned_, "sum_gradients: call partition_by_owner first");
   if (!all_finite(checked)) return {false, true};
   const Sources sources = sources_of(gradients, {});
   std::atomic<bool> all_present{true};

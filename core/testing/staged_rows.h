@@ -122,7 +122,7 @@ inline StagedRows some_lot(Random& random, const Tables& tables, const std::vect
 inline constexpr size_t kCuts[] = {0, 0, 5, 300, 700, 701, 956, 957, 1000, 1214};  // of some_lot's 1,214 rows
 
 // Stages the missing rows of a batch through a plan.
-inline StagedRows lift(Plan& plan, const Tables& tables, const std::vector<std::vector<int64_t>>& keys,
+inline StagedRows fetch_and_pin(Plan& plan, const Tables& tables, const std::vector<std::vector<int64_t>>& keys,
                        const std::vector<uint32_t>& seen, uint32_t step) {
   StagedRows lot;
   std::vector<JobInput> jobs;

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from hotrow.device.count_streams import CapturedSteps
+from hotrow.device.streams import CapturedSteps
 from kernels import reference
 from torch import Tensor, nn
 

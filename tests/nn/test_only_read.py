@@ -72,8 +72,8 @@ def test_a_collection_reads_the_same_vectors_from_hbm_dram_and_ssd(values: str, 
             for rows in other.tables:
                 rows.store.core.evict(20)
                 assert len(rows) == 60
-    assert hot.hot is not None
-    report = hot.hot.report()
+    assert hot.hbm_cache is not None
+    report = hot.hbm_cache.report()
     assert report["hits"] > 0
     assert report["misses"] > 0
     assert report["evictions"] + report["overflows"] > 0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernels import reference
 from torch import Tensor, nn
 
 import hotrow as hr
@@ -16,7 +17,6 @@ from hotrow.batch import Jagged, KeyedBatch
 from hotrow.data import Cursor
 from hotrow.errors import BatchError, OptionError
 from hotrow.job import load_job
-from hotrow.kernels import reference
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.table import Expiry, Table, TableRows
 from hotrow.train.trainer import Trainer
@@ -116,7 +116,7 @@ def test_an_update_is_the_rule_in_fp32_rounded_by_chance(dtype: str, rule: optim
         state = {part.name: tensor for part, tensor in zip(rule.state(dim), states, strict=True)}
         rule.rule(w, gradient, state, rule.coefficients(number))
         bits = torch.tensor([reference.draws(stream, key, number, dim) for key in keys.tolist()])
-        w.copy_(reference.round_by_chance(w, bits, TORCH[dtype]).float())
+        w.copy_(reference.stochastic_round(w, bits, TORCH[dtype]).float())
         assert torch.equal(rows_of(table)[1], oracle), number
 
 

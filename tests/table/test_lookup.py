@@ -13,7 +13,7 @@ from hotrow.batch import Jagged, KeyedBatch
 from hotrow.errors import BatchError, GradientError
 from hotrow.optim import SGD, Adagrad, Adam
 from hotrow.table import Lookup, Table, TableRows
-from hotrow.table.lookup import Merged
+from hotrow.table.lookup import MergedLookup
 from hotrow.tiers.feature_layout import Layout
 from hotrow.tiers.host.store import Budget
 
@@ -123,8 +123,8 @@ def gathered(lookup: Lookup) -> tuple[Tensor, Tensor]:
 
 def accept(lookup: Lookup, pooled: Tensor | None, path: Tensor | None) -> None:
     """Gradients of the pooled matrix and of "path", cut into the features'."""
-    cut = [None if pooled is None or not p.pooled else pooled[:, p.begin : p.end] for p in lookup.layout.places]
-    lookup.accept([path if p.feature == "path" else c for p, c in zip(lookup.layout.places, cut, strict=True)])
+    cut = [None if pooled is None or not p.pooled else pooled[:, p.begin : p.end] for p in lookup.layout.outputs]
+    lookup.accept([path if p.feature == "path" else c for p, c in zip(lookup.layout.outputs, cut, strict=True)])
 
 
 @settings(max_examples=60, deadline=None)
@@ -200,7 +200,7 @@ def test_lookups_that_are_merged_give_each_row_one_step_with_the_sum() -> None:
         lookup.gather()
         accept(lookup, pooled, path)
         lookups.append(lookup)
-    Merged(lookups).update(1)
+    MergedLookup(lookups).update(1)
     user = sum(pooled[:, 6:].sum(0) for pooled, _ in gradients)
     state = case.tables[1].state(next(case.tables[1].scan()))
     torch.testing.assert_close(state["m"][0], 0.1 * user)  # one step of Adam's mean, not two

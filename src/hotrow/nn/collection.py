@@ -27,10 +27,10 @@ from hotrow.config import Memory
 from hotrow.errors import OptionError, choices
 from hotrow.optim import Optimizer, RowWiseAdagrad
 from hotrow.parallel.backend import own_device
-from hotrow.parallel.rank_plans import RankPlans
+from hotrow.parallel.rank_plans import RankPlanFactory
 from hotrow.parallel.ranks import Ranks
 from hotrow.table import Lookup, Table, TableRows
-from hotrow.table.lookup import Merged
+from hotrow.table.lookup import MergedLookup
 from hotrow.table.ssd_folder import SsdFolder
 from hotrow.tiers.feature_layout import Layout
 from hotrow.tiers.host.client import HostClient
@@ -39,11 +39,11 @@ from hotrow.tiers.host.store import Budget
 from hotrow.tiers.plan import Plan
 from hotrow.tiers.remote.owner import RemoteOwner
 from hotrow.tiers.remote.tables import RemoteTables
-from hotrow.tiers.sharded.plan import Part, ShardedPlan
+from hotrow.tiers.sharded.plan import ClientTables, ShardedPlan
 from hotrow.tiers.sharded.transport import LocalTransport
 
 if TYPE_CHECKING:
-    from hotrow.tiers.hbm.cache import HotRows
+    from hotrow.tiers.hbm.cache import HbmCache
 
 
 class EmbeddingCollection(nn.Module):
@@ -77,13 +77,13 @@ class EmbeddingCollection(nn.Module):
         self.steps = 0
         self.watermark: int | None = None  # the latest event time that was trained on, in milliseconds
         self.device = _device(self.memory, device, ranks)
-        self.hot = _hot_rows(self.tables, self.memory, self.device, self.budget)
+        self.hbm_cache = _hbm_cache(self.tables, self.memory, self.device, self.budget)
         for rows in self.tables:
-            rows.hot = self.hot
+            rows.hbm_cache = self.hbm_cache
             if ranks is not None and not rows.table.replicate:
-                rows.over_ranks = lambda number: sum(n for (n,) in ranks.rows.gather_numbers(number))
-        self._over_ranks = RankPlans(self.tables, ranks, self.hot) if ranks is not None else None
-        self.layout = Layout(self.tables, self.device, self._over_ranks or _plans(self.hot, self.remote))
+                rows.sum_over_ranks = lambda number: sum(n for (n,) in ranks.rows.gather_numbers(number))
+        self._over_ranks = RankPlanFactory(self.tables, ranks, self.hbm_cache) if ranks is not None else None
+        self.layout = Layout(self.tables, self.device, self._over_ranks or _plans(self.hbm_cache, self.remote))
         self._waiting: list[Lookup] = []
         self._plans: list[Plan] = []
         # Something that requires a gradient, so that backward reaches the rows. Not a parameter: nobody optimizes it.
@@ -92,7 +92,7 @@ class EmbeddingCollection(nn.Module):
     @property
     def features(self) -> dict[str, int]:
         """Width of each pooled feature's vector, in order."""
-        return {place.feature: place.end - place.begin for place in self.layout.places if place.pooled}
+        return {place.feature: place.end - place.begin for place in self.layout.outputs if place.pooled}
 
     @property
     def width(self) -> int:
@@ -102,7 +102,7 @@ class EmbeddingCollection(nn.Module):
     @property
     def sequences(self) -> dict[str, int]:
         """Width of each sequence feature's vectors, in order."""
-        return {place.feature: place.table.table.dim for place in self.layout.places if not place.pooled}
+        return {place.feature: place.table.table.dim for place in self.layout.outputs if not place.pooled}
 
     def table(self, name: str) -> TableRows:
         """A table's rows, by name."""
@@ -131,19 +131,19 @@ class EmbeddingCollection(nn.Module):
 
     def in_flight(self, batches: int) -> None:
         """So many batches may be on their way at once, from their route to their update."""
-        if self.hot is not None:
-            self.hot.in_flight(batches)
+        if self.hbm_cache is not None:
+            self.hbm_cache.set_max_in_flight(batches)
 
     @property
     def routes_ahead(self) -> bool:
         """Whether a batch may be routed on another thread: Triton's interpreter, which stands in for a GPU, has one."""
-        return self.hot is None or self.device.type == "cuda"
+        return self.hbm_cache is None or self.device.type == "cuda"
 
     def forward(self, batch: KeyedBatch | Lookup) -> dict[str, Tensor]:
         """Vectors by feature: [batch, dim] where pooled; [batch, length, dim] and a `<name>_mask` for sequences."""
         outputs, examples = self._vectors(batch, whole=False)
         vectors: dict[str, Tensor] = {}
-        for place, output in zip(self.layout.places, outputs, strict=True):
+        for place, output in zip(self.layout.outputs, outputs, strict=True):
             if place.pooled:
                 vectors[place.feature] = output
             else:
@@ -170,12 +170,12 @@ class EmbeddingCollection(nn.Module):
         self._release(lookup)
         return [pooled] if whole else parts, lookup.batch
 
-    def take_part(self, lookup: Lookup, gathered: bool = False) -> None:
+    def step_without_gradients(self, lookup: Lookup, gathered: bool = False) -> None:
         """Stand in for forward (unless it was `gathered`) and backward of a batch that gives no gradients: other ranks
         need the rows that this one owns."""
         if not gathered:
             lookup.gather()
-        lookup.accept([None] * len(self.layout.places))
+        lookup.accept([None] * len(self.layout.outputs))
         self._waiting.append(lookup)
 
     def settle(self, end: Callable[[], object] = lambda: None) -> None:
@@ -187,8 +187,8 @@ class EmbeddingCollection(nn.Module):
             end()
             return
         nothing = Jagged(torch.zeros(0, dtype=torch.int64))
-        jobs = [(rows.store, [(nothing, "none")]) for rows in self.tables]
-        self.ranks.routes.settle(self.ranks.rows, lambda: plans.make_up(jobs), end)
+        inputs = [(rows.store, [(nothing, "none")]) for rows in self.tables]
+        self.ranks.routes.settle(self.ranks.rows, lambda: plans.route_missing(inputs), end)
 
     def release(self, lookup: Lookup) -> None:
         """Let go of a lookup that will not be trained on."""
@@ -205,7 +205,7 @@ class EmbeddingCollection(nn.Module):
         if not self._waiting:
             return
         lookups, self._waiting[:] = list(self._waiting), []
-        work = lookups[0] if len(lookups) == 1 else Merged(lookups)
+        work = lookups[0] if len(lookups) == 1 else MergedLookup(lookups)
         work.update(self.steps + 1, grad_scale, also)
         self.steps += 1
         times = [time.max() for lookup in lookups if (time := lookup.batch.time) is not None and time.numel()]
@@ -216,19 +216,19 @@ class EmbeddingCollection(nn.Module):
             self.watermark = watermark if self.watermark is None else max(self.watermark, watermark)
         if self.ranks is not None and any(rows.clock.span for rows in self.tables):
             watermark = self.ranks.largest(watermark)
-        sweeps = self.hot is not None and any(rows.sweeps_at(self.steps) for rows in self.tables)
+        sweeps = self.hbm_cache is not None and any(rows.sweeps_at(self.steps) for rows in self.tables)
         if sweeps:
             self.flush()
-        gone = sum([rows.committed(self.steps, watermark) for rows in self.tables])
-        if self.hot is not None:
+        gone = sum([rows.after_step(self.steps, watermark) for rows in self.tables])
+        if self.hbm_cache is not None:
             if sweeps and gone:
-                self.hot.prune()
-            self.hot.tend()
+                self.hbm_cache.prune()
+            self.hbm_cache.rebalance()
 
     def flush(self) -> None:
         """Bring rows that are newer in HBM down to DRAM. Whoever reads rows below calls it first."""
-        if self.hot is not None:
-            self.hot.flush()
+        if self.hbm_cache is not None:
+            self.hbm_cache.flush()
 
     def discard(self) -> None:
         """Forget gradients that wait for `step()`."""
@@ -267,7 +267,7 @@ class _Gather(torch.autograd.Function):
         lookup: Lookup = ctx.lookup
         if ctx.whole:
             matrix = gradients[0]
-            gradients = (None,) * len(lookup.layout.places) if matrix is None else tuple(lookup.layout.split(matrix))
+            gradients = (None,) * len(lookup.layout.outputs) if matrix is None else tuple(lookup.layout.split(matrix))
         lookup.accept(list(gradients))
         if not any(lookup is other for other in ctx.waiting):
             ctx.waiting.append(lookup)
@@ -299,16 +299,16 @@ def _chosen_device(memory: Memory, device: str | torch.device | None, ranks: Ran
     return chosen
 
 
-def _hot_rows(tables: Sequence[TableRows], memory: Memory, device: torch.device, budget: Budget) -> HotRows | None:
+def _hbm_cache(tables: Sequence[TableRows], memory: Memory, device: torch.device, budget: Budget) -> HbmCache | None:
     if memory.hbm is None:
         return None
     try:
-        from hotrow.tiers.hbm.cache import HotRows
+        from hotrow.tiers.hbm.cache import HbmCache
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
         raise OptionError(f"hbm={memory.hbm!r} needs Triton, which is not installed: pip install triton") from None
-    return HotRows(tables, memory, device, budget)
+    return HbmCache(tables, memory, device, budget)
 
 
 def _memory_of_rank(memory: Memory, ranks: Ranks | None) -> Memory:
@@ -329,15 +329,15 @@ def _remote(memory: Memory, tables: Sequence[TableRows], seed: int, ranks: Ranks
     return remote
 
 
-def _plans(hot: HotRows | None, remote: RemoteTables | None) -> Callable[[], Plan]:
+def _plans(hot: HbmCache | None, remote: RemoteTables | None) -> Callable[[], Plan]:
     if remote is not None:
         part_of, transport = [0] * len(remote.rows), LocalTransport()
-        return lambda: ShardedPlan([Part(HostClient())], part_of, RemoteOwner(remote), transport)
+        return lambda: ShardedPlan([ClientTables(HostClient())], part_of, RemoteOwner(remote), transport)
     if hot is None:
         return HostPlan
-    from hotrow.tiers.hbm.plan import HotPlan
+    from hotrow.tiers.hbm.plan import HbmPlan
 
-    return lambda: HotPlan(hot)
+    return lambda: HbmPlan(hot)
 
 
 def pad(ids: Jagged, values: Tensor) -> tuple[Tensor, Tensor]:

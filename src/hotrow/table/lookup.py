@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hotrow.batch import KeyedBatch
 from hotrow.errors import BatchError, OptionError, choices
-from hotrow.tiers.batch_values import ALL_EXAMPLES, BatchUpdate, Moved
+from hotrow.tiers.batch_values import ALL_EXAMPLES, BatchUpdate, TransferStats
 from hotrow.tiers.feature_layout import Layout
 from hotrow.tiers.host.store import LATE
 from hotrow.tiers.plan import ANY_PUBLICATION, Plan
@@ -43,7 +43,7 @@ class Lookup:
         self.batch = batch
         self.ahead = ahead
         self.step = step  # the update that this batch will be part of
-        self.plan = plan or layout.new_plan()
+        self.plan = plan or layout.create_plan()
         self.routed = ALL_EXAMPLES  # what `route` learned
         self.gradients: Gradients | None = None  # by feature, in the layout's order
         self.late_ids = 0  # of a read, answered by a policy
@@ -53,13 +53,13 @@ class Lookup:
 
     def route(self) -> Lookup:
         """Deduplicate the batch's keys, table by table."""
-        self.routed = self.plan.route(self.layout.jobs(self.batch), self.ahead)
+        self.routed = self.plan.route(self.layout.table_inputs(self.batch), self.ahead)
         return self
 
     @property
-    def share(self) -> float:
+    def example_fraction(self) -> float:
         """The part of the step's examples that this batch has."""
-        return self.routed.share
+        return self.routed.example_fraction
 
     @property
     def examples(self) -> int:
@@ -67,15 +67,15 @@ class Lookup:
         return self.batch.size if self.routed.examples is None else self.routed.examples
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether no process has a batch left."""
-        return self.routed.over
+        return self.routed.finished
 
-    def prefetch(self) -> Moved:
+    def prefetch(self) -> TransferStats:
         """Bring rows nearer, ahead of the batch's turn."""
         return self.plan.prefetch()
 
-    def stage(self) -> Moved:
+    def stage(self) -> TransferStats:
         """Bring rows up to the device, ahead of the batch's turn."""
         return self.plan.stage()
 
@@ -147,7 +147,7 @@ class Lookup:
         return torch.empty(rows, columns, dtype=torch.float32, device=self.layout.device)
 
 
-class Merged:
+class MergedLookup:
     """Several lookups that are updated together: one step of the optimizer for each row, whatever lookups it was in."""
 
     def __init__(self, lookups: Sequence[Lookup]) -> None:
@@ -156,8 +156,8 @@ class Merged:
 
     def update(self, step: int, grad_scale: float = 1.0, also: Sequence[Tensor] = ()) -> None:
         """As `Lookup.update`, with the gradients of all of them."""
-        plan = self.layout.new_plan()
-        parts = [self.layout.jobs(lookup.batch) for lookup in self.lookups]
+        plan = self.layout.create_plan()
+        parts = [self.layout.table_inputs(lookup.batch) for lookup in self.lookups]
         plan.route([(jobs[0][0], [f for _, features in jobs for f in features]) for jobs in zip(*parts, strict=True)])
         plan.fetch(step)
         gradients: Gradients = []
@@ -165,7 +165,7 @@ class Merged:
         for rows in self.layout.tables:  # the order of route: table by table, there lookup by lookup
             count = len(rows.table.poolings)
             for lookup in self.lookups:
-                gradients += (lookup.gradients or [None] * len(self.layout.places))[at : at + count]
+                gradients += (lookup.gradients or [None] * len(self.layout.outputs))[at : at + count]
             at += count
         plan.update(_update(self.layout, gradients, also, step, grad_scale))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from hotrow.optim import Optimizer
 from hotrow.row_policies import Clock
 from hotrow.table_definition import Table
-from hotrow.tiers.host.store import Budget, HostStore, Rows, PrefetchHandle
+from hotrow.tiers.host.store import Budget, HostStore, PrefetchHandle, Rows
 from hotrow.units import parse_milliseconds
 
 if TYPE_CHECKING:

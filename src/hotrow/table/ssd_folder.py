@@ -68,7 +68,9 @@ def read_description(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except OtherFormatError:
-        raise CheckpointError(f"{path} is not of format {FORMAT!r} version {VERSION}, which this release reads") from None
+        raise CheckpointError(
+            f"{path} is not of format {FORMAT!r} version {VERSION}, which this release reads"
+        ) from None
     except ValueError as error:
         raise CheckpointError(f"{path} is corrupt: {error}") from None
     del words["checksum"]

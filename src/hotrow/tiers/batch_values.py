@@ -1,7 +1,11 @@
-"""Plain values that a batch's plan takes and returns. They are the same for every tier and over ranks.
+"""The values that a plan takes and returns (tiers/plan.py). They are the same in every tier and with ranks.
 
-`route` returns Routed, the early stages return Moved, and `update` takes a BatchUpdate. Between a process that asks for
-rows and one that owns them travel a Request and, after backward, Summed gradients. tiers/plan.py has the verbs.
+    route      returns a RoutedBatch
+    prefetch   returns TransferStats, as stage does
+    update     takes a BatchUpdate
+
+Where one process has the batch and another owns its rows, the two exchange a KeyRequest before the rows and
+GradientSums after backward. All values are immutable.
 """
 
 from __future__ import annotations
@@ -17,40 +21,43 @@ from hotrow.optim import Optimizer
 
 
 @dataclass(frozen=True)
-class Routed:
-    """What is known of a batch once it is routed.
+class RoutedBatch:
+    """This process's part of a step, known once its batch is routed.
 
-    `share` is the part of the step's `examples` that this batch has; where `examples` is None, it has all of them.
-    `over` says that no process has a batch left. `sizes` has the number of examples of every process that asks.
+    `example_fraction` is the batch's examples divided by the step's `examples`. `examples` is None where the batch is
+    the whole step. `finished` says that no process has a batch left. `batch_sizes` has the number of examples of every
+    process that requests rows.
     """
 
-    share: float = 1.0
+    example_fraction: float = 1.0
     examples: int | None = None
-    over: bool = False
-    sizes: tuple[int, ...] = (1,)
+    finished: bool = False
+    batch_sizes: tuple[int, ...] = (1,)
 
 
-ALL_EXAMPLES = Routed()  # one process has the whole step
+ALL_EXAMPLES = RoutedBatch()  # one process has the whole step
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What an early stage of a batch moved up a tier, and whether it was short of room for more."""
+class TransferStats:
+    """What `prefetch` or `stage` loaded into its tier. `out_of_slots`: it had to leave rows out for want of space."""
 
     rows: int = 0
     bytes: int = 0
-    short: bool = False
+    out_of_slots: bool = False
 
     @staticmethod
-    def total(parts: Iterable[Moved]) -> Moved:
+    def total(parts: Iterable[TransferStats]) -> TransferStats:
         """The sum of several."""
         parts = list(parts)
-        return Moved(sum(p.rows for p in parts), sum(p.bytes for p in parts), any(p.short for p in parts))
+        return TransferStats(
+            sum(p.rows for p in parts), sum(p.bytes for p in parts), any(p.out_of_slots for p in parts)
+        )
 
 
 @dataclass(frozen=True)
 class TableRule:
-    """What one table's optimizer does in one update: its coefficients and its clipping."""
+    """One table's optimizer in one update: its coefficients and its clipping (0 is none)."""
 
     coefficients: tuple[float, ...]
     clip_value: float
@@ -66,8 +73,8 @@ class TableRule:
 class BatchUpdate:
     """One update of a batch's rows.
 
-    `gradients` has a matrix or None for each feature, and they are multiplied by `scale`. If a matrix in `checked` is
-    not finite, no row changes. `rules` has one rule for each table. `step` counts from 1.
+    `gradients` has a matrix or None for each feature; the update multiplies them by `scale`. If a matrix in `checked`
+    is not finite, no row changes. `rules` has one rule for each table. `step` counts from 1.
     """
 
     gradients: Sequence[Tensor | None]
@@ -78,20 +85,22 @@ class BatchUpdate:
 
 
 @dataclass(frozen=True)
-class Summed:
-    """Gradients summed by unique key: the sums, which keys had one, whether all were finite, and whether all had one.
+class GradientSums:
+    """One process's gradients, summed by unique key.
 
-    `overflowed` says that the sums were finite before they were rounded for the wire, and are not now.
+    `sums` are laid out as the rows. `present` has a byte for each key, 0 where it has no gradient; `all_present` says
+    that none is 0. `finite` says that every number is finite. `overflowed`: the sums were finite as float32 and are
+    not in the type in which they are sent.
     """
 
     sums: Tensor
     present: Tensor
     finite: bool
-    whole: bool
+    all_present: bool
     overflowed: bool = False
 
-    def rounded(self, wire: torch.dtype) -> Summed:
-        """The sums in the type in which they travel."""
+    def rounded(self, wire: torch.dtype) -> GradientSums:
+        """The sums in the type in which they are sent."""
         if wire == torch.float32 or not self.finite:
             return self
         sums = self.sums.to(wire)
@@ -100,16 +109,16 @@ class Summed:
         return replace(self, sums=sums, finite=finite, overflowed=overflowed)
 
 
-class Request(NamedTuple):
-    """A batch's unique keys, owner by owner and there table by table, and how often the batch has each. On the CPU."""
+class KeyRequest(NamedTuple):
+    """A batch's unique keys on the CPU: owner by owner, and for each owner table by table."""
 
-    counts: list[list[int]]  # of keys, by owner and table
+    counts: list[list[int]]  # keys by owner and table
     keys: Tensor  # int64
-    seen: Tensor  # int32
+    occurrences: Tensor  # int32: how often the batch has each key
 
 
-class Arrived(NamedTuple):
-    """Sums of gradients that came to an owner: asker by asker, there table by table."""
+class ReceivedGradients(NamedTuple):
+    """The sums of gradients that an owner received: requester by requester, and for each table by table."""
 
     sums: Tensor
-    present: Tensor | None  # a byte for each key, 0 where it has no gradient; None: all have one
+    present: Tensor | None  # a byte for each key, 0 where it has no gradient; None: every key has one

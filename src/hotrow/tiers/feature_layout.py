@@ -1,7 +1,8 @@
-"""Layout: which feature belongs to which table, and where its vectors come out.
+"""Layout: which table a feature belongs to, and which output holds its vectors.
 
-Pooled features share one output matrix [batch, sum of dims], in the collection's order of features, because towers put
-them side by side. Each sequence feature has its own matrix [ids, dim]. A collection makes one Layout; it never changes.
+Pooled features are columns of one matrix [batch, sum of dims], in the collection's order of features, because towers
+put them side by side. Each sequence feature has its own matrix [ids, dim]. A collection makes one Layout, which never
+changes; any thread may use it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from hotrow.tiers.plan import Plan
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a feature's vectors come out: columns of the pooled matrix, or a matrix of its own for a sequence."""
+class FeatureOutput:
+    """The output of one feature: columns of the pooled matrix, or a matrix of its own for a sequence."""
 
     feature: str
     table: StoredTable
@@ -38,28 +39,28 @@ class Place:
 
 
 class Layout:
-    """Which feature goes to which table and where its vectors come out. Made once for a collection."""
+    """The tables of a collection, the output of each feature, and how to make a plan (`create_plan`)."""
 
     def __init__(
         self,
         tables: Sequence[StoredTable],
         device: torch.device | None = None,
-        new_plan: Callable[[], Plan] = HostPlan,
+        create_plan: Callable[[], Plan] = HostPlan,
     ) -> None:
         self.tables = list(tables)
         self._features = [(rows.store, list(rows.table.poolings.items())) for rows in tables]
         self.device = device or torch.device("cpu")
-        self.new_plan = new_plan
-        self.places: list[Place] = []
+        self.create_plan = create_plan
+        self.outputs: list[FeatureOutput] = []
         self.width = 0
         for rows in tables:
             for feature, pooling in rows.table.poolings.items():
                 width = rows.table.dim if pooling != "none" else 0
-                self.places.append(Place(feature, rows, pooling, self.width, self.width + width))
+                self.outputs.append(FeatureOutput(feature, rows, pooling, self.width, self.width + width))
                 self.width += width
-        self.columns = [(place.begin, place.end) for place in self.places]
-        self._widths = [place.end - place.begin for place in self.places if place.pooled]
-        self.sequences = [(place.feature, place.table.table.dim) for place in self.places if not place.pooled]
+        self.columns = [(output.begin, output.end) for output in self.outputs]
+        self._widths = [output.end - output.begin for output in self.outputs if output.pooled]
+        self.sequences = [(output.feature, output.table.table.dim) for output in self.outputs if not output.pooled]
 
     def jagged(self, batch: KeyedBatch, feature: str) -> Jagged:
         """A feature's ids, or an error that names it."""
@@ -67,24 +68,24 @@ class Layout:
             raise BatchError(f"the batch has no feature {feature!r}; {choices(feature, batch.ids)}")
         return batch.ids[feature]
 
-    def jobs(self, batch: KeyedBatch) -> list[tuple[HostStore, list[tuple[Jagged, str]]]]:
+    def table_inputs(self, batch: KeyedBatch) -> list[tuple[HostStore, list[tuple[Jagged, str]]]]:
         """Each table with the ids and the pooling of its features."""
         return [
-            (store, [(self.jagged(batch, f), pooling) for f, pooling in wanted]) for store, wanted in self._features
+            (store, [(self.jagged(batch, f), pooling) for f, pooling in features]) for store, features in self._features
         ]
 
     def split(self, pooled: Tensor) -> list[Tensor | None]:
-        """Each feature's columns of the pooled matrix; None for a sequence."""
+        """Each feature's columns of the pooled matrix, as a view; None for a sequence."""
         if not self._widths:
-            return [None] * len(self.places)
+            return [None] * len(self.outputs)
         parts = pooled.split(self._widths, dim=1)
         if not self.sequences:
             return list(parts)
         each = iter(parts)
-        return [next(each) if place.pooled else None for place in self.places]
+        return [next(each) if output.pooled else None for output in self.outputs]
 
     def rules(self, step: int) -> list[TableRule]:
-        """What each table's optimizer does at update number `step`."""
+        """The rule of each table's optimizer at update number `step`."""
         known: dict[int, TableRule] = {}  # tables mostly share one
         for rows in self.tables:
             if id(rows.optimizer) not in known:

@@ -1,21 +1,30 @@
-"""The protocol of a plan: one batch's way through the tiers. This is the one place that says what the verbs mean.
+"""The plan protocol: one batch's way through the tiers. This file alone says what the verbs of a batch mean.
 
-    route     take the batch's keys                                     route thread
-    prefetch  bring rows nearer; no visible change; may be left out     fetch thread
-    stage     bring rows up to HBM; likewise                            stage thread
-    fetch     the batch's turn: find its rows, create unseen ones       training thread
-    read      in place of fetch: only read the rows                     any thread, each with its own plan
-    gather    pool rows into the features' outputs                      the thread of fetch or read
-    update    apply gradients; if it raises, no row has changed         training thread
-    release   let go of the rows; the plan can be routed again          any thread, also a garbage collector's
+    verb      what it does                                                   thread
+    route     deduplicates the batch's keys and sends them to their owners   route thread
+    prefetch  loads rows into DRAM ahead of the batch's turn                 fetch thread
+    stage     loads rows into HBM ahead of the batch's turn                  fetch thread
+    fetch     on the batch's turn: finds all its rows, creates unseen ones   training thread
+    read      instead of fetch: copies the rows, creates and counts nothing  any thread
+    gather    pools the rows into the features' outputs                      the thread of fetch or read
+    update    applies gradients to the rows                                  training thread
+    release   unpins the rows                                                any thread, also a garbage collector's
 
-The calls on one plan come one after another. `route`, `prefetch` and `stage` of different plans run side by side, each
-verb on one thread. A plan is used for many batches: after `release` it can be routed again.
+What every plan guarantees:
 
-Where the process that has the batch does not own its rows, two objects share the work. A RowClient has the batch: it
-finds the unique keys, pools rows and sums gradients. A RowOwner has the rows of unique keys. tiers/sharded/plan.py
-makes a plan of them. HostPlan and HotPlan are not made so: they ask and own in one object and pool rows from the slots
-where these lie. A client and an owner would copy every unique row once more each way.
+- `prefetch` and `stage` change no result. They may be left out, and may load only some of the rows: `fetch` and `read`
+  find the others themselves. (A remote store is read by `prefetch` alone: tiers/remote/owner.py.)
+- From `fetch` to `update` or `release` the rows are pinned, and no other batch's `fetch` runs in between.
+- `update` raises before it has changed any row, or changes all of them.
+- After `release` the plan can be routed again. It keeps its buffers, so reuse a plan.
+
+The calls on one plan do not overlap. `route`, `prefetch` and `stage` of different batches do overlap: each of the three
+verbs has one thread, on which it takes batches in order.
+
+**Who requests rows and who owns them** are two objects, so that they can be two processes. A RowClient has the batch:
+it finds the unique keys, pools rows and sums gradients. A RowOwner has the rows of unique keys. ShardedPlan
+(tiers/sharded/plan.py) connects them by a Transport. HostPlan and the plan over HBM do both in one object and pool rows
+where they are stored: a client and an owner would copy every unique row once more in each direction.
 """
 
 from __future__ import annotations
@@ -26,114 +35,122 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from hotrow.batch import Jagged
-from hotrow.tiers.batch_values import Arrived, BatchUpdate, Moved, Request, Routed, Summed
+from hotrow.tiers.batch_values import (
+    BatchUpdate,
+    GradientSums,
+    KeyRequest,
+    ReceivedGradients,
+    RoutedBatch,
+    TransferStats,
+)
 from hotrow.tiers.host.store import HostStore
 
 Feature = tuple[Jagged, str]  # ids and their pooling
-Jobs = Sequence[tuple[HostStore, Sequence[Feature]]]  # each table with its features
+TableInputs = Sequence[tuple[HostStore, Sequence[Feature]]]  # a batch's features by table
 ANY_PUBLICATION = ((1 << 62) - 1, 0)  # `publications` of rows that no publication has touched
 
 
-class RowVerbs(Protocol):
-    """The verbs that concern rows alone."""
+class RowStages(Protocol):
+    """The verbs that concern rows alone: a Plan has them, and so has a RowOwner."""
 
-    def prefetch(self) -> Moved:
-        """Bring rows nearer, ahead of the batch's turn."""
+    def prefetch(self) -> TransferStats:
+        """Load rows into DRAM, ahead of the batch's turn."""
 
-    def stage(self) -> Moved:
-        """Bring rows up to HBM, ahead of the batch's turn. Moves nothing where there is no HBM."""
+    def stage(self) -> TransferStats:
+        """Load rows into HBM, ahead of the batch's turn. Does nothing where there is no HBM."""
 
     def fetch(self, step: int = 0) -> None:
-        """Find the rows and hold them; unseen keys get theirs. `step` is the update they are for."""
+        """Find and pin the rows; create those of unseen keys. `step` is the update that they are for."""
 
     def read(self, late: str = "wait") -> None:
-        """Read rows without creating or counting anything. Rows that are far are waited for, or the policy `late`
-        ("initial" or "default") answers them."""
+        """Copy the rows; create and count nothing. The policy `late` decides about rows on a slow tier: "wait" for
+        them, or answer at once with the "initial" or the "default" row."""
 
     def release(self) -> None:
-        """Let go of the rows."""
+        """Unpin the rows and forget the batch."""
 
     @property
-    def late(self) -> int:
-        """Rows that `prefetch` or `stage` was to have brought and `fetch` had to bring after all."""
+    def prefetch_misses(self) -> int:
+        """How many rows `fetch` had to load because `prefetch` or `stage` had not."""
 
     @property
     def publications(self) -> tuple[int, int]:
-        """After `read`: all rows are as new as the first publication, and none is newer than the second."""
+        """After `read`: every row is as new as the first publication, and none is newer than the second."""
 
 
-class Plan(RowVerbs, Protocol):
-    """One batch's way through the tiers: what a Lookup drives."""
+class Plan(RowStages, Protocol):
+    """One batch's way through the tiers, as a Lookup (table/lookup.py) calls it."""
 
-    def route(self, jobs: Jobs, ahead: bool = False) -> Routed:
-        """Take the batch's keys. `ahead` says that the batch is one of a stream that is routed in order, perhaps by a
-        thread of its own."""
+    def route(self, inputs: TableInputs, ahead: bool = False) -> RoutedBatch:
+        """Deduplicate the batch's keys. `ahead`: the batch belongs to a stream that is routed in order, perhaps on a
+        thread of its own. A batch beside that stream (an evaluation) has `ahead=False`."""
 
     def gather(self, outputs: Sequence[Tensor]) -> None:
         """Pool into one [bags, dim] matrix for each feature (for pooling "none", one row for each id)."""
 
     def gather_matrix(self, pooled: Tensor, columns: Sequence[tuple[int, int]]) -> bool:
-        """Pool all features side by side into one matrix, each into its columns from begin to before end. A plan that
-        cannot do so returns False and does nothing; then call `gather`."""
+        """Pool all features side by side into one matrix: each has its columns from begin to before end. Returns False,
+        and has done nothing, where the plan cannot; then call `gather`."""
 
     def update(self, update: BatchUpdate) -> None:
-        """Apply gradients. If a checked matrix is not finite it raises, and no row has changed."""
+        """Apply gradients. Raises GradientError, with no row changed, if a checked matrix is not finite."""
 
     @property
     def late_ids(self) -> int:
-        """After `read` and `gather`: how many ids a policy answered."""
+        """After `read` and `gather`: how many ids the late policy answered."""
 
     def late_by_example(self, examples: int) -> Tensor:
-        """The same for each example, int32."""
+        """After `read` and `gather`: the same for each example, int32."""
 
 
-class Asked(NamedTuple):
-    """Unique keys that processes ask an owner for.
+class RequestedRows(NamedTuple):
+    """The unique keys of some tables that requesters want from one owner.
 
-    `counts` has the number of keys by asker and table. `keys` and `seen` (int32, how often a batch has each key) have
-    one tensor for each asker, table by table, on the CPU. `numbers` are the tables' numbers in the collection. `only`
-    is the one asker that rows are given to, where the others own the same rows (a replicated table).
+    `counts` has the number of keys by requester and table. `keys` and `occurrences` (int32, how often the requester's
+    batch has each key) have one tensor for each requester, table by table, on the CPU. `table_numbers` are the tables'
+    numbers in the collection. With `reply_only_to` rows go to that requester alone: of a replicated table every process
+    owns all rows, and reads its own copy.
     """
 
     stores: Sequence[HostStore]
-    numbers: Sequence[int]
+    table_numbers: Sequence[int]
     counts: Sequence[Sequence[int]]
     keys: Sequence[Tensor]
-    seen: Sequence[Tensor]
-    only: int | None = None
+    occurrences: Sequence[Tensor]
+    reply_only_to: int | None = None
 
 
-class RowOwner(RowVerbs, Protocol):
-    """Rows of unique keys. An owner knows no feature, no pooling and no batch: a process that only has rows needs
-    nothing else."""
+class RowOwner(RowStages, Protocol):
+    """The owner's half of a plan: rows of unique keys. It knows no feature, no pooling and no batch."""
 
-    def route(self, asked: Sequence[Asked]) -> None:
-        """Take the keys that are asked for."""
+    def route(self, requests: Sequence[RequestedRows]) -> None:
+        """Take the keys that are requested."""
 
-    def give(self) -> Iterator[Tensor]:
-        """For each Asked the rows, float32 without gaps: asker by asker, there table by table. Where there is an `only`
-        asker, its rows alone. A tensor is valid until the next `give`."""
+    def gather_rows(self) -> Iterator[Tensor]:
+        """For each RequestedRows one flat float32 tensor: requester by requester, and for each table by table. It is
+        valid until the next one is produced."""
 
-    def apply(self, arrived: Iterable[Arrived], update: BatchUpdate) -> None:
-        """Apply sums of gradients, laid out as the rows of `give` to all askers, one Arrived for each Asked. A key's
-        sums are added in the order of askers. `update` has no gradients; its rules are by the tables' numbers."""
+    def apply_gradients(self, received: Iterable[ReceivedGradients], update: BatchUpdate) -> None:
+        """Apply sums of gradients, one ReceivedGradients for each RequestedRows, laid out as the rows of all
+        requesters. A key's sums are added in the order of requesters. `update` has no gradients, and its rules are by
+        `table_numbers`."""
 
     @property
     def late_keys(self) -> Mapping[int, Any]:
-        """After `read`: the keys that a policy answered, by the tables' numbers. Empty where rows are waited for."""
+        """After `read`: the keys that the late policy answered, by table number. Empty with the policy "wait"."""
 
 
 class RowClient(Protocol):
-    """The batch's half. A client knows no tier: a process that only has a tower needs nothing else."""
+    """The requester's half of a plan: the batch. It knows no tier."""
 
-    def ask(self, jobs: Jobs, owner_of: Tensor, owners: int, ahead: bool) -> Request:
-        """The batch's unique keys by owner. `owner_of` has the owner of each shard, int32."""
+    def request_keys(self, inputs: TableInputs, owner_of: Tensor, owners: int, ahead: bool) -> KeyRequest:
+        """Deduplicate the batch's keys and sort them by owner. `owner_of` has the owner of each shard, int32."""
 
-    def take_over(self) -> None:
-        """What `ask` made on a stream of its own is used on this one from now on. Training thread."""
+    def join_route_stream(self) -> None:
+        """Make the current CUDA stream wait for what `request_keys` enqueued on another. Training thread."""
 
     def pool(self, rows: Tensor, outputs: Sequence[Tensor]) -> None:
-        """Pool rows (float32, in the order of the request's keys) into one matrix for each feature."""
+        """Pool rows (float32, in the order of the requested keys) into one matrix for each feature."""
 
-    def sum(self, gradients: Sequence[Tensor | None], checked: Sequence[Tensor], floats: int) -> Summed:
-        """The sum of each requested key's gradients in batch order: so many floats, laid out as the rows."""
+    def sum_gradients(self, gradients: Sequence[Tensor | None], checked: Sequence[Tensor], floats: int) -> GradientSums:
+        """Sum each requested key's gradients in batch order. The sums are `floats` numbers, laid out as the rows."""

@@ -84,7 +84,7 @@ def test_one_go_is_the_same_as_step_by_step(device: torch.device, ahead: bool) -
         expected = step_by_step(theirs, keys, begins, batch, settled, ahead)
         if miss_finder.ready(ids):
             score = initial_score(batch, ours.policy, ours.half_life)
-            got = miss_finder.enqueue_lookup(keys, begins, batch, settled, score, ahead)
+            got = miss_finder.find_misses(keys, begins, batch, settled, score, ahead)
             number = int(got.unique.number)
             assert got.complete and got.missing == expected[2]
             assert torch.equal(got.slots, expected[0])
@@ -114,7 +114,7 @@ def test_more_missing_ids_than_there_is_room_for_change_nothing(device: torch.de
     for batch in (1, 2, 3):  # the second and the third are replayed
         keys = torch.arange(ids, device=device) + batch * ids
         begins = torch.tensor([0, 10, 20, ids], dtype=torch.int32, device=device)
-        got = miss_finder.enqueue_lookup(keys, begins, batch, batch - 1, 1.0, True)
+        got = miss_finder.find_misses(keys, begins, batch, batch - 1, 1.0, True)
         miss_finder.capture()
         assert got.missing == ids and not got.complete
         assert torch.equal(got.slots, torch.full_like(got.slots, -1))

@@ -37,7 +37,7 @@ from hotrow.tiers.hbm import group_batch, miss_list, row_transfer, staging_queue
 from hotrow.tiers.hbm import plan as hbm_plan
 from hotrow.tiers.hbm.client import DeviceClient
 from hotrow.tiers.hbm.owner import HbmOwner
-from hotrow.tiers.sharded.plan import Part, ShardedPlan
+from hotrow.tiers.sharded.plan import ClientTables, ShardedPlan
 from hotrow.tiers.sharded.transport import LocalTransport
 from hotrow.train.trainer import Trainer
 
@@ -123,7 +123,7 @@ def forget_used_on() -> None:
         swap(module, "used_on", nothing)
 
 
-def forget_what_is_read() -> None:
+def forget_buffers_being_read() -> None:
     class Forgetful(deque[Any]):
         def append(self, _: Any) -> None:
             pass
@@ -137,27 +137,27 @@ def forget_what_is_read() -> None:
     swap(row_transfer.RowTransfer, "__init__", begin_and_forget)
 
 
-def forget_what_was_asked_for_in_spoiled_slots() -> None:
+def forget_work_in_invalid_slots() -> None:
     for module in (hbm_cache, table_group):
         swap(module, "wait_for", nothing)
 
 
-def forget_where_it_was_looked() -> None:
+def forget_prefetch_order() -> None:
     swap(hbm_plan, "follow", nothing)
 
 
-def forget_that_logits_come_down() -> None:
+def forget_logits_copy() -> None:
     swap(device_to_host.HostCopy, "wait", lambda coming: coming._copies)
 
 
 def split_plans(embeddings: EmbeddingCollection) -> None:
-    """Its plans ask and own in two objects, as over ranks."""
+    """Plans with a client and an owner, as over ranks."""
     hot, stream, transport = embeddings.hbm_cache, new_stream(embeddings.device, urgent=True), LocalTransport()
     assert hot is not None
     dims = [rows.table.dim for rows in embeddings.tables]
 
     def create_plan() -> ShardedPlan:
-        parts = [Part(DeviceClient(embeddings.device, dim, stream)) for dim in dims]
+        parts = [ClientTables(DeviceClient(embeddings.device, dim, stream)) for dim in dims]
         return ShardedPlan(parts, range(len(parts)), HbmOwner(hbm_plan.HbmPlan(hot)), transport)
 
     embeddings.layout.create_plan = create_plan
@@ -265,9 +265,9 @@ def test_training_touches_no_memory_unordered(tmp_path: Path, plain: Dials, look
     assert run["metrics"] == plain["metrics"]
     assert run["figures"]["evictions"] > 20 and run["capturers"] == [threading.main_thread().name]
     assert {"gpu: rows up", "gpu: rows down", "gpu: compute"} <= set(run["tracks"])
-    assert run["done"]["_terms_kernel"] > 3 and run["done"]["a copy up"] > 5
+    assert run["done"]["_load_kernel"] > 3 and run["done"]["a copy up"] > 5
     assert (run["staged"] > 3) == (lookahead > 0 and not ssd)
-    assert ("_pull_kernel" in run["done"]) and run["done"]["a copy down"] > 5
+    assert ("_read_host_rows_kernel" in run["done"]) and run["done"]["a copy down"] > 5
 
 
 def test_a_client_and_an_owner_on_the_device_touch_no_memory_unordered(tmp_path: Path, plain: Dials) -> None:
@@ -280,12 +280,12 @@ def test_a_client_and_an_owner_on_the_device_touch_no_memory_unordered(tmp_path:
 @pytest.mark.parametrize(
     ("forget", "found"),
     [
-        ("forget_ready", "reads what _land_kernel"),
+        ("forget_ready", "reads what _write_rows_kernel"),
         ("forget_used_on", "device memory let go"),
-        ("forget_what_is_read", "pinned memory let go"),
-        ("forget_what_was_asked_for_in_spoiled_slots", "aten.index_put_"),
-        ("forget_where_it_was_looked", "_land_kernel"),
-        ("forget_that_logits_come_down", "pinned"),
+        ("forget_buffers_being_read", "pinned memory let go"),
+        ("forget_work_in_invalid_slots", "aten.index_put_"),
+        ("forget_prefetch_order", "_write_rows_kernel"),
+        ("forget_logits_copy", "pinned"),
     ],
 )
 def test_what_is_forgotten_is_found(tmp_path: Path, forget: str, found: str) -> None:

@@ -311,7 +311,7 @@ class GroupBatch:
         return report, *self._parse_report(to_host_by_kernel(report.packed), chosen.slots.numel())
 
     def _parse_report(self, numbers: Tensor, n: int) -> tuple[Tensor, AssignedSlots, RowLocations]:
-        """What a brief of n keys says, on the host."""
+        """Unpack a report of n keys on the host."""
         words = numbers.numpy()
         number = int(words[(FIELDS - 1) * n])
         tables, seen, slots, *victims = (words[field * n : field * n + number] for field in range(2, FIELDS - 1))

@@ -239,7 +239,7 @@ class LaneReader:
             self._done.record()
 
     def fill_misses(self, policy: str = "wait") -> int:
-        """Wait for what `ask` asked, and put what it did not find into its place; returns how many ids the policy
+        """Wait for the lookup, read the missing rows and enqueue their insertion. Returns how many ids the policy
         answered."""
         if self._done is not None:
             self._done.synchronize()

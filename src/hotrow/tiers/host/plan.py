@@ -1,4 +1,9 @@
-"""HostPlan: one batch's way through the rows of several tables in DRAM, stage by stage."""
+"""HostPlan: one batch's way through the tables' rows in DRAM and on SSD (core/plan/plan.h).
+
+The core does the work; this file checks the batch's tensors and passes their addresses. HostPlan is the plan protocol
+where this process owns the rows. HostClient and HostOwner use its second half, where requester and owner are two
+objects. Threads: those of the plan protocol (tiers/plan.py).
+"""
 
 from __future__ import annotations
 
@@ -10,20 +15,28 @@ from torch import Tensor
 from hotrow import _core
 from hotrow.batch import Jagged
 from hotrow.errors import BatchError
-from hotrow.tiers.batch_values import ALL_EXAMPLES, BatchUpdate, Moved, Request, Routed, Summed, TableRule
+from hotrow.tiers.batch_values import (
+    ALL_EXAMPLES,
+    BatchUpdate,
+    GradientSums,
+    KeyRequest,
+    RoutedBatch,
+    TableRule,
+    TransferStats,
+)
 from hotrow.tiers.host.core_errors import core_errors
 from hotrow.tiers.host.store import LATE, HostStore
-from hotrow.tiers.plan import ANY_PUBLICATION, Jobs
+from hotrow.tiers.plan import ANY_PUBLICATION, TableInputs
 
 POOLINGS = {"none": 0, "sum": 1, "mean": 2}
 
-
 Block = tuple[int, int, int, int]  # address, rows, columns, floats from row to row
+KeyArrays = tuple[int, int, int]  # address of keys, address of occurrences, number of keys
 _NOTHING: Block = (0, 0, 0, 0)
 
 
 class HostPlan:
-    """One batch's way through several tables: route, fetch or read, gather, update (core/plan/plan.h)."""
+    """One batch's way through several tables (hotrow.tiers.plan.Plan)."""
 
     def __init__(self) -> None:
         self.core = _core.Plan()
@@ -31,49 +44,51 @@ class HostPlan:
     late_ids = 0
     publications = ANY_PUBLICATION
 
-    def route(self, jobs: Jobs, ahead: bool = False) -> Routed:
-        """Deduplicate the keys of each table's features; each feature is given with its pooling."""
+    def route(self, inputs: TableInputs, ahead: bool = False) -> RoutedBatch:
+        """Deduplicate the keys of each table's features."""
         with core_errors():
-            self.core.route([(store.core, [_feature(jagged, pooling) for jagged, pooling in fs]) for store, fs in jobs])
+            self.core.route(
+                [(store.core, [_feature(jagged, pooling) for jagged, pooling in fs]) for store, fs in inputs]
+            )
         return ALL_EXAMPLES
 
-    def prefetch(self) -> Moved:
-        """Bring rows up from SSD and keep them in DRAM until `fetch` or `release`, if nobody before needs the room.
+    def prefetch(self) -> TransferStats:
+        """Load rows from SSD and pin them until `fetch` or `release`, as far as earlier batches leave DRAM slots.
 
         Any thread, beside other batches' calls.
         """
         with core_errors():
-            return Moved(*self.core.prefetch())
+            return TransferStats(*self.core.prefetch())
 
-    def stage(self) -> Moved:
-        """Nothing: there is no tier above DRAM."""
-        return Moved()
+    def stage(self) -> TransferStats:
+        """Do nothing: there is no tier above DRAM."""
+        return TransferStats()
 
     def fetch(self, step: int = 0) -> None:
-        """Find the rows, bring those on SSD up, create those of unseen keys; `step` is the update they are for."""
+        """Find and pin the rows, load those on SSD, create those of unseen keys. `step` is the update they are for."""
         with core_errors():
             self.core.fetch(step)
 
     def release(self) -> None:
-        """Let go of the slots: rows of this batch may leave DRAM again."""
+        """Unpin the slots: DRAM may evict the rows again."""
         self.core.release()
 
     def read(self, late: str = "wait") -> None:
-        """Copy the rows without creating or counting anything. What is on SSD alone is waited for, or answered by the
-        policy `late` ("initial" or "default") without touching the disk; `late_ids` is how many ids were so answered.
+        """Copy the rows; create and count nothing. A row that is only on SSD is waited for, or the policy `late`
+        ("initial" or "default") answers for it without a disk access; `late_ids` is how many ids it answered.
         """
         with core_errors():
             self.late_ids = int(self.core.read(LATE[late]))
 
     def late_by_example(self, examples: int) -> Tensor:
-        """After `read`: how many of its ids a policy answered, for each example, int32."""
+        """After `read`: how many of its ids the late policy answered, for each example, int32."""
         counts = torch.empty(examples, dtype=torch.int32)
         with core_errors():
             self.core.count_late(counts)
         return counts
 
     def gather(self, outputs: Sequence[Tensor]) -> None:
-        """Pool into one [bags, dim] matrix per feature (for pooling "none", one row per id)."""
+        """Pool into one [bags, dim] matrix for each feature (for pooling "none", one row for each id)."""
         with core_errors():
             self.core.gather([_matrix(output) for output in outputs])
 
@@ -84,67 +99,71 @@ class HostPlan:
         return True
 
     def update(self, update: BatchUpdate) -> None:
-        """Apply gradients to the rows, after `checked` was tested for NaN and infinity."""
+        """Apply gradients to the rows, after testing `checked` for NaN and infinity."""
         gradients = [_NOTHING if gradient is None else _matrix(gradient) for gradient in update.gradients]
         checked = [_matrix(matrix) for matrix in update.checked]
         with core_errors():
             self.core.update(gradients, checked, _rules(update.rules), update.step, update.scale)
 
-    # --- rows that other processes own (core/plan/plan.h): HostClient and HostOwner call these ---
+    # --- the requester's half: HostClient calls these ---
 
-    def keys_by_owner(self, owner_of: Tensor, owners: int, tables: int) -> Request:
+    def partition_by_owner(self, owner_of: Tensor, owners: int, tables: int) -> KeyRequest:
         """The unique keys, owner by owner. `owner_of` has the owner of each shard, int32."""
         counts = torch.empty(owners, tables, dtype=torch.int64)
         with core_errors():
-            self.core.deal(owner_of.data_ptr(), owners, counts.data_ptr())
+            self.core.partition_by_owner(owner_of.data_ptr(), owners, counts.data_ptr())
         keys = torch.empty(self._unique, dtype=torch.int64)
-        seen = torch.empty(self._unique, dtype=torch.int32)
-        self.core.dealt(keys.data_ptr(), seen.data_ptr())
-        return Request(counts.tolist(), keys, seen)
+        occurrences = torch.empty(self._unique, dtype=torch.int32)
+        self.core.partitioned_keys(keys.data_ptr(), occurrences.data_ptr())
+        return KeyRequest(counts.tolist(), keys, occurrences)
 
-    def take_rows(self, rows: Tensor) -> None:
-        """Rows of those keys, float32 one after another; `gather` takes them from there."""
-        self.taken = rows  # the core has its address
-        self.core.take_rows(rows.data_ptr())
+    def set_received_rows(self, rows: Tensor) -> None:
+        """The rows of those keys, float32 one after another. `gather` reads them from there."""
+        self._received_rows = rows  # keeps the memory that the core reads
+        self.core.set_received_rows(rows.data_ptr())
 
-    def sum(self, gradients: Sequence[Tensor | None], checked: Sequence[Tensor], floats: int) -> Summed:
-        """The sum of each of those keys' gradients in batch order, laid out as for `take_rows`."""
+    def sum_gradients(self, gradients: Sequence[Tensor | None], checked: Sequence[Tensor], floats: int) -> GradientSums:
+        """The sum of each of those keys' gradients in batch order, laid out as for `set_received_rows`."""
         sums = torch.empty(floats, dtype=torch.float32)
         present = torch.empty(self._unique, dtype=torch.uint8)
         with core_errors():
-            finite, whole = self.core.sum(
+            finite, all_present = self.core.sum_gradients(
                 [_NOTHING if gradient is None else _matrix(gradient) for gradient in gradients],
                 [_matrix(matrix) for matrix in checked],
                 sums.data_ptr(),
                 present.data_ptr(),
             )
-        return Summed(sums, present, finite, whole)
+        return GradientSums(sums, present, finite, all_present)
 
-    def route_seen(self, stores: Sequence[HostStore], asked: Sequence[Sequence[tuple[int, int, int]]]) -> None:
-        """For each table what each process asks for: addresses of its keys and of how often it saw them, and how many.
+    # --- the owner's half: HostOwner calls these ---
 
-        Several may ask for one key; their gradients are summed in that order.
+    def route_unique(self, stores: Sequence[HostStore], requests: Sequence[Sequence[KeyArrays]]) -> None:
+        """Look up keys that each requester has deduplicated. `requests` has the arrays of every requester, by table.
+
+        Several may request one key; their gradients are added in the order of requesters.
         """
         with core_errors():
-            self.core.route_seen([(store.core, list(of_store)) for store, of_store in zip(stores, asked, strict=True)])
+            self.core.route_unique(
+                [(store.core, list(of_store)) for store, of_store in zip(stores, requests, strict=True)]
+            )
 
     def gather_blocks(self, blocks: Sequence[Block]) -> None:
-        """As `gather`, into float32 blocks by address; one without an address is passed over."""
+        """As `gather`, into float32 blocks by address; a block without an address is skipped."""
         with core_errors():
             self.core.gather(blocks)
 
     def update_blocks(
         self, blocks: Sequence[Block], present: Sequence[int], rules: Sequence[TableRule], step: int, scale: float
     ) -> None:
-        """As `update`, from float32 blocks by address, which have been checked. `present` are addresses of bytes, 0
-        where a key has no gradient; without any, all have one."""
+        """As `update`, from float32 blocks by address, known to be finite. `present` are addresses of bytes, 0 where a
+        key has no gradient; an empty list says that every key has one."""
         with core_errors():
             self.core.update(blocks, [], _rules(rules), step, scale, present)
 
     @property
-    def late(self) -> int:
-        """Rows that `prefetch` was to have brought and `fetch` had to read after all."""
-        return int(self.core.late)
+    def prefetch_misses(self) -> int:
+        """How many rows `fetch` had to read from SSD because `prefetch` had not."""
+        return int(self.core.prefetch_misses)
 
     @property
     def _unique(self) -> int:
@@ -176,7 +195,7 @@ def _rules(rules: Sequence[TableRule]) -> list[tuple[list[float], float, float]]
 
 
 def _matrix(tensor: Tensor) -> tuple[int, int, int, int]:
-    plain = tensor.dim() == 2 and (tensor.stride(1) == 1 or tensor.shape[1] <= 1 or tensor.numel() == 0)
-    if tensor.dtype != torch.float32 or not plain:
+    unit_stride = tensor.dim() == 2 and (tensor.stride(1) == 1 or tensor.shape[1] <= 1 or tensor.numel() == 0)
+    if tensor.dtype != torch.float32 or not unit_stride:
         raise BatchError(f"a matrix of {tensor.dtype}, shape {list(tensor.shape)}; pass 2-d float32 with unit stride")
     return tensor.data_ptr(), tensor.shape[0], tensor.shape[1], tensor.stride(0)

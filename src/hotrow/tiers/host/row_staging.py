@@ -1,4 +1,9 @@
-"""Rows of DRAM on their way to a GPU and back: where they are, and a batch's missing keys while they come."""
+"""Rows of DRAM that a GPU loads and writes back.
+
+RowLocations says where rows are in DRAM. HostRowFetch finds the rows that HBM lacks for one batch (reads them from SSD,
+or creates them) and pins them in DRAM while the GPU has them. tiers/hbm calls both, from its staging, training and
+write-back threads; one object belongs to one thread at a time.
+"""
 
 from __future__ import annotations
 
@@ -16,60 +21,67 @@ from hotrow.tiers.host.store import HostStore
 
 
 @dataclass
-class Places:
-    """Rows of several tables by their slots in DRAM, bounds[t] to bounds[t + 1] table t's. All int32, on the CPU."""
+class RowLocations:
+    """Where rows of several tables are in DRAM: slot, last step and count of each row, int32 on the CPU.
+
+    Rows bounds[t] to before bounds[t + 1] are of table t. A row without a slot has slot -1.
+    """
 
     stores: Sequence[HostStore]
     bounds: Sequence[int]
     slots: Tensor
     steps: Tensor
     counts: Tensor
-    block: Tensor | None = None  # the three as one matrix, where they are
+    block: Tensor | None = None  # the matrix of which the three are rows, if there is one
 
-    def part(self, begin: int, end: int) -> Places:
-        """Numbers `begin` to `end` of them: the same memory."""
+    def slice(self, begin: int, end: int) -> RowLocations:
+        """Rows `begin` to before `end`, in the same memory."""
         if (begin, end) == (0, self.slots.numel()):
             return self
         bounds = [min(max(bound, begin), end) - begin for bound in self.bounds]
-        return Places(self.stores, bounds, *(of_all[begin:end] for of_all in (self.slots, self.steps, self.counts)))
+        return RowLocations(
+            self.stores, bounds, *(of_all[begin:end] for of_all in (self.slots, self.steps, self.counts))
+        )
 
-    def apart(self, begin: int, end: int) -> Places:
-        """Room for as many as `begin` to `end`, one matrix of its own; `take_part` brings back what was found."""
+    def separate(self, begin: int, end: int) -> RowLocations:
+        """Room for as many as `begin` to `end`, one matrix of its own; `copy_slice_from` brings back what was found."""
         pinned = self.block is not None and self.block.is_pinned()
-        return HostLift(pinned).nowhere(self.stores, self.part(begin, end).bounds, end - begin)
+        return HostRowFetch(pinned).allocate(self.stores, self.slice(begin, end).bounds, end - begin)
 
-    def take_part(self, begin: int, part: Places) -> None:
-        """What was found of those from `begin` on."""
+    def copy_slice_from(self, begin: int, part: RowLocations) -> None:
+        """Copy the locations in `part` to those from `begin` on."""
         for ours, theirs in zip(
             (self.slots, self.steps, self.counts), (part.slots, part.steps, part.counts), strict=True
         ):
             ours.numpy()[begin : begin + theirs.numel()] = theirs.numpy()
 
-    def of_tables(self) -> list[tuple[HostStore, int, int]]:
-        """Each table with where its rows begin and end, where it has any."""
+    def by_table(self) -> list[tuple[HostStore, int, int]]:
+        """Each table that has rows here, with where they begin and end."""
         pairs = zip(self.stores, self.bounds, self.bounds[1:], strict=False)
         return [(store, begin, end) for store, begin, end in pairs if begin < end]
 
     @functools.cached_property
-    def parts(self) -> list[tuple[Any, int, int]]:
-        """As the core takes them."""
-        return [(store.core, begin, end) for store, begin, end in self.of_tables()]
+    def core_ranges(self) -> list[tuple[Any, int, int]]:
+        """The same, as the core takes it."""
+        return [(store.core, begin, end) for store, begin, end in self.by_table()]
 
-    def seek(self, keys: Tensor, begin: int, end: int, out: Tensor | None = None) -> int:
-        """Find keys number `begin` to `end` in DRAM, with `out` their rows too; returns how many are not there."""
-        there = [tensor.data_ptr() for tensor in (self.slots, self.steps, self.counts)]
+    def lookup(self, keys: Tensor, begin: int, end: int, out: Tensor | None = None) -> int:
+        """Locate keys `begin` to before `end` in DRAM, and copy their rows into `out` if given. Returns how many are
+        not in DRAM."""
+        addresses = [tensor.data_ptr() for tensor in (self.slots, self.steps, self.counts)]
         rows = (0, 0) if out is None else (out.data_ptr(), out.stride(0))
-        return int(_core.seek_rows(self.parts, keys.data_ptr(), begin, end, *there, *rows))
+        return int(_core.lookup_rows(self.core_ranges, keys.data_ptr(), begin, end, *addresses, *rows))
 
-    def copy_rows(self, begin: int, end: int, out: Tensor) -> None:
-        """Whole rows of numbers `begin` to `end` into `out`, a float32 matrix."""
-        _core.copy_rows(self.parts, self.slots.data_ptr(), begin, end, out.data_ptr(), out.stride(0))
+    def gather_rows(self, begin: int, end: int, out: Tensor) -> None:
+        """Copy whole rows `begin` to before `end` into `out`, a float32 matrix."""
+        _core.gather_rows(self.core_ranges, self.slots.data_ptr(), begin, end, out.data_ptr(), out.stride(0))
 
-    def lower(self, rows: Tensor, begin: int, end: int, clean: int) -> None:
-        """Rows come back from a GPU, with their steps and counts: those with a slot, updated after step `clean`."""
+    def write_back(self, rows: Tensor, begin: int, end: int, clean: int) -> None:
+        """Store rows that come back from a GPU, with their steps and counts. Skips rows without a slot, and rows that
+        no update after step `clean` has changed."""
         with core_errors():
-            _core.lower_rows(
-                self.parts,
+            _core.write_back_rows(
+                self.core_ranges,
                 self.slots.data_ptr(),
                 self.steps.data_ptr(),
                 self.counts.data_ptr(),
@@ -80,28 +92,29 @@ class Places:
                 rows.stride(0),
             )
 
-    def unhold(self) -> None:
-        """The rows may leave DRAM again."""
-        for store, begin, end in self.of_tables():
+    def unpin(self) -> None:
+        """DRAM may evict the rows again."""
+        for store, begin, end in self.by_table():
             if store.evicts:
-                store.core.unhold(self.slots[begin:end])
+                store.core.unpin_from_device(self.slots[begin:end])
 
 
-class HostLift:
-    """A batch's missing keys on their way up to a GPU: found, read from SSD or created, and held in DRAM meanwhile."""
+class HostRowFetch:
+    """The rows of one batch's keys that HBM lacks: found in DRAM, read from SSD or created, and pinned in DRAM."""
 
     def __init__(self, pinned: bool = False) -> None:
         self.core: Any = None
         self.pinned = pinned
 
-    def nowhere(self, stores: Sequence[HostStore], bounds: Sequence[int], count: int) -> Places:
-        """Room for where so many rows are."""
+    def allocate(self, stores: Sequence[HostStore], bounds: Sequence[int], count: int) -> RowLocations:
+        """Locations for `count` rows, not filled in."""
         block = torch.empty(3, count, dtype=torch.int32, pin_memory=self.pinned)
         slots, steps, counts = block.unbind()
-        return Places(stores, bounds, slots, steps, counts, block)
+        return RowLocations(stores, bounds, slots, steps, counts, block)
 
-    def fetch(self, found: Places, keys: Tensor, seen: Tensor, step: int) -> None:
-        """Where the rows of unique keys are (table by table), seen so often in the batch that update `step` is for.
+    def fetch(self, locations: RowLocations, keys: Tensor, occurrences: Tensor, step: int) -> None:
+        """Find, pin and locate the rows of unique keys, table by table, for update `step`. `occurrences` says how often
+        the batch has each key.
 
         A key that admission refuses has step -1; its slot has its initial row until `commit` or `release`.
         """
@@ -109,20 +122,20 @@ class HostLift:
             self.core = _core.Plan()
             self.core.route_unique(
                 [
-                    (table, keys.data_ptr() + 8 * begin, seen.data_ptr() + 4 * begin, end - begin)
-                    for table, begin, end in found.parts
+                    (table, [(keys.data_ptr() + 8 * begin, occurrences.data_ptr() + 4 * begin, end - begin)])
+                    for table, begin, end in locations.core_ranges
                 ]
             )
             self.core.fetch(step)
-            self.core.places(found.slots.data_ptr(), found.steps.data_ptr(), found.counts.data_ptr())
-            self.core.hold()
+            self.core.slot_metadata(locations.slots.data_ptr(), locations.steps.data_ptr(), locations.counts.data_ptr())
+            self.core.pin_for_device()
 
     def commit(self) -> None:
-        """The batch's update has landed: sightings of refused keys count."""
+        """The batch's update is done: count the occurrences of refused keys."""
         if self.core is not None:
-            self.core.commit()
+            self.core.commit_device_update()
 
     def release(self) -> None:
-        """The batch came to nothing."""
+        """The batch is dropped."""
         if self.core is not None:
             self.core.release()

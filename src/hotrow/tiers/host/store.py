@@ -409,7 +409,7 @@ def prefetch_all(parts: Sequence[tuple[HostStore, Tensor]]) -> int:
         return int(_core.prefetch_all([(store.core, *_address(keys)) for store, keys in parts]))
 
 
-class Ticket:
+class PrefetchHandle:
     """Rows on their way up from SSD."""
 
     def __init__(self, store: HostStore, keys: Tensor) -> None:

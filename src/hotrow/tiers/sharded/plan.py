@@ -1,20 +1,20 @@
-"""ShardedPlan: one batch over rows that other objects own: those of other processes, or of a remote store.
+"""ShardedPlan: one batch whose rows another object owns: other processes, or a remote store.
 
-    route    a client finds the batch's unique keys; the transport takes each key to its owner
-    fetch    the owner finds the rows that all processes ask it for
-    gather   the owner gives each process its rows; the client pools what came
-    update   the client sums gradients by unique key, in batch order; the owner adds the sums of several processes in
-             their order and applies the rule once
+    route    the client finds the batch's unique keys; the transport sends each key to its owner
+    fetch    the owner finds the rows that all processes requested
+    gather   the owner's rows go back to their requesters; the client pools them
+    update   the client sums gradients by unique key in batch order; the owner adds the sums of several processes in
+             rank order and applies the rule once
 
-What varies is a value: the clients (host or device), the owner (host, HBM or remote) and the transport (none, or
-ranks). So counts, admission and the order of every sum are those of one process that is given the askers' batches one
-after another, with each asker's share of a sum added up first. Bits depend on the askers alone, never on timing.
+The parts are values: the clients (host or device), the owner (host, HBM or remote) and the transport (local or ranks).
+Counts, admission and the order of every addition are those of one process that gets the requesters' batches one after
+another and first sums each requester's gradients. So bits depend on the requesters alone, never on timing.
 
-A key travels once for each process and batch, however often it is in it. A replicated table is owned by every process:
-its keys and gradients go to all, its rows travel nowhere.
+A process sends each unique key once a batch. Of a replicated table every process owns all rows: its keys and gradients
+go to all processes, its rows are not sent.
 
-If any process has a gradient that is not finite, all raise and no row of any has changed: they compare before they
-touch a row.
+If a gradient of any process is not finite, all processes raise and no row has changed: they compare before they touch
+one.
 """
 
 from __future__ import annotations
@@ -27,132 +27,148 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow.tiers.batch_values import Arrived, BatchUpdate, Moved, Request, Routed, Summed
+from hotrow.tiers.batch_values import (
+    BatchUpdate,
+    GradientSums,
+    KeyRequest,
+    ReceivedGradients,
+    RoutedBatch,
+    TransferStats,
+)
 from hotrow.tiers.host.store import HostStore
-from hotrow.tiers.plan import Asked, Feature, Jobs, RowClient, RowOwner
-from hotrow.tiers.sharded.transport import Deliver, Transport
+from hotrow.tiers.plan import Feature, RequestedRows, RowClient, RowOwner, TableInputs
+from hotrow.tiers.sharded.transport import ExchangeRequests, Transport
+
+NO_ROWS = RequestedRows([], [], [], [], [])
 
 
 @dataclass
-class Part:
-    """Tables of a batch that one client handles: tables that are spread over owners, or tables that every process
-    owns."""
+class ClientTables:
+    """The tables of a batch that one client handles: tables that are sharded over the owners, or replicated tables."""
 
     client: RowClient
     replicated: bool = False
-    jobs: list[tuple[HostStore, Sequence[Feature]]] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)  # of its tables, in the collection
-    features: list[int] = field(default_factory=list)  # of its features, in the batch
-    asks: list[list[int]] = field(default_factory=list)  # by owner and table: how many keys this process asks for
-    asked: Asked = field(default_factory=lambda: Asked([], [], [], [], []))  # what others ask this process for
+    inputs: list[tuple[HostStore, Sequence[Feature]]] = field(default_factory=list)
+    table_numbers: list[int] = field(default_factory=list)  # of its tables, in the collection
+    feature_numbers: list[int] = field(default_factory=list)  # of its features, in the batch
+    sent_counts: list[list[int]] = field(default_factory=list)  # keys that this process requests, by owner and table
+    received: RequestedRows = NO_ROWS  # what all processes request from this one
 
     def clear(self) -> None:
         """Forget the batch's tables."""
-        self.jobs, self.numbers, self.features = [], [], []
+        self.inputs, self.table_numbers, self.feature_numbers = [], [], []
 
-    def route(self, size: int, transport: Transport, deliver: Deliver, ahead: bool) -> list[int]:
-        """Ask the owners for the batch's keys. Returns every asker's number of examples."""
+    def route(self, size: int, transport: Transport, exchange: ExchangeRequests, ahead: bool) -> list[int]:
+        """Exchange requests with all processes. Returns every requester's number of examples."""
         if self.replicated:
-            one = self.client.ask(self.jobs, torch.zeros_like(transport.owner_of), 1, ahead)
-            world = transport.world  # the keys go to all
-            request = Request(one.counts * world, _repeated(one.keys, world), _repeated(one.seen, world))
+            one = self.client.request_keys(self.inputs, torch.zeros_like(transport.owner_of), 1, ahead)
+            world = transport.world  # every process gets all keys
+            request = KeyRequest(one.counts * world, _repeated(one.keys, world), _repeated(one.occurrences, world))
         else:
-            request = self.client.ask(self.jobs, transport.owner_of, transport.world, ahead)
-        came = deliver(request, size, self.replicated)
-        self.asks = request.counts
-        only = transport.rank if self.replicated else None
-        self.asked = Asked([s for s, _ in self.jobs], self.numbers, came.counts, came.keys, came.seen, only)
-        return came.sizes
+            request = self.client.request_keys(self.inputs, transport.owner_of, transport.world, ahead)
+        received = exchange(request, size, self.replicated)
+        self.sent_counts = request.counts
+        self.received = RequestedRows(
+            [store for store, _ in self.inputs],
+            self.table_numbers,
+            received.counts,
+            received.keys,
+            received.occurrences,
+            reply_only_to=transport.rank if self.replicated else None,
+        )
+        return received.batch_sizes
 
     def pool(self, rows: Tensor, outputs: Sequence[Tensor], transport: Transport) -> None:
-        """Send the owner's rows to those that asked, and pool the rows that came."""
+        """Send the owner's rows to their requesters, and pool the rows that arrive."""
         if not self.replicated:
-            rows = transport.rows(rows, self._floats(self.asked.counts), self._floats(self.asks))
-        self.client.pool(rows, [outputs[number] for number in self.features])
+            rows = transport.rows(rows, self._floats(self.received.counts), self._floats(self.sent_counts))
+        self.client.pool(rows, [outputs[number] for number in self.feature_numbers])
 
-    def sum(self, update: BatchUpdate, checked: Sequence[Tensor], wire: torch.dtype) -> Summed:
-        """This process's gradients by unique key, as they travel."""
-        floats = sum(self._floats(self.asks[:1] if self.replicated else self.asks))
-        gradients = [update.gradients[number] for number in self.features]
-        return self.client.sum(gradients, checked, floats).rounded(wire)
+    def sum_gradients(self, update: BatchUpdate, checked: Sequence[Tensor], wire: torch.dtype) -> GradientSums:
+        """This process's gradients by unique key, in the type in which they are sent."""
+        floats = sum(self._floats(self.sent_counts[:1] if self.replicated else self.sent_counts))
+        gradients = [update.gradients[number] for number in self.feature_numbers]
+        return self.client.sum_gradients(gradients, checked, floats).rounded(wire)
 
-    def send(self, summed: Summed, whole: bool, transport: Transport) -> Arrived:
-        """Sums to the owners; the sums that came."""
+    def send_gradients(self, sums: GradientSums, all_present: bool, transport: Transport) -> ReceivedGradients:
+        """Send sums to the owners; returns the sums that this process received."""
         times = transport.world if self.replicated else 1
-        give, take = self._floats(self.asks), self._floats(self.asked.counts)
-        sums = transport.gradients(_repeated(summed.sums, times), give, take)
-        if whole:
-            return Arrived(sums, None)
-        give, take = ([sum(counts) for counts in of_all] for of_all in (self.asks, self.asked.counts))
-        return Arrived(sums, transport.marks(_repeated(summed.present, times), give, take))
+        destinations, sources = self._floats(self.sent_counts), self._floats(self.received.counts)
+        arrived = transport.gradients(_repeated(sums.sums, times), destinations, sources)
+        if all_present:
+            return ReceivedGradients(arrived, None)
+        destinations, sources = ([sum(counts) for counts in by] for by in (self.sent_counts, self.received.counts))
+        return ReceivedGradients(arrived, transport.presence(_repeated(sums.present, times), destinations, sources))
 
     def _floats(self, counts: Sequence[Sequence[int]]) -> list[int]:
-        """Floats of so many rows of each table, by process."""
-        dims = [store.dim for store, _ in self.jobs]
-        return [sum(n * dim for n, dim in zip(of_one, dims, strict=True)) for of_one in counts]
+        """How many floats the rows are, by process. `counts` has the number of rows by process and table."""
+        dims = [store.dim for store, _ in self.inputs]
+        return [sum(n * dim for n, dim in zip(of_process, dims, strict=True)) for of_process in counts]
 
 
 class ShardedPlan:
-    """One batch's way through rows that a RowOwner has (hotrow.tiers.plan.Plan).
+    """The plan protocol (hotrow.tiers.plan.Plan) over clients, a RowOwner and a Transport.
 
-    `part_of` has the number of the part of each table in the collection.
+    Each of `parts` is a client with its tables. `part_of` has the number of the part of each table in the collection.
     """
 
-    def __init__(self, parts: Sequence[Part], part_of: Sequence[int], owner: RowOwner, transport: Transport) -> None:
+    def __init__(
+        self, parts: Sequence[ClientTables], part_of: Sequence[int], owner: RowOwner, transport: Transport
+    ) -> None:
         self.parts, self.part_of, self.owner, self.transport = list(parts), list(part_of), owner, transport
-        self._jobs: Jobs = []
+        self._inputs: TableInputs = []
 
-    def route(self, jobs: Jobs, ahead: bool = False) -> Routed:
+    def route(self, inputs: TableInputs, ahead: bool = False) -> RoutedBatch:
         """Send each key to its owner; receive the keys that this process owns."""
-        with self.transport.routing(ahead) as deliver:
-            return self.route_with(deliver, jobs, ahead)
+        with self.transport.routing(ahead) as exchange:
+            return self.route_with(exchange, inputs, ahead)
 
-    def route_with(self, deliver: Deliver, jobs: Jobs, ahead: bool) -> Routed:
-        """As `route`, where the transport is already there to deliver."""
-        self._jobs = jobs
-        size = jobs[0][1][0][0].size
+    def route_with(self, exchange: ExchangeRequests, inputs: TableInputs, ahead: bool) -> RoutedBatch:
+        """As `route`, with an exchange that the transport has begun."""
+        self._inputs = inputs
+        size = inputs[0][1][0][0].size
         sizes: list[int] = []
         features = 0
         for part in self.parts:
             part.clear()
-        for number, (store, of_table) in enumerate(jobs):
+        for number, (store, table_features) in enumerate(inputs):
             part = self.parts[self.part_of[number]]
-            part.jobs.append((store, of_table))
-            part.numbers.append(number)
-            part.features += range(features, features + len(of_table))
-            features += len(of_table)
+            part.inputs.append((store, table_features))
+            part.table_numbers.append(number)
+            part.feature_numbers += range(features, features + len(table_features))
+            features += len(table_features)
         for part in self.parts:
-            sizes = part.route(size, self.transport, deliver, ahead)
-        self.owner.route([part.asked for part in self.parts])
+            sizes = part.route(size, self.transport, exchange, ahead)
+        self.owner.route([part.received for part in self.parts])
         return self.transport.routed(size, sizes)
 
-    def prefetch(self) -> Moved:
-        """The rows that are asked for come nearer."""
+    def prefetch(self) -> TransferStats:
+        """Load requested rows ahead of the batch's turn."""
         return self.owner.prefetch()
 
-    def stage(self) -> Moved:
-        """The rows that are asked for come up to HBM, if the owner has any."""
+    def stage(self) -> TransferStats:
+        """Load requested rows into HBM, if the owner has any."""
         return self.owner.stage()
 
     @property
-    def late(self) -> int:
-        """Rows that the owner was to have brought ahead and had to bring at the batch's turn."""
-        return self.owner.late
+    def prefetch_misses(self) -> int:
+        """How many rows the owner had to load on the batch's turn."""
+        return self.owner.prefetch_misses
 
     def fetch(self, step: int = 0) -> None:
-        """Find the rows that are asked for; unseen keys get theirs."""
-        self._take_over()
+        """Find the requested rows; create those of unseen keys."""
+        self._join_route_streams()
         self.owner.fetch(step)
 
     def read(self, late: str = "wait") -> None:
-        """Read the rows that are asked for, without creating or counting anything."""
+        """Copy the requested rows; create and count nothing."""
         self.transport.check_policy(late)
-        self._take_over()
+        self._join_route_streams()
         self.owner.read(late)
 
-    def _take_over(self) -> None:
+    def _join_route_streams(self) -> None:
         for part in self.parts:
-            part.client.take_over()
+            part.client.join_route_stream()
 
     @property
     def publications(self) -> tuple[int, int]:
@@ -161,47 +177,50 @@ class ShardedPlan:
 
     @property
     def late_ids(self) -> int:
-        """How many ids a policy answered."""
+        """How many ids the late policy answered."""
         return int(self.late_by_example(0).sum()) if self.owner.late_keys else 0
 
     def late_by_example(self, examples: int) -> Tensor:
         """The same for each example, int32."""
-        return _count_late(self._jobs, self.owner.late_keys, examples)
+        return _count_late(self._inputs, self.owner.late_keys, examples)
 
     def gather(self, outputs: Sequence[Tensor]) -> None:
-        """Rows to those that asked; then pool the rows that came."""
-        for part, rows in zip(self.parts, self.owner.give(), strict=True):
+        """Send rows to their requesters, and pool those that arrive."""
+        for part, rows in zip(self.parts, self.owner.gather_rows(), strict=True):
             part.pool(rows, outputs, self.transport)
 
     def gather_matrix(self, pooled: Tensor, columns: Sequence[tuple[int, int]]) -> bool:
-        """Not done: each part pools into its features' outputs."""
+        """False: each part pools into its features' outputs."""
         return False
 
     def update(self, update: BatchUpdate) -> None:
-        """Sums of gradients to the owners, which apply them. Each part's sums travel when the owner takes them."""
-        summed, checked = [], update.checked
+        """Send sums of gradients to the owners, which apply them. Each part's sums are sent when the owner asks for
+        them."""
+        sums, checked = [], update.checked
         for part in self.parts:
-            summed.append(part.sum(update, checked, self.transport.wire))
+            sums.append(part.sum_gradients(update, checked, self.transport.wire))
             checked = []
-        whole = self.transport.agree(summed)
-        sends = zip(self.parts, summed, whole, strict=True)
-        self.owner.apply((part.send(one, all_have, self.transport) for part, one, all_have in sends), update)
+        all_present = self.transport.agree(sums)
+        sends = zip(self.parts, sums, all_present, strict=True)
+        self.owner.apply_gradients(
+            (part.send_gradients(one, every, self.transport) for part, one, every in sends), update
+        )
 
     def release(self) -> None:
-        """Let go of the rows."""
+        """Unpin the rows."""
         self.owner.release()
-        self._jobs = []
+        self._inputs = []
 
 
 def _repeated(tensor: Tensor, times: int) -> Tensor:
     return tensor if times == 1 else tensor.repeat(times)
 
 
-def _count_late(jobs: Jobs, late_keys: Mapping[int, Any], examples: int) -> Tensor:
+def _count_late(inputs: TableInputs, late_keys: Mapping[int, Any], examples: int) -> Tensor:
     """How many ids of each example are among the late keys of their table, int32."""
     counts: Tensor | None = None
     for number, keys in late_keys.items():
-        for ids, _ in jobs[number][1]:
+        for ids, _ in inputs[number][1]:
             mask = torch.from_numpy(np.isin(ids.values.numpy(), keys)).to(torch.int64)
             if ids.offsets is not None:
                 sums = torch.cat([mask.new_zeros(1), mask.cumsum(0)])

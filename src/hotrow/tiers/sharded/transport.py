@@ -1,6 +1,6 @@
-"""How keys, rows and gradients travel between the processes that ask for rows and those that own them.
+"""Transport: how keys, rows and gradients get from the processes that request rows to those that own them.
 
-A Transport is shared by all plans of a collection. LocalTransport is the one of a process that owns what it asks for;
+All plans of a collection share one. LocalTransport is for a process that owns every row it requests;
 parallel/rank_transport.py exchanges with other processes.
 """
 
@@ -13,29 +13,33 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hotrow.tiers.batch_values import ALL_EXAMPLES, Request, Routed, Summed
+from hotrow.tiers.batch_values import ALL_EXAMPLES, GradientSums, KeyRequest, RoutedBatch
 from hotrow.tiers.host.store import SHARDS
 
 
-class Delivered(NamedTuple):
-    """What the askers sent to this process: their numbers of examples, and the keys they ask for (tiers.plan.Asked)."""
+class ReceivedRequests(NamedTuple):
+    """What all requesters sent to this process, one element for each of them.
 
-    sizes: list[int]
+    `batch_sizes` are their numbers of examples; the others are as in tiers.plan.RequestedRows.
+    """
+
+    batch_sizes: list[int]
     counts: list[list[int]]
     keys: list[Tensor]
-    seen: list[Tensor]
+    occurrences: list[Tensor]
 
 
-# Sends a request with the batch's number of examples, and receives what others ask. The flag says that the tables are
-# replicated.
-Deliver = Callable[[Request, int, bool], Delivered]
+# Sends this process's request and its batch's number of examples; returns what this process received. The flag says
+# that the tables are replicated.
+ExchangeRequests = Callable[[KeyRequest, int, bool], ReceivedRequests]
 
 
 class Transport(Protocol):
     """An exchange between `world` processes, of which this one is number `rank`.
 
-    `rows`, `gradients` and `marks` send elements of one tensor: `give[r]` of them to process r, in order. They return
-    what came, `take[r]` from process r.
+    `rows`, `gradients` and `presence` send elements of one tensor: the first send_counts[0] to process 0, the next
+    send_counts[1] to process 1, and so on. They return what arrived in the same order: receive_counts[r] elements from
+    process r.
     """
 
     @property
@@ -52,60 +56,60 @@ class Transport(Protocol):
 
     @property
     def wire(self) -> torch.dtype:
-        """The type in which rows and gradients travel."""
+        """The type in which rows and gradients are sent."""
 
-    def routing(self, ahead: bool) -> AbstractContextManager[Deliver]:
-        """Inside it requests can be delivered. `ahead` as for Plan.route."""
+    def routing(self, ahead: bool) -> AbstractContextManager[ExchangeRequests]:
+        """The context in which one batch's requests are exchanged. `ahead` as for Plan.route."""
 
-    def routed(self, size: int, sizes: Sequence[int]) -> Routed:
-        """What is known of this process's batch when every process has told its number of examples."""
+    def routed(self, size: int, sizes: Sequence[int]) -> RoutedBatch:
+        """This process's part of the step. `size` is its number of examples, `sizes` every process's."""
 
     def check_policy(self, late: str) -> None:
-        """Refuse a policy for late rows that does not work here."""
+        """Raise OptionError if late rows cannot be answered by this policy."""
 
-    def rows(self, send: Tensor, give: Sequence[int], take: Sequence[int]) -> Tensor:
-        """Rows to those that asked."""
+    def rows(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """Send rows from owners to requesters."""
 
-    def gradients(self, send: Tensor, give: Sequence[int], take: Sequence[int]) -> Tensor:
-        """Sums of gradients to the owners."""
+    def gradients(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """Send sums of gradients from requesters to owners."""
 
-    def marks(self, send: Tensor, give: Sequence[int], take: Sequence[int]) -> Tensor:
-        """Which keys have a gradient, to the owners."""
+    def presence(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """Send a byte for each key from requesters to owners: whether it has a gradient."""
 
-    def agree(self, summed: Sequence[Summed]) -> list[bool]:
-        """Whether every key of all processes has a gradient, for each of these. If one is not finite on any process,
-        all raise."""
+    def agree(self, sums: Sequence[GradientSums]) -> list[bool]:
+        """For each of the sums: whether every key of every process has a gradient. If a number of any process is not
+        finite, every process raises GradientError."""
 
 
-def _hand_on(request: Request, size: int, replicated: bool) -> Delivered:
-    return Delivered([size], request.counts, [request.keys], [request.seen])
+def _to_this_process(request: KeyRequest, size: int, replicated: bool) -> ReceivedRequests:
+    return ReceivedRequests([size], request.counts, [request.keys], [request.occurrences])
 
 
 class LocalTransport:
-    """The owner is in this process: nothing travels."""
+    """The owner is in this process: nothing is sent."""
 
     rank, world, wire = 0, 1, torch.float32
 
     def __init__(self) -> None:
         self.owner_of = torch.zeros(SHARDS, dtype=torch.int32)
 
-    def routing(self, ahead: bool) -> AbstractContextManager[Deliver]:
-        """Hands a request on."""
-        return nullcontext(_hand_on)
+    def routing(self, ahead: bool) -> AbstractContextManager[ExchangeRequests]:
+        """The owner receives the request as it is."""
+        return nullcontext(_to_this_process)
 
-    def routed(self, size: int, sizes: Sequence[int]) -> Routed:
-        """The batch is all there is. An empty one does not end an evaluation."""
+    def routed(self, size: int, sizes: Sequence[int]) -> RoutedBatch:
+        """The batch is the whole step. An empty one does not end an evaluation."""
         return ALL_EXAMPLES
 
     def check_policy(self, late: str) -> None:
-        """Owners know every policy."""
+        """Every policy works."""
 
-    def rows(self, send: Tensor, give: Sequence[int], take: Sequence[int]) -> Tensor:
-        """What was sent."""
+    def rows(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """The tensor itself."""
         return send
 
-    gradients = marks = rows
+    gradients = presence = rows
 
-    def agree(self, summed: Sequence[Summed]) -> list[bool]:
-        """As it is here."""
-        return [one.whole for one in summed]
+    def agree(self, sums: Sequence[GradientSums]) -> list[bool]:
+        """This process's own answer. The owner checks that gradients are finite."""
+        return [one.all_present for one in sums]
