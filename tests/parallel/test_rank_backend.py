@@ -40,12 +40,12 @@ def cuda(gpus: int, uuid: str = "GPU-{}", nccl: bool = True) -> Iterator[None]:
 
 
 def test_nccl_is_for_rows_on_gpus_of_which_each_rank_has_its_own() -> None:
-    assert backend.choose(None, [on_gpu("a"), on_gpu("b")]) == "nccl"
-    assert backend.choose("nccl", [on_gpu("a"), on_gpu("b")]) == "nccl"
-    assert backend.choose("gloo", [on_gpu("a"), on_gpu("b")]) == "gloo"
-    assert backend.choose(None, [on_gpu("a"), on_gpu("a")]) == "gloo"
-    assert backend.choose(None, [on_gpu("a"), on_gpu("b", nccl=False)]) == "gloo"
-    assert backend.choose(None, [IN_DRAM, IN_DRAM]) == "gloo"
+    assert backend.choose_backend(None, [on_gpu("a"), on_gpu("b")]) == "nccl"
+    assert backend.choose_backend("nccl", [on_gpu("a"), on_gpu("b")]) == "nccl"
+    assert backend.choose_backend("gloo", [on_gpu("a"), on_gpu("b")]) == "gloo"
+    assert backend.choose_backend(None, [on_gpu("a"), on_gpu("a")]) == "gloo"
+    assert backend.choose_backend(None, [on_gpu("a"), on_gpu("b", nccl=False)]) == "gloo"
+    assert backend.choose_backend(None, [IN_DRAM, IN_DRAM]) == "gloo"
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_nccl_is_for_rows_on_gpus_of_which_each_rank_has_its_own() -> None:
 )
 def test_nccl_that_was_asked_for_and_cannot_work_is_an_error_with_the_cure(offers: list[Any], words: str) -> None:
     with pytest.raises(hr.OptionError, match=words):
-        backend.choose("nccl", offers)
+        backend.choose_backend("nccl", offers)
 
 
 def test_rows_in_different_places_are_an_error() -> None:
     with pytest.raises(hr.OptionError, match=r"rank 1 has its rows on 'cpu' and rank 0 on 'cuda'; .* the same hbm="):
-        backend.choose(None, [on_gpu("a"), IN_DRAM])
+        backend.choose_backend(None, [on_gpu("a"), IN_DRAM])
 
 
 def test_a_backend_that_does_not_exist_is_refused() -> None:

@@ -83,8 +83,8 @@ def is_free_when_let_go(ranks: hr.Ranks) -> bool:
     )
     embeddings(hr.KeyedBatch({"user": hr.Jagged(torch.arange(5))}))["user"].sum().backward()
     embeddings.step()
-    assert embeddings.hot is not None
-    rows = weakref.ref(embeddings.hot.groups[0].tier)
+    assert embeddings.hbm_cache is not None
+    rows = weakref.ref(embeddings.hbm_cache.groups[0].cache)
     gc.disable()
     try:
         del embeddings
@@ -132,7 +132,7 @@ def fitted_ahead(ranks: hr.Ranks, hbm: str, ahead: int) -> tuple[dict[str, Any],
     steps = -(-BATCHES // ranks.world)
     passes = [trainer.team.source(WithSequences(BATCHES * SIZE, SIZE, keys=KEYS)).batches() for _ in range(2)]
     batches = [batch for one in passes for batch, _ in itertools.islice(one, steps)]
-    with patch("hotrow.tiers.hbm.staging_queue.PATIENCE", 0):
+    with patch("hotrow.tiers.hbm.staging_queue.BACKOFF", 0):
         for number in range(len(batches)):
             for batch in batches[number + len(staged) : number + 1 + ahead]:
                 staged.append(embeddings.route(batch))
@@ -143,8 +143,8 @@ def fitted_ahead(ranks: hr.Ranks, hbm: str, ahead: int) -> tuple[dict[str, Any],
             trainer.cursor = {}
             losses.append(float(loss))
     embeddings.settle()
-    assert embeddings.hot is not None
-    return result(trainer, trainer.team.sums(losses)), moved, embeddings.hot.report()["evictions"]
+    assert embeddings.hbm_cache is not None
+    return result(trainer, trainer.team.sums(losses)), moved, embeddings.hbm_cache.report()["evictions"]
 
 
 @pytest.mark.usefixtures("where")

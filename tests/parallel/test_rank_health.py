@@ -14,7 +14,7 @@ def test_every_exchange_that_fails_names_the_rank() -> None:
     """The route and the training thread may fail at once, and the one that did not look first may end the run."""
     store = HashStore()
     here, there = (Health(store, rank, 2, 4.0, lambda: 1) for rank in (0, 1))
-    there.last_words(hr.DataError("clicks.csv has no line 7"))
+    there.report_failure(hr.DataError("clicks.csv has no line 7"))
     with ThreadPoolExecutor(2) as threads:
         errors = list(threads.map(lambda name: here.explain(name, RuntimeError("closed")), ("route", "rows")))
     for error in errors:

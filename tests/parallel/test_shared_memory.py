@@ -9,7 +9,7 @@ from crew import Crew
 
 import hotrow as hr
 from hotrow.parallel.exchange import Channel
-from hotrow.parallel.shared_memory import SWITCH, share
+from hotrow.parallel.shared_memory import SWITCH, connect_shared_memory
 
 
 def fresh(ranks: hr.Ranks) -> Channel:
@@ -19,8 +19,8 @@ def fresh(ranks: hr.Ranks) -> Channel:
 def by_both_ways(ranks: hr.Ranks) -> bool:
     """Messages of many sizes and types, several under way at once and waited for in another order."""
     shared, plain = fresh(ranks), fresh(ranks)
-    plain.meet(ranks.timeout)
-    same = share([shared], ranks.patient, ranks.timeout) and ranks.rows.group is None
+    plain.create_group(ranks.timeout)
+    same = connect_shared_memory([shared], ranks.patient, ranks.timeout) and ranks.rows.group is None
     for number in range(40):
         sizes = torch.randint(0, 5000, (ranks.world, ranks.world), generator=torch.Generator().manual_seed(number))
         to, came = sizes[ranks.rank].tolist(), sizes[:, ranks.rank].tolist()
@@ -43,13 +43,13 @@ def unless_one_says_no(ranks: hr.Ranks) -> tuple[bool, list[list[int]]]:
     if ranks.rank == 1:
         os.environ[SWITCH] = "0"
     try:
-        shared = share([channel], ranks.patient, ranks.timeout)
+        shared = connect_shared_memory([channel], ranks.patient, ranks.timeout)
     finally:
         os.environ.pop(SWITCH, None)
         if before is not None:
             os.environ[SWITCH] = before
-    channel.meet(ranks.timeout)
-    return not shared and channel._box is None, channel.gather_numbers(ranks.rank, 7)
+    channel.create_group(ranks.timeout)
+    return not shared and channel._shared_memory is None, channel.gather_numbers(ranks.rank, 7)
 
 
 def test_gloo_carries_everything_where_one_rank_wants_it(crew: Crew) -> None:

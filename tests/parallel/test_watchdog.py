@@ -17,7 +17,7 @@ import hotrow as hr
 from hotrow.parallel import health as health_module
 from hotrow.parallel import watchdog as watch_module
 from hotrow.parallel.health import Health
-from hotrow.parallel.watchdog import Watch
+from hotrow.parallel.watchdog import Watchdog
 
 
 class Event:
@@ -38,7 +38,7 @@ class Pair:
         )
         self.ended: list[hr.RankError] = []
         self._done = threading.Event()
-        self.watch = Watch(self.mine, self._end)
+        self.watch = Watchdog(self.mine, self._end)
 
     def _end(self, error: hr.RankError) -> None:
         self.ended.append(error)
@@ -58,9 +58,9 @@ class Pair:
 @pytest.fixture
 def pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for module, name, seconds in (
-        (health_module, "BEAT_SECONDS", 0.02), (health_module, "LOOK_SECONDS", 0.8),
-        (health_module, "LAST_WORDS_SECONDS", 0.05), (watch_module, "BEAT_SECONDS", 0.02),
-        (watch_module, "LOOK_SECONDS", 0.1), (watch_module, "GRACE_SECONDS", 0.1),
+        (health_module, "BEAT_SECONDS", 0.02), (health_module, "CHECK_SECONDS", 0.8),
+        (health_module, "REPORT_SECONDS", 0.05), (watch_module, "BEAT_SECONDS", 0.02),
+        (watch_module, "CHECK_SECONDS", 0.1), (watch_module, "GRACE_SECONDS", 0.1),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, seconds)
     made: list[Pair] = []
@@ -77,7 +77,7 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_rank_that_hangs_is_named_after_the_timeout(pairs: Any) -> None:
     pair = pairs()
     begin = time.monotonic()
-    pair.watch.asked("rows", Event())
+    pair.watch.issued("rows", Event())
     assert "rank 0 stops, because rank 1 (process" in pair.words()
     assert "hangs: it lives but has not come" in pair.words()
     assert "(exchange 'rows': no end after 0.3 s)" in pair.words()
@@ -87,20 +87,20 @@ def test_a_rank_that_hangs_is_named_after_the_timeout(pairs: Any) -> None:
 def test_a_rank_that_died_is_named(pairs: Any) -> None:
     pair = pairs()
     pair.theirs.close()
-    pair.watch.asked("dense", Event())
+    pair.watch.issued("dense", Event())
     assert "died or was stopped" in pair.words()
 
 
 def test_so_is_one_that_did_not_come_to_make_the_connections(pairs: Any) -> None:
     pair = pairs()
-    with pair.watch.asking("rows"):
+    with pair.watch.issuing("rows"):
         assert "hangs: it lives but has not come" in pair.words()
 
 
 def test_last_words_are_told_long_before_the_timeout(pairs: Any) -> None:
     pair = pairs(timeout=600.0)
-    pair.theirs.last_words(hr.DataError("clicks.csv has no line 7"))
-    pair.watch.asked("rows", Event())
+    pair.theirs.report_failure(hr.DataError("clicks.csv has no line 7"))
+    pair.watch.issued("rows", Event())
     assert "rank 1 failed: DataError: clicks.csv has no line 7" in pair.words()
 
 
@@ -108,7 +108,7 @@ def test_what_another_channel_has_found_is_told_when_nobody_could_raise_it(pairs
     """Gloo notices at once that a rank is gone; the route thread has the error, and training waits for the device."""
     pair = pairs(timeout=600.0)
     pair.theirs.close()
-    pair.watch.asked("rows", Event())
+    pair.watch.issued("rows", Event())
     found = pair.mine.explain("route", RuntimeError("connection closed by peer"))
     assert pair.words() == str(found)
     assert "(exchange 'route': connection closed by peer)" in pair.words()
@@ -118,9 +118,9 @@ def test_exchanges_that_come_to_their_end_are_let_be(pairs: Any) -> None:
     pair = pairs()
     late = Event()
     for _ in range(40):
-        with pair.watch.asking("rows"):
+        with pair.watch.issuing("rows"):
             pass
-        pair.watch.asked("rows", late)
+        pair.watch.issued("rows", late)
         late.reached, late = True, Event()
         time.sleep(0.02)
     assert not pair.ended
@@ -131,13 +131,13 @@ def watched(ranks: hr.Ranks) -> list[str]:
     """Exchanges of a channel whose device is the CPU, and what is asked of its watch; sums of what came."""
     seen: list[str] = []
 
-    class Noting(Watch):
-        def asking(self, channel: str) -> Any:
+    class Noting(Watchdog):
+        def issuing(self, channel: str) -> Any:
             seen.append(channel)
-            return super().asking(channel)
+            return super().issuing(channel)
 
     watch = Noting(ranks._health)
-    ranks.rows.carry("cpu", dist.new_group(backend="gloo"), watch)
+    ranks.rows.use_device_group("cpu", dist.new_group(backend="gloo"), watch)
     try:
         came = ranks.rows.all_to_all(torch.full((2 * ranks.world,), ranks.rank), [2] * ranks.world, [2] * ranks.world)
         assert came.tolist() == [rank for rank in range(ranks.world) for _ in range(2)]

@@ -1,22 +1,21 @@
-"""Channel: one carrier between all ranks, and the few exchanges that HotRow makes over it.
+"""Channel: the exchanges that HotRow makes between all ranks, over one carrier.
 
-Exchanges of one channel must be issued in the same order by all ranks, so whatever runs in an order of its own (the
-route thread, the training thread, dense gradients during backward, a save behind training) has a channel of its own.
-A channel is used by one thread at a time.
+All ranks must issue the exchanges of one channel in the same order. So each activity with an order of its own (the
+route thread, the training thread, dense gradients during backward, a background save) has its own channel. One thread
+at a time uses a channel.
 
-Gloo carries CPU memory alone: tensors on a GPU are copied down and up again around it. Ranks of one machine exchange
-what is in CPU memory through memory that they share instead (`share`; shared_memory.py), as far as training waits for it. A
-channel may have a second group, NCCL's, for what is on GPUs (`carry`; backend.py says when); what is on the CPU, as
-counts and keys are, goes the other way there too. One thread asks for both, in one order, so neither can wait for the
-other.
+Gloo carries CPU memory: a tensor on a GPU is copied to the host before an exchange and back after it. Ranks of one
+machine exchange CPU memory through shared memory instead (`use_shared_memory`; shared_memory.py), on the channels that
+training waits for. A channel may have a second group, NCCL's, for tensors on GPUs (`use_device_group`; backend.py
+decides); tensors on the CPU, such as counts and keys, keep to the first. One thread issues both, in one order, so
+neither waits for the other.
 
-An exchange that fails, because a rank died or did not come within the timeout, raises RankError with the rank's name:
-health.py finds out who it was. On a patient channel an exchange may take hours; whoever waits there looks now and then
-whether the others' hearts still beat, and whether another channel has failed meanwhile. What the device waits for,
-parallel/watchdog.py looks after.
+An exchange fails if a rank died or did not take part before the timeout. It then raises a RankError that names the rank
+(health.py). On a patient channel an exchange may take hours: the waiting thread polls, and checks the other ranks'
+heartbeats and whether another channel has failed. parallel/watchdog.py watches exchanges that a device waits for.
 
-How long a thread has waited for others is counted always (`waited`; with NCCL a thread hardly does: the stream waits).
-While there is a trace, an exchange is a span of its channel's track, from its begin to the end of the wait for it.
+`waited()` counts the seconds that a thread has waited for other ranks (with NCCL hardly any: the stream waits). While a
+trace is recorded, each exchange is a span on its channel's track, from its begin to the end of the wait.
 """
 
 from __future__ import annotations
@@ -36,75 +35,75 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hotrow import trace
-from hotrow.parallel.health import Health, Hearts
-from hotrow.parallel.watchdog import Watch
+from hotrow.backoff import Backoff
+from hotrow.parallel.health import Health, HeartbeatMonitor
+from hotrow.parallel.watchdog import Watchdog
 
-LOOK_SECONDS, LONGEST_LOOK = 0.0001, 0.2  # between two looks on a patient channel: at first, and when it takes long
+POLL_SECONDS, LONGEST_POLL = 0.0001, 0.2  # between two polls on a patient channel: the first pause, and the longest
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     waited = 0.0
 
 
-_here = _Here()
+_thread = _ThreadState()
 
 
 def waited() -> float:
-    """How many seconds the thread that asks has waited in exchanges so far."""
-    return _here.waited
+    """How many seconds the calling thread has waited in exchanges so far."""
+    return _thread.waited
 
 
 @dataclass
 class Exchange:
-    """One that is under way; `wait` gives what arrived."""
+    """An exchange in flight; `wait` returns what arrived."""
 
     work: Any
     arrived: Tensor
     home: torch.device
     channel: Channel
-    shown: Shown | None = None
+    span: ExchangeSpan | None = None
 
     def wait(self) -> Tensor:
-        """Until it is there."""
+        """Wait for the exchange; returns what arrived, on the device of what was sent."""
         begin = time.perf_counter()
         try:
             if self.channel.patient:
-                self._look()
-            with self.channel.asking(self.arrived):
+                self._poll()
+            with self.channel.issuing(self.arrived):
                 self.work.wait()
-            self.channel.asked(self.arrived)
+            self.channel.watch(self.arrived)
         except RuntimeError as error:
             raise self.channel.explain(error) from error
-        _here.waited += time.perf_counter() - begin
-        if self.shown is not None:
-            self.shown.end()
+        _thread.waited += time.perf_counter() - begin
+        if self.span is not None:
+            self.span.end()
         return self.arrived.to(self.home)
 
-    def _look(self) -> None:
-        pause, hearts = LOOK_SECONDS, Hearts(self.channel.health)
+    def _poll(self) -> None:
+        backoff, heartbeats = Backoff(POLL_SECONDS, LONGEST_POLL), HeartbeatMonitor(self.channel.health)
         while not self.work.is_completed():
             if self.channel.health.broken.is_set():
                 raise RuntimeError("another exchange of this rank has failed")
-            hearts.check()
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_LOOK)
+            heartbeats.check()
+            time.sleep(backoff.next())
 
 
 @dataclass(frozen=True)
-class Posted:
-    """An exchange through shared memory, as torch's work."""
+class SharedMemoryWork:
+    """An exchange through shared memory, with the interface of torch's work."""
 
     channel: Channel
     number: int
 
     def wait(self) -> None:
-        self.channel.take(self.number)
+        self.channel.wait_shared(self.number)
 
 
-class Shown:
-    """An exchange on a trace. `lanes` says which of the channel's tracks are in use: where several exchanges are under
-    way at once (dense gradients), each has a track of its own, so that spans of a track never overlap."""
+class ExchangeSpan:
+    """An exchange's span on a trace. `lanes` says which of the channel's tracks are in use: where several exchanges are
+    in flight at once (dense gradients), each has a track of its own, so that spans of a track never overlap."""
 
     def __init__(self, lanes: list[bool], channel: str, what: str, sent: int, received: int) -> None:
         if all(lanes):
@@ -116,88 +115,92 @@ class Shown:
         self._begin = time.perf_counter()
 
     def end(self) -> None:
-        """It is there."""
+        """The exchange has ended."""
         trace.add(self._track, self._what, self._begin, time.perf_counter(), **self._bytes)
         self._lanes[self._lane] = False
 
 
 class Channel:
-    """Exchanges over one carrier, which `meet` or `share` gives it. `what` names one on a trace: keys, rows."""
+    """Exchanges over one carrier: call `create_group` or `use_shared_memory` first. `what` names an exchange on a
+    trace."""
 
     def __init__(self, name: str, health: Health, patient: bool = False) -> None:
         self.name, self.health, self.patient = name, health, patient
         self.rank, self.world = health.rank, health.world
         self.group: Any = None  # Gloo's
-        self.carries: str | None = None  # the kind of device whose memory a group of its own carries
+        self.carries: str | None = None  # the kind of device whose memory the device group carries
         self._device_group: Any = None
-        self._watch: Watch | None = None
+        self._watch: Watchdog | None = None
         self.sent = 0  # bytes to other ranks
         self.count = 0  # exchanges begun
         self._lanes: list[bool] = []  # of a trace, in use or not
-        self._box: Any = None  # a _core.Mailbox: what is in CPU memory goes through memory that ranks share
-        self._coming: deque[tuple[int, Tensor]] = deque()  # what it will write into, by exchange
+        self._shared_memory: Any = (
+            None  # a _core.SharedMemoryExchange: what is in CPU memory goes through memory that ranks share
+        )
+        self._outputs: deque[tuple[int, Tensor]] = deque()  # keeps the memory that shared-memory exchanges write into
 
-    def meet(self, timeout: float) -> None:
-        """Gloo carries this channel. All ranks call it, for their channels in one order."""
+    def create_group(self, timeout: float) -> None:
+        """Make a Gloo group for this channel. All ranks call it, for their channels in one order."""
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
-    def carry(self, kind: str, group: Any, watch: Watch) -> None:
-        """What is on such devices goes over that group from now on, and is waited for there."""
+    def use_device_group(self, kind: str, group: Any, watch: Watchdog) -> None:
+        """Exchange memory of devices of this kind over `group` from now on; the device waits for it."""
         self.carries, self._device_group, self._watch = kind, group, watch
 
-    def share(self, box: Any) -> None:
-        """What is in CPU memory goes through that mailbox from now on."""
-        self._box = box
+    def use_shared_memory(self, exchange: Any) -> None:
+        """Exchange CPU memory through `exchange` (a _core.SharedMemoryExchange) from now on."""
+        self._shared_memory = exchange
 
     def close(self) -> None:
-        """Others that wait for this rank here are told that it has left."""
-        if self._box is not None:
-            self._box.close()
+        """Tell ranks that wait for this one that it has left."""
+        if self._shared_memory is not None:
+            self._shared_memory.close()
 
-    def asking(self, arrived: Tensor) -> AbstractContextManager[None]:
-        """Inside it, the host asks for what will be in `arrived`."""
+    def issuing(self, arrived: Tensor) -> AbstractContextManager[None]:
+        """The context in which the host issues an exchange into `arrived`."""
         if self._watch is None or arrived.device.type != self.carries:
             return nullcontext()
-        return self._watch.asking(self.name)
+        return self._watch.issuing(self.name)
 
-    def asked(self, arrived: Tensor) -> None:
-        """This stream waits for what will be in `arrived`."""
+    def watch(self, arrived: Tensor) -> None:
+        """The current stream waits for `arrived`: have the watchdog watch it."""
         if self._watch is not None and arrived.device.type == self.carries == "cuda":
-            self._watch.asked(self.name, torch.cuda.current_stream(arrived.device).record_event())
+            self._watch.issued(self.name, torch.cuda.current_stream(arrived.device).record_event())
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to raise for an exchange that failed."""
+        """The error to raise for an exchange that failed."""
         return self.health.explain(self.name, error)
 
-    def all_to_all(self, send: Tensor, to: Sequence[int], came: Sequence[int], *, what: str = "values") -> Tensor:
-        """Elements of `send`, `to[r]` of them to rank r in order; what came, `came[r]` from rank r, in order."""
-        return self.begin_all_to_all(send, to, came, what=what).wait()
+    def all_to_all(self, send: Tensor, to: Sequence[int], received: Sequence[int], *, what: str = "values") -> Tensor:
+        """Send elements of `send`, to[r] of them to rank r in order. Returns what arrived: received[r] elements from
+        rank r."""
+        return self.begin_all_to_all(send, to, received, what=what).wait()
 
     def begin_all_to_all(
-        self, send: Tensor, to: Sequence[int], came: Sequence[int], out: Tensor | None = None, what: str = "values",
+        self, send: Tensor, to: Sequence[int], received: Sequence[int], out: Tensor | None = None, what: str = "values",
         own: bool = True,
     ) -> Exchange:  # fmt: skip
-        """The same, without waiting. `send` must stay as it is until then. What comes goes into `out`, if given.
-        Without `own`, nobody will read there what this rank sends itself."""
+        """As `all_to_all`, without waiting. `send` must not change until the wait. What arrives goes into `out`, if
+        given. Without `own`, the part that this rank sends itself may be left out."""
         width = send.element_size()
-        shown = self._show(what, (sum(to) - to[self.rank]) * width, (sum(came) - came[self.rank]) * width)
-        home, send = send.device, self._at_the_wire(send)
-        arrived = self._room(out, sum(came), send)
-        if self._shared(arrived):
-            return self._post(home, shown, arrived, send, list(to), list(came), same=False, own=own)
-        return self._begin(home, shown, arrived, dist.all_to_all_single, arrived, send, list(came), list(to))
+        span = self._count(what, (sum(to) - to[self.rank]) * width, (sum(received) - received[self.rank]) * width)
+        home, send = send.device, self._to_carrier(send)
+        arrived = self._output(out, sum(received), send)
+        if self._uses_shared_memory(arrived):
+            return self._begin_shared(home, span, arrived, send, list(to), list(received), same=False, own=own)
+        return self._begin(home, span, arrived, dist.all_to_all_single, arrived, send, list(received), list(to))
 
     def begin_all_gather(self, send: Tensor, out: Tensor | None = None, what: str = "values") -> Exchange:
-        """Every rank's `send`, all of one size, one after another; into `out`, if given, where this rank's may already
-        be in its place."""
+        """Gather every rank's `send`, all of one size, in rank order; into `out`, if given, where this rank's part may
+        already be in its place."""
         others = (self.world - 1) * send.numel() * send.element_size()
-        shown = self._show(what, others, others)
-        home, send = send.device, self._at_the_wire(send)
-        arrived = self._room(out, self.world * send.numel(), send)
-        if self._shared(arrived):
+        span = self._count(what, others, others)
+        home, send = send.device, self._to_carrier(send)
+        arrived = self._output(out, self.world * send.numel(), send)
+        if self._uses_shared_memory(arrived):
             size = send.numel()
-            return self._post(home, shown, arrived, send, [size], [size] * self.world, same=True)
-        return self._begin(home, shown, arrived, _gather, arrived, send)
+            return self._begin_shared(home, span, arrived, send, [size], [size] * self.world, same=True)
+        return self._begin(home, span, arrived, _gather, arrived, send)
 
     def all_gather(self, send: Tensor, what: str = "values") -> list[Tensor]:
         """Every rank's `send`, all of one size, in rank order."""
@@ -217,54 +220,54 @@ class Channel:
         parts = self.all_gather(padded)
         return [json.loads(bytes(part[:size].numpy())) for part, size in zip(parts, sizes, strict=True)]
 
-    def _at_the_wire(self, tensor: Tensor) -> Tensor:
+    def _to_carrier(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device.type == self.carries else tensor.cpu()
 
-    def _shared(self, arrived: Tensor) -> bool:
-        return self._box is not None and arrived.device.type == "cpu" != self.carries
+    def _uses_shared_memory(self, arrived: Tensor) -> bool:
+        return self._shared_memory is not None and arrived.device.type == "cpu" != self.carries
 
     @staticmethod
-    def _room(out: Tensor | None, size: int, like: Tensor) -> Tensor:
+    def _output(out: Tensor | None, size: int, like: Tensor) -> Tensor:
         if out is not None and out.device == like.device:
             return out
         return torch.empty(size, dtype=like.dtype, device=like.device)
 
-    def _show(self, what: str, sent: int, received: int) -> Shown | None:
-        """Count an exchange's bytes to and from other ranks; its span, while there is a trace."""
+    def _count(self, what: str, sent: int, received: int) -> ExchangeSpan | None:
+        """Count an exchange's bytes to other ranks; returns its span while a trace is recorded."""
         self.sent += sent
-        return Shown(self._lanes, self.name, what, sent, received) if trace.on() else None
+        return ExchangeSpan(self._lanes, self.name, what, sent, received) if trace.on() else None
 
-    def _post(
-        self, home: torch.device, shown: Shown | None, arrived: Tensor, send: Tensor, to: list[int], came: list[int],
-        same: bool, own: bool = True,
+    def _begin_shared(
+        self, home: torch.device, span: ExchangeSpan | None, arrived: Tensor, send: Tensor, to: list[int], received:
+        list[int], same: bool, own: bool = True,
     ) -> Exchange:  # fmt: skip
         self.count += 1
         width, send = send.element_size(), send.contiguous()
         try:
             if self.health.broken.is_set():
                 raise RuntimeError("another exchange of this rank has failed")
-            number = self._box.begin(
-                send.data_ptr(), [width * n for n in to], same, arrived.data_ptr(), [width * n for n in came], own
+            number = self._shared_memory.begin(
+                send.data_ptr(), [width * n for n in to], same, arrived.data_ptr(), [width * n for n in received], own
             )
         except RuntimeError as error:
             raise self.explain(error) from error
-        self._coming.append((number, arrived))
-        return Exchange(Posted(self, number), arrived, home, self, shown)
+        self._outputs.append((number, arrived))
+        return Exchange(SharedMemoryWork(self, number), arrived, home, self, span)
 
-    def take(self, number: int) -> None:
-        """Wait for that exchange of the mailbox; those before it come with it."""
-        self._box.wait(number)
-        while self._coming and self._coming[0][0] <= number:
-            self._coming.popleft()
+    def wait_shared(self, number: int) -> None:
+        """Wait for shared-memory exchange `number` and those before it."""
+        self._shared_memory.wait(number)
+        while self._outputs and self._outputs[0][0] <= number:
+            self._outputs.popleft()
 
     def _begin(
-        self, home: torch.device, shown: Shown | None, arrived: Tensor, collective: Any, *arguments: Any
+        self, home: torch.device, span: ExchangeSpan | None, arrived: Tensor, collective: Any, *arguments: Any
     ) -> Exchange:
         self.count += 1
         group = self._device_group if arrived.device.type == self.carries else self.group
         try:
-            with self.asking(arrived):
+            with self.issuing(arrived):
                 work = collective(*arguments, group=group, async_op=True)
         except RuntimeError as error:
             raise self.explain(error) from error
-        return Exchange(work, arrived, home, self, shown)
+        return Exchange(work, arrived, home, self, span)

@@ -1,12 +1,13 @@
-"""Which rank is it? Heartbeats, last words, and the name of the rank for which the others wait.
+"""Heartbeats and failure reports: which rank has failed, and why.
 
 Every rank writes a heartbeat into the store at which the ranks met, from a thread of its own: a count that rises, and
-how many exchanges it has begun. A rank that ends with an error leaves its last words there. When an exchange fails or
-does not come to its end in time, the others look: whoever left last words has failed; whoever's heartbeat stands still
-is dead, or stopped; if all hearts beat, whoever has begun the fewest exchanges is the one that hangs.
+how many exchanges it has begun. A rank that ends with an error writes a failure report there. When an exchange fails or
+takes longer than the timeout, the other ranks read the store. A rank with a failure report has failed. A rank whose
+heartbeat does not rise is dead or stopped. If every heartbeat rises, the rank that has begun the fewest exchanges
+hangs.
 
-Heartbeats decide nothing while all is well: they are read after an exchange has failed, and by whoever waits in one
-that may take long (`Hearts`).
+Heartbeats are read only after an exchange has failed, and by a thread that waits in an exchange that may take long
+(HeartbeatMonitor).
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from typing import Any
 from hotrow.errors import RankError
 
 BEAT_SECONDS = 0.5
-LOOK_SECONDS = 4 * BEAT_SECONDS  # between two looks at the others' hearts: several beats, for busy machines
-LAST_WORDS_SECONDS = 1.0  # a rank that fails breaks its connections only after it has said why
+CHECK_SECONDS = 4 * BEAT_SECONDS  # between two reads of the others' heartbeats: several beats, for busy machines
+REPORT_SECONDS = 1.0  # a failing rank gets this long to write its report
 
 
 class Health:
-    """This rank's heartbeat, and a look at the others'."""
+    """Writes this rank's heartbeat, and explains failures by the others'. Any thread may call."""
 
     def __init__(self, store: Any, rank: int, world: int, timeout: float, exchanges: Callable[[], int]) -> None:
         self.rank, self.world, self.timeout, self.exchanges = rank, world, timeout, exchanges
         self.broken = threading.Event()  # an exchange has failed: this rank cannot go on
-        self.found: RankError | None = None  # and why
+        self.found: RankError | None = None  # the explanation
         self._store = store.clone() if hasattr(store, "clone") else store
         with suppress(RuntimeError):
             self._store.set_timeout(timedelta(seconds=5))
@@ -47,23 +48,23 @@ class Health:
         self._thread.start()
 
     def close(self) -> None:
-        """No more heartbeats: this rank is done."""
+        """Stop the heartbeat: this rank is done."""
         self._stop.set()
         self._thread.join(timeout=5)
 
-    def last_words(self, error: BaseException) -> None:
-        """Tell the others why this rank ends. A rank that ends because of another has nothing to add."""
+    def report_failure(self, error: BaseException) -> None:
+        """Write why this rank ends, for the other ranks. A rank that ends because of another one writes nothing."""
         if isinstance(error, RankError):
             return
-        words = f"{type(error).__name__}: {error}"
+        report = f"{type(error).__name__}: {error}"
         with self._lock, suppress(RuntimeError):
-            self._store.set(f"hotrow/words/{self.rank}", words[:2000])
+            self._store.set(f"hotrow/words/{self.rank}", report[:2000])
 
     def explain(self, what: str, error: BaseException) -> RankError:
-        """What to raise when an exchange has failed.
+        """The error to raise when an exchange has failed.
 
-        Several may fail at once, on several threads, and any of them may be the one that ends the run: who comes second
-        waits for what the first has found out, and says the same.
+        Several may fail at once, on several threads, and any of them may end the run. So the second thread waits for
+        the first one's explanation and raises the same.
         """
         self.broken.set()
         with self._explaining:
@@ -74,7 +75,7 @@ class Health:
     def _find(self, what: str, error: BaseException) -> str:
         cure = "start the job again with --resume: it goes on from the newest checkpoint"
         try:
-            found = self._look()
+            found = self._diagnose()
         except RuntimeError as unreachable:
             return (
                 f"{self._me()} lost the others in the exchange {what!r}, and the store at which ranks meet (rank 0, or "
@@ -82,23 +83,23 @@ class Health:
             )
         return f"{self._me()} stops, because {found} (exchange {what!r}: {_first_line(error)}); {cure}"
 
-    def spoken(self) -> dict[int, str]:
-        """The last words of other ranks."""
+    def failure_reports(self) -> dict[int, str]:
+        """The reports of other ranks that have failed."""
         others = [rank for rank in range(self.world) if rank != self.rank]
-        return {rank: words for rank in others if (words := self._words(rank)) is not None}
+        return {rank: report for rank in others if (report := self._report(rank)) is not None}
 
-    def _look(self) -> str:
+    def _diagnose(self) -> str:
         others = [rank for rank in range(self.world) if rank != self.rank]
-        time.sleep(LAST_WORDS_SECONDS)
-        spoken = self.spoken()
-        if spoken:
-            return "; ".join(f"rank {rank} failed: {words}" for rank, words in spoken.items())
+        time.sleep(REPORT_SECONDS)
+        reports = self.failure_reports()
+        if reports:
+            return "; ".join(f"rank {rank} failed: {report}" for rank, report in reports.items())
         before = {rank: self._read(rank) for rank in others}
-        time.sleep(LOOK_SECONDS)
+        time.sleep(CHECK_SECONDS)
         after = {rank: self._read(rank) for rank in others}
-        still = [rank for rank in others if before[rank]["beats"] == after[rank]["beats"]]
-        if still:
-            which = " and ".join(f"rank {rank} ({after[rank]['where']})" for rank in still)
+        stopped = [rank for rank in others if before[rank]["beats"] == after[rank]["beats"]]
+        if stopped:
+            which = " and ".join(f"rank {rank} ({after[rank]['where']})" for rank in stopped)
             return f"{which} died or was stopped: no sign of life"
         fewest = min(after[rank]["exchanges"] for rank in others)
         if fewest < self.exchanges():
@@ -109,7 +110,7 @@ class Health:
             )
         return "the connection to another rank broke, though all ranks are alive"
 
-    def _words(self, rank: int) -> str | None:
+    def _report(self, rank: int) -> str | None:
         with self._lock:
             if not self._store.check([f"hotrow/words/{rank}"]):
                 return None
@@ -131,15 +132,15 @@ class Health:
 
     def _run(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
-            with suppress(RuntimeError):  # the store is gone: whoever needs it will say so
+            with suppress(RuntimeError):  # the store is gone: the thread that needs it raises
                 self._beat()
 
     def _me(self) -> str:
         return f"rank {self.rank}"
 
 
-class Hearts:
-    """The others' hearts while this rank waits: one that stands still for the timeout is an error."""
+class HeartbeatMonitor:
+    """Checks the other ranks' heartbeats while this rank waits: one that does not rise for the timeout is an error."""
 
     def __init__(self, health: Health) -> None:
         self.health = health
@@ -147,7 +148,7 @@ class Hearts:
         self._next = time.monotonic() + 2 * BEAT_SECONDS
 
     def check(self) -> None:
-        """Look, if it is time."""
+        """Read the heartbeats, if it is time. Raises RuntimeError for a rank without one."""
         now = time.monotonic()
         if now < self._next:
             return

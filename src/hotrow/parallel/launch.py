@@ -1,13 +1,15 @@
-"""`hotrow train --ranks N`: the ranks of one machine as processes, started, watched and ended together.
+"""`hotrow train --ranks N`: starts the ranks of one machine as processes, watches them and ends them together.
 
-What torchrun does, as far as one machine needs it: the environment that torch.distributed reads, a store at which the
-ranks meet (held here, so that it outlives any of them), and an end for all when one fails. The others are given time to
-find out by themselves, because they say which rank it was; then they are killed. Ranks are in sessions of their own, so
-that Ctrl-C reaches them once, through us; and if we are killed, the system kills them.
+It does what torchrun does, as far as one machine needs it: the environment that torch.distributed reads, a store at
+which the ranks meet (in this process, so that it outlives every rank), and the end of all when one fails. The other
+ranks get time to end by themselves, because their errors name the failed rank; then they are killed. Each rank has a
+session of its own, so that Ctrl-C reaches it once, through this process. If this process is killed, the system kills
+the ranks.
 
-The first SIGINT or SIGTERM goes to all ranks, which stop together and save (distributed.py). A second one kills them.
+The first SIGINT or SIGTERM goes to all ranks, which stop together and save (train/distributed.py). A second one kills
+them.
 
-Restarts are torchrun's: `torchrun --nproc-per-node=N --max-restarts=R -m hotrow train job.toml --resume`.
+torchrun does restarts: `torchrun --nproc-per-node=N --max-restarts=R -m hotrow train job.toml --resume`.
 """
 
 from __future__ import annotations
@@ -33,17 +35,17 @@ Process = subprocess.Popen[Any]
 
 
 def launch(ranks: int, command: Sequence[str], patience: float = 20.0) -> int:
-    """Run `command` as so many ranks; returns 0, or the exit code of the first that failed, 128 and the number of the
-    signal if one killed it.
+    """Run `command` as `ranks` processes. Returns 0, or the exit code of the first that failed (128 + the signal's
+    number if a signal killed it).
 
     When one has failed, the others have `patience` seconds to end by themselves.
     """
     store = _loopback_store()
     processes: list[Process] = []
-    came: list[int] = []
+    received: list[int] = []
 
     def forward(number: int) -> None:
-        came.append(number)
+        received.append(number)
         for process in processes:
             process.send_signal(number)
 
@@ -52,13 +54,13 @@ def launch(ranks: int, command: Sequence[str], patience: float = 20.0) -> int:
             environment = _environment(rank, ranks, store.port)
             processes.append(child_process.start(command, env=environment, start_new_session=True))
         with StopSignals(forward):
-            return _watch(processes, patience, lambda: bool(came))
+            return _watch(processes, patience, lambda: bool(received))
     finally:
         _kill(processes)
 
 
 def _loopback_store() -> TCPStore:
-    """Where ranks meet. It gets a socket of ours, because by itself it would listen on every interface."""
+    """The store at which ranks meet. It gets a bound socket, because by itself it would listen on every interface."""
     listener = socket.create_server((LOOPBACK, 0))
     return TCPStore(
         LOOPBACK,
@@ -87,14 +89,14 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _watch(processes: Sequence[Process], patience: float, told: Callable[[], bool]) -> int:
+def _watch(processes: Sequence[Process], patience: float, signalled: Callable[[], bool]) -> int:
     failed, deadline = 0, float("inf")
     while True:
         codes = [process.poll() for process in processes]
         if not failed and (bad := [(rank, code) for rank, code in enumerate(codes) if code]):
             rank, code = bad[0]
             failed, deadline = code if code > 0 else exit_code(-code), time.monotonic() + patience
-            if code < 0 and not told():
+            if code < 0 and not signalled():
                 print(f"rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
         if all(code is not None for code in codes) or time.monotonic() > deadline:
             return failed

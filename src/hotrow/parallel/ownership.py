@@ -1,8 +1,8 @@
-"""Who owns a key: its shard's rank. Keys fall into 1,024 fixed shards by hash (the core's); a rank owns whole shards,
-one range of them without gaps.
+"""Which rank owns a key: the owner of its shard. The core hashes keys into 1,024 fixed shards; a rank owns one
+contiguous range of them.
 
-Ranges, not every N-th shard: when a checkpoint of N ranks is loaded by M, a rank reads only the parts whose ranges
-meet its own. The hash spreads keys evenly, so ranges are as even as anything else.
+Ranges, not every N-th shard: when M ranks load a checkpoint of N, a rank reads only the parts whose ranges overlap its
+own. The hash spreads keys evenly, so ranges are as balanced as any other split.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ def owners(world: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Roles:
-    """Which ranks ask for rows and which own them. A plan takes it as a value.
+    """Which ranks request rows and which own them. A plan takes it as a value.
 
     The rank `owners[i]` owns the shards of `shard_range(i, len(owners))`. A key's gradients are added in the order of
-    the ranks that ask, so bits depend on `askers` alone.
+    the ranks that request it, so bits depend on `requesters` alone.
     """
 
     world: int
-    askers: tuple[int, ...]
+    requesters: tuple[int, ...]
     owners: tuple[int, ...]
 
     @staticmethod
     def everyone(world: int) -> Roles:
-        """Every rank asks and owns."""
+        """Every rank requests and owns."""
         return Roles(world, tuple(range(world)), tuple(range(world)))
 
     @property
     def owner_of(self) -> Tensor:
         """The rank that owns each shard, int32.
 
-        >>> Roles(3, askers=(0, 1, 2), owners=(0, 2)).owner_of[[0, 511, 512, 1023]].tolist()
+        >>> Roles(3, requesters=(0, 1, 2), owners=(0, 2)).owner_of[[0, 511, 512, 1023]].tolist()
         [0, 0, 2, 2]
         """
         return torch.tensor(self.owners, dtype=torch.int32)[owners(len(self.owners)).long()]

@@ -1,11 +1,11 @@
-"""Batches for ranks: rank r of N takes batches r, r + N, r + 2N, ... of the one stream that all of them read.
+"""Batches for ranks: rank r of N takes batches r, r + N, r + 2N, ... of the one stream that all ranks read.
 
-So one step of N ranks is N batches in a row, the cursor after it is the cursor after the last of them, and a run can be
-resumed by another number of ranks: the stream and the cursor know nothing of ranks. A source that can pass over the
-others' batches has `every(rank, world, cursor)` (data/strided.py); of others they are read and dropped.
+So a step of N ranks is N consecutive batches, the cursor after it is the cursor after the last of them, and another
+number of ranks can resume the run: the stream and the cursor know nothing of ranks. A source that can skip the other
+ranks' batches has `every(rank, world, cursor)` (data/strided.py); from other sources they are read and dropped.
 
-When the stream ends in the middle of a step, the ranks behind get an empty batch. A rank never knows by itself that all
-are done: it goes on with empty batches, and `Lookup.over` (exchanged with the keys) tells everybody at once. So ranks
+If the stream ends in the middle of a step, the remaining ranks get an empty batch. A rank never decides alone that all
+are done: it continues with empty batches, and `Lookup.finished` (exchanged with the keys) ends all at once. So ranks
 whose streams differ in length end together, too.
 """
 

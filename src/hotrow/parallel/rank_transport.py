@@ -1,10 +1,10 @@
-"""RankTransport: keys, rows and gradients travel between the ranks of a job.
+"""RankTransport: exchanges keys, rows and gradients between the ranks of a job.
 
-For each part of a batch the ranks exchange counts and then keys, with how often each was seen. Rows and gradients
-travel in the wire's type. What travels is measured in Channel.sent: 8 bytes a key, 1 for how often it was seen (4 where
-a number is beyond 255), and its row and its gradient. Every rank makes the same exchanges in the same order.
+For each part of a batch the ranks exchange counts, and then keys with their numbers of occurrences. Rows and gradients
+are sent in the type `wire`. Channel.sent counts the bytes: 8 for a key, 1 for its occurrences (4 if one is above 255),
+and its row and its gradient. Every rank makes the same exchanges in the same order.
 
-Batches ahead are routed over the channel `route`, everything else goes over `rows`.
+Batches that are routed ahead use the channel `route`, everything else uses `rows`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hotrow.errors import GradientError, OptionError
 from hotrow.parallel.exchange import Channel
 from hotrow.parallel.ownership import Roles
 from hotrow.parallel.ranks import Ranks
-from hotrow.tiers.batch_values import Request, Routed, Summed
-from hotrow.tiers.sharded.transport import Deliver, Delivered
+from hotrow.tiers.batch_values import GradientSums, KeyRequest, RoutedBatch
+from hotrow.tiers.sharded.transport import ExchangeRequests, ReceivedRequests
 
-HEADER = 2  # numbers in front of a message's counts: examples, bytes of a number of sightings
+HEADER = 2  # numbers before the counts of a message: examples, bytes of a number of occurrences
 
 
 class RankTransport:
@@ -39,78 +39,83 @@ class RankTransport:
         return self.ranks.wire
 
     @contextmanager
-    def routing(self, ahead: bool) -> Iterator[Deliver]:
-        """A route ahead is counted, so that all ranks end at the same one (Ranks.routes)."""
+    def routing(self, ahead: bool) -> Iterator[ExchangeRequests]:
+        """Count a route that runs ahead, so that all ranks end at the same one (Ranks.routes)."""
         if ahead:
-            with self.ranks.routes.one():
-                yield self.making_up()
+            with self.ranks.routes.routing():
+                yield self.exchange_missing()
         else:
-            yield partial(self._deliver, self.ranks.rows)
+            yield partial(self._exchange, self.ranks.rows)
 
-    def making_up(self) -> Deliver:
-        """For a route of other ranks that this one does not make: Ranks.routes has been closed."""
-        return partial(self._deliver, self.ranks.route)
+    def exchange_missing(self) -> ExchangeRequests:
+        """The exchange for a route of other ranks that this rank does not make. Ranks.routes does not count it."""
+        return partial(self._exchange, self.ranks.route)
 
-    def _deliver(self, channel: Channel, request: Request, size: int, replicated: bool) -> Delivered:
-        """Send this rank's request; what all ranks ask this one for."""
-        counts, keys, seen = request
-        give = [sum(of_rank) for of_rank in counts]
+    def _exchange(self, channel: Channel, request: KeyRequest, size: int, replicated: bool) -> ReceivedRequests:
+        """Send this rank's request to the owners; returns what all ranks request from this one."""
+        counts, keys, occurrences = request
+        send_keys = [sum(of_rank) for of_rank in counts]
         if not replicated:
-            self.ranks.remote_keys += sum(give) - give[self.rank]
-        narrow = seen.numel() == 0 or int(seen.max()) < 256
-        seen = seen.to(torch.uint8) if narrow else seen
-        headers = torch.tensor([number for of_rank in counts for number in (size, seen.element_size(), *of_rank)])
+            self.ranks.remote_keys += sum(send_keys) - send_keys[self.rank]
+        if occurrences.numel() == 0 or int(occurrences.max()) < 256:
+            occurrences = occurrences.to(torch.uint8)
+        width = occurrences.element_size()
+        headers = torch.tensor([number for of_rank in counts for number in (size, width, *of_rank)])
         row = [HEADER + len(counts[0])] * self.world
-        came = channel.all_to_all(headers, row, row, what="counts").view(self.world, -1).tolist()
-        theirs, widths = [header[HEADER:] for header in came], [header[1] for header in came]
-        take = [sum(of_rank) for of_rank in theirs]
-        sizes = [_bytes(n, width) for n, width in zip(take, widths, strict=True)]
-        send = [_bytes(n, seen.element_size()) for n in give]
-        received = channel.all_to_all(_pack(keys, seen, give), send, sizes, what="keys")
-        arrays = _unpack(received, take, widths, sizes)
-        return Delivered([header[0] for header in came], theirs, [k for k, _ in arrays], [s for _, s in arrays])
+        received_headers = channel.all_to_all(headers, row, row, what="counts").view(self.world, -1).tolist()
+        received_counts = [header[HEADER:] for header in received_headers]
+        widths = [header[1] for header in received_headers]
+        receive_keys = [sum(of_rank) for of_rank in received_counts]
+        receive_bytes = [_bytes(n, width) for n, width in zip(receive_keys, widths, strict=True)]
+        send_bytes = [_bytes(n, width) for n in send_keys]
+        received = channel.all_to_all(_pack(keys, occurrences, send_keys), send_bytes, receive_bytes, what="keys")
+        arrays = _unpack(received, receive_keys, widths, receive_bytes)
+        sizes = [header[0] for header in received_headers]
+        return ReceivedRequests(sizes, received_counts, [k for k, _ in arrays], [n for _, n in arrays])
 
-    def routed(self, size: int, sizes: Sequence[int]) -> Routed:
+    def routed(self, size: int, sizes: Sequence[int]) -> RoutedBatch:
         """This rank's part of the step's examples."""
         examples = sum(sizes)
-        return Routed(size / examples if examples else 0.0, examples, examples == 0, tuple(sizes))
+        return RoutedBatch(size / examples if examples else 0.0, examples, examples == 0, tuple(sizes))
 
     def check_policy(self, late: str) -> None:
-        """Ranks wait for their rows."""
+        """Only "wait": ranks always wait for their rows."""
         if late != "wait":
-            raise OptionError(f"late={late!r} over ranks: rows of other ranks are waited for; pass late='wait'")
+            raise OptionError(
+                f"late={late!r} over ranks: a rank always waits for rows of other ranks; pass late='wait'"
+            )
 
-    def rows(self, send: Tensor, give: Sequence[int], take: Sequence[int]) -> Tensor:
-        """Rows to those that asked, in the wire's type."""
-        return self.ranks.rows.all_to_all(send.to(self.wire), give, take, what="rows").float()
+    def rows(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """Send rows to their requesters, in the type `wire`."""
+        return self.ranks.rows.all_to_all(send.to(self.wire), send_counts, receive_counts, what="rows").float()
 
-    def gradients(self, send: Tensor, give: Sequence[int], take: Sequence[int]) -> Tensor:
-        """Sums, which have the wire's type, to the owners."""
-        return self.ranks.rows.all_to_all(send, give, take, what="gradients").float()
+    def gradients(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """Send sums, which have the type `wire`, to the owners."""
+        return self.ranks.rows.all_to_all(send, send_counts, receive_counts, what="gradients").float()
 
-    def marks(self, send: Tensor, give: Sequence[int], take: Sequence[int]) -> Tensor:
-        """Bytes to the owners."""
-        return self.ranks.rows.all_to_all(send, give, take)
+    def presence(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """Send a byte for each key to the owners."""
+        return self.ranks.rows.all_to_all(send, send_counts, receive_counts)
 
-    def agree(self, summed: Sequence[Summed]) -> list[bool]:
-        """Whether every key of all ranks had a gradient, by part. Where one is not finite on any rank, all raise.
+    def agree(self, sums: Sequence[GradientSums]) -> list[bool]:
+        """Whether every key of all ranks has a gradient, by part. If one is not finite on any rank, all raise.
 
-        A rank that wants to stop says so here, so that all hear of it in the same step.
+        Ranks also exchange their stop signals here, so that all stop after the same step.
         """
-        spoiled, self.ranks.spoiled = self.ranks.spoiled, False
-        finite = all(one.finite for one in summed) and not spoiled
-        before = not spoiled and all(one.finite or one.overflowed for one in summed)
-        wants_to_stop = self.ranks.wants_to_stop()
-        said = self.ranks.rows.gather_numbers(finite, before, wants_to_stop, *(one.whole for one in summed))
-        self.ranks.stopping = max(self.ranks.stopping, *(wants for _, _, wants, *_ in said))
-        bad = [rank for rank, (was_finite, *_) in enumerate(said) if not was_finite]
+        not_finite, self.ranks.not_finite = self.ranks.not_finite, False
+        finite = all(one.finite for one in sums) and not not_finite
+        before = not not_finite and all(one.finite or one.overflowed for one in sums)
+        stop_signal = self.ranks.stop_signal()
+        everyones = self.ranks.rows.gather_numbers(finite, before, stop_signal, *(one.all_present for one in sums))
+        self.ranks.stopping = max(self.ranks.stopping, *(wants for _, _, wants, *_ in everyones))
+        bad = [rank for rank, (was_finite, *_) in enumerate(everyones) if not was_finite]
         self.ranks.failing = bool(bad)
         if bad:
-            raise GradientError(self._why(bad, all(said[rank][1] for rank in bad)))
-        return [all(wholes) for wholes in zip(*(words[3:] for words in said), strict=True)]
+            raise GradientError(self._why(bad, all(everyones[rank][1] for rank in bad)))
+        return [all(wholes) for wholes in zip(*(numbers[3:] for numbers in everyones), strict=True)]
 
     def _why(self, bad: Sequence[int], finite_before: bool) -> str:
-        """What to say of ranks that have something that is not finite, or was not when it had been rounded."""
+        """The error text for ranks whose sums are not finite, or are not after rounding to the type `wire`."""
         ranks, wire = ", ".join(map(str, bad)), self.ranks.wire
         narrow = wire != torch.float32
         limit = f"{torch.finfo(wire).max:g}, the largest {str(wire).removeprefix('torch.')}"
@@ -127,18 +132,18 @@ class RankTransport:
 
 
 def _bytes(count: int, width: int) -> int:
-    """Of a message with so many keys and their sightings of `width` bytes, up to a multiple of 8."""
+    """Bytes of a message with `count` keys and their occurrences of `width` bytes each, rounded up to 8."""
     return count * 8 + -(-count * width // 8) * 8
 
 
-def _pack(keys: Tensor, seen: Tensor, counts: Sequence[int]) -> Tensor:
-    """For each rank its keys, then their sightings, as bytes."""
-    width = seen.element_size()
+def _pack(keys: Tensor, occurrences: Tensor, counts: Sequence[int]) -> Tensor:
+    """For each rank its keys, then their occurrences, as bytes."""
+    width = occurrences.element_size()
     send = torch.zeros(sum(_bytes(n, width) for n in counts), dtype=torch.uint8)
     at = taken = 0
     for n in counts:
         send[at : at + 8 * n] = keys[taken : taken + n].view(torch.uint8)
-        send[at + 8 * n : at + (8 + width) * n] = seen[taken : taken + n].view(torch.uint8)
+        send[at + 8 * n : at + (8 + width) * n] = occurrences[taken : taken + n].view(torch.uint8)
         at, taken = at + _bytes(n, width), taken + n
     return send
 
@@ -146,9 +151,11 @@ def _pack(keys: Tensor, seen: Tensor, counts: Sequence[int]) -> Tensor:
 def _unpack(
     received: Tensor, counts: Sequence[int], widths: Sequence[int], sizes: Sequence[int]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Keys and sightings (int32) from each rank."""
+    """Keys and occurrences (int32) from each rank."""
     arrays = []
     for message, n, width in zip(received.split(list(sizes)), counts, widths, strict=True):
-        seen = message[8 * n : (8 + width) * n]
-        arrays.append((message[: 8 * n].view(torch.int64), seen.view(torch.int32) if width == 4 else seen.int()))
+        occurrences = message[8 * n : (8 + width) * n]
+        arrays.append(
+            (message[: 8 * n].view(torch.int64), occurrences.view(torch.int32) if width == 4 else occurrences.int())
+        )
     return arrays

@@ -1,20 +1,26 @@
 """Ranks: the processes of one job, how they meet, and the channels between them.
 
 A job is N processes that torch.distributed knows (torchrun, `hotrow train --ranks N`, or any launcher that sets RANK,
-WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or has called init_process_group). All run the same program on the same job;
-each owns a share of the rows (ownership.py), reads a share of the batches (data.py) and has the whole tower.
+WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or has called init_process_group). All run the same program on the same job.
+Each owns a part of the rows (ownership.py), reads a part of the batches (rank_batches.py) and has the whole tower.
 
-Five channels: `route` for the keys of batches ahead, `rows` for what the training thread does (rows, gradients,
-evaluation), `dense` for the tower's gradients, `patient` for what may take long (loading, comparing) and `saves` for a
-save behind training: in these two the timeout is hours, because a rank that dies breaks the connection anyway and one
-that hangs is noticed in the others. Gloo carries them, the first three only between machines (shared_memory.py): a group has a
-thread that wakes a hundred times a second, six of them took 1% of a rank's core. Where rows are on GPUs, and each rank
-has its own, `rows` and `dense` carry what is there by NCCL (`carry`, backend.py). `route` never does: its thread
-and the training thread ask in no common order, and NCCL's kernels of two groups, asked for in different orders on two
-ranks, wait for each other for ever.
+There are five channels:
 
-Ranks must agree before they exchange anything, or they would wait for each other for ever: `agree` compares plain
-values and raises on every rank, with the rank and the field that differ.
+    route     keys of batches that are routed ahead
+    rows      what the training thread does: rows, gradients, evaluation
+    dense     the tower's gradients
+    patient   what may take long: loading, comparing
+    saves     a background save
+
+The timeout of `patient` and `saves` is hours: a rank that dies breaks the connection anyway, and one that hangs is
+noticed on the other channels. Ranks of one machine use shared memory for the first three (shared_memory.py), Gloo
+carries the rest: a Gloo group has a thread that wakes a hundred times a second, and six of them took 1% of a rank's
+core. Where rows are on GPUs and each rank has its own, NCCL carries GPU memory on `rows` and `dense` (`carry`,
+backend.py). It never does on `route`: the route thread and the training thread enqueue in no common order, and NCCL
+kernels of two groups that two ranks enqueue in different orders wait for each other for ever.
+
+Ranks must agree on their options before they exchange anything, or they would wait for each other for ever: `agree`
+compares plain values, and every rank raises an error that names the rank and the field that differ.
 """
 
 from __future__ import annotations
@@ -38,12 +44,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from hotrow.credentials import public
 from hotrow.errors import HotRowError, OptionError, RankError, choices
-from hotrow.parallel.backend import BACKENDS, check_asked, choose, has_nccl, offer
+from hotrow.parallel.backend import BACKENDS, check_backend, choose_backend, describe_device, has_nccl
 from hotrow.parallel.exchange import Channel
 from hotrow.parallel.health import Health
 from hotrow.parallel.ownership import Roles, shard_range
-from hotrow.parallel.shared_memory import share
-from hotrow.parallel.watchdog import ASYNC_ERRORS, Watch
+from hotrow.parallel.shared_memory import connect_shared_memory
+from hotrow.parallel.watchdog import ASYNC_ERRORS, Watchdog
 from hotrow.undocumented import find
 
 WIRES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -56,59 +62,61 @@ _joined: Ranks | None = None
 class Ranks:
     """This process among the others of its job. `join_ranks()` makes it.
 
-    `rank` is its number and `world` how many there are. `wire` is the type of rows and gradients on their way ("fp32",
-    "fp16" or "bf16"); what is kept and summed is fp32.
+    `rank` is its number and `world` how many there are. `wire` is the type in which rows and gradients are sent
+    ("fp32", "fp16" or "bf16"); they are kept and summed in fp32.
     """
 
     def __init__(self, store: Any, rank: int, world: int, backend: str | None, timeout: float, wire: str) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
-        self.asked = backend  # what was asked for, None where nobody did; `backend` is what carries rows
+        self.requested_backend = backend  # `backend=` of join_ranks; `backend` is the one in use
         self.wire = WIRES[wire]
         self.roles = Roles.everyone(world)
-        self.remote_keys = 0  # unique keys of this rank's batches whose rows others own, so far
-        self.spoiled = False  # something of this batch was not finite, though its gradients may be
-        # The number of the signal that asks this rank to stop, or 0; it is asked for in every step.
-        self.wants_to_stop: Callable[[], int] = lambda: 0
-        self.stopping = 0  # the highest of all ranks', in a step in which all have heard of it
-        self.failing = False  # all raise an error at the same point, so that they can still end their routes together
+        self.remote_keys = 0  # unique keys of this rank's batches whose rows other ranks own, so far
+        self.not_finite = False  # something of this batch was not finite, though its gradients may be
+        # Returns the number of the signal that stops this rank, or 0. Called in every step.
+        self.stop_signal: Callable[[], int] = lambda: 0
+        self.stopping = 0  # the highest stop signal of all ranks, known to all in the same step
+        self.failing = False  # all ranks raise at the same point, so they can still settle their routes together
         self._health = Health(store, rank, world, timeout, self._exchanges)
-        self._watch: Watch | None = None  # where devices wait for exchanges
+        self._watch: Watchdog | None = None  # where devices wait for exchanges
         self.patient, self.saves = (Channel(name, self._health, patient=True) for name in ("patient", "saves"))
         self.route, self.rows, self.dense = (Channel(name, self._health) for name in ("route", "rows", "dense"))
-        quick = [self.route, self.rows, self.dense]
-        self._channels = {channel.name: channel for channel in (*quick, self.patient, self.saves)}
-        self.routes = Routes()
+        training = [self.route, self.rows, self.dense]
+        self._channels = {channel.name: channel for channel in (*training, self.patient, self.saves)}
+        self.routes = AheadRoutes()
         for channel in (self.patient, self.saves):
-            channel.meet(max(timeout, PATIENT_SECONDS))
+            channel.create_group(max(timeout, PATIENT_SECONDS))
         try:
             self.agree("the options of ranks", {"backend": backend, "wire": wire})
-            check_asked(backend, self.patient.gather_json(has_nccl()) if backend == "nccl" else [])
-            if not share(quick, self.patient, timeout):
-                for channel in quick:
-                    channel.meet(timeout)
+            check_backend(backend, self.patient.gather_json(has_nccl()) if backend == "nccl" else [])
+            if not connect_shared_memory(training, self.patient, timeout):
+                for channel in training:
+                    channel.create_group(timeout)
         except HotRowError:
             self._health.close()
             raise
 
     @property
     def backend(self) -> str:
-        """What carries rows and gradients: "nccl" between GPUs, "gloo" otherwise. Known when there is a collection."""
+        """The backend of rows and gradients: "nccl" between GPUs, else "gloo". Decided when a collection is made."""
         return "gloo" if self.rows.carries is None else "nccl"
 
     def carry(self, device: torch.device) -> None:
-        """Rows on such a device will travel: agree on what carries them. All ranks call it, for every collection."""
-        chosen = choose(self.asked, self.patient.gather_json(offer(device)))
+        """Agree on the backend for rows on `device`. All ranks call it, for every collection."""
+        chosen = choose_backend(self.requested_backend, self.patient.gather_json(describe_device(device)))
         if chosen == "nccl" and self.backend != "nccl":
-            os.environ.setdefault(ASYNC_ERRORS, "0")  # before there is a group: we find out, and say who it was
-            self._watch = Watch(self._health)
+            os.environ.setdefault(
+                ASYNC_ERRORS, "0"
+            )  # before there is a group: our watchdog ends the process, and names the rank
+            self._watch = Watchdog(self._health)
             for channel in (self.rows, self.dense):
-                # Where somebody has switched torch's own on, ours is still the first to speak.
+                # If torch's own watchdog is switched on, ours still fires first.
                 group = dist.new_group(backend="nccl", timeout=timedelta(seconds=self.timeout + 60))
-                channel.carry("cuda", group, self._watch)
+                channel.use_device_group("cuda", group, self._watch)
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which speaks for all."""
+        """Whether this is rank 0, which prints and writes for all."""
         return self.rank == 0
 
     @property
@@ -126,7 +134,7 @@ class Ranks:
         return self._channels[name]
 
     def agree(self, what: str, mine: Mapping[str, Any]) -> None:
-        """Compare plain values; where ranks differ, every one of them raises and says in what."""
+        """Compare JSON values of all ranks. If they differ, every rank raises an error that names the field."""
         everyones = self.patient.gather_json(dict(mine))
         for rank, theirs in enumerate(everyones):
             for name in [*everyones[0], *theirs]:
@@ -137,17 +145,17 @@ class Ranks:
                         f"{_short(one, other)}; start all ranks with the same job file, model and version of HotRow"
                     )
 
-    def together(self, what: str, work: Callable[[], Result], channel: str = "patient") -> Result:
-        """Do `work` here; if it failed on any rank, raise on all, there with the rank's name."""
+    def collective(self, what: str, work: Callable[[], Result], channel: str = "patient") -> Result:
+        """Do `work` on every rank. If it fails on one, all raise; the other ranks' errors name it."""
         error: HotRowError | None = None
         result: Result | None = None
         try:
             result = work()
         except HotRowError as raised:
             error = raised
-        said = None if error is None else [type(error).__name__, str(error)]
+        failure = None if error is None else [type(error).__name__, str(error)]
         failed = [
-            (rank, words) for rank, words in enumerate(self.channel(channel).gather_json(said)) if words is not None
+            (rank, words) for rank, words in enumerate(self.channel(channel).gather_json(failure)) if words is not None
         ]
         if error is not None:
             raise error
@@ -157,15 +165,15 @@ class Ranks:
         return cast(Result, result)
 
     def broadcast_json(self, value: Any) -> Any:
-        """Rank 0's plain value."""
+        """Rank 0's JSON value, on all ranks."""
         return self.patient.gather_json(value if self.first else None)[0]
 
-    def from_first(self, what: str, work: Callable[[], Any]) -> Any:
-        """The plain value that `work` gives on rank 0; if it fails there, all raise."""
-        return self.broadcast_json(self.together(what, lambda: work() if self.first else None))
+    def broadcast_result(self, what: str, work: Callable[[], Any]) -> Any:
+        """Do `work` on rank 0 and return its JSON value on all. If it fails there, all raise."""
+        return self.broadcast_json(self.collective(what, lambda: work() if self.first else None))
 
     def barrier(self) -> None:
-        """Until all are here. May take long."""
+        """Wait until all ranks are here. May take long."""
         self.patient.gather_numbers(0)
 
     def largest(self, number: int | None) -> int | None:
@@ -173,22 +181,23 @@ class Ranks:
         everyones = self.rows.gather_numbers(number is not None, number or 0)
         return max((value for has, value in everyones if has), default=None)
 
-    def copy_from_first(self, tensors: Sequence[Tensor], channel: str = "patient") -> None:
-        """Tensors become rank 0's. Small ones travel together; Gloo carries them, whatever device they are on."""
+    def broadcast_tensors(self, tensors: Sequence[Tensor], channel: str = "patient") -> None:
+        """Overwrite tensors with rank 0's. Small ones are sent together; Gloo carries them, whatever device they are
+        on."""
         carrier = self.channel(channel)
-        for group in _joined_up_to(COPY_BYTES, tensors):
+        for group in _group_up_to(COPY_BYTES, tensors):
             flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8).cpu() for tensor in group])
             first = carrier.all_gather(flat)[0].split([tensor.nbytes for tensor in group])
             with torch.no_grad():
                 for tensor, part in zip(group, first, strict=True):
-                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # its own, for the alignment
+                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # clone: a slice may be unaligned
 
-    def last_words(self, error: BaseException) -> None:
-        """Tell the others why this rank ends."""
-        self._health.last_words(error)
+    def report_failure(self, error: BaseException) -> None:
+        """Write why this rank ends, for the other ranks (health.py)."""
+        self._health.report_failure(error)
 
     def leave(self) -> None:
-        """Part from the others. Everybody does, at the end of the job."""
+        """Leave the job. Every rank calls it at the end."""
         global _joined
         self._close()
         if _joined is self:
@@ -204,8 +213,8 @@ class Ranks:
         self._health.close()
 
     def end_if_broken(self, code: int = 1) -> None:
-        """End this process at once if an exchange has failed: torch's threads may wait for ranks that never come, and
-        an orderly end would wait for them."""
+        """End this process at once if an exchange has failed. torch's threads may wait for ranks that are gone, and an
+        orderly exit would wait for those threads."""
         if self._health.broken.is_set():
             sys.stdout.flush()
             sys.stderr.flush()
@@ -216,61 +225,60 @@ class Ranks:
         return sum(channels[name].count for name in ("rows", "dense") if name in channels)
 
 
-class Routes:
+class AheadRoutes:
     """Counts the routes that run ahead, so that all ranks can end at the same one.
 
-    A pipeline that ends early leaves routes that were begun for batches nobody will train on, and not as many on every
-    rank: a rank may even wait in one that the others will never begin. `settle` closes the gate and has ranks with
-    fewer make up for it.
+    A pipeline that ends early has begun routes for batches that nobody will train on, and not as many on every rank: a
+    rank may even wait in a route that the others never begin. `settle` refuses new routes, and ranks that have begun
+    fewer take part in the missing ones with empty batches.
     """
 
     def __init__(self) -> None:
         self.begun = 0
         self._closed = False
-        self._gate = threading.Condition()
-        self._under_way = False
+        self._condition = threading.Condition()
+        self._in_flight = False
 
     @contextmanager
-    def one(self) -> Iterator[None]:
-        """A route. Refused while the routes are being settled."""
-        with self._gate:
+    def routing(self) -> Iterator[None]:
+        """The context of one route. Raises RankError while routes are being settled."""
+        with self._condition:
             if self._closed:
                 raise RankError("a batch was routed while the ranks were ending the run; stop the route thread first")
             self.begun += 1
-            self._under_way = True
+            self._in_flight = True
         try:
             yield
         finally:
-            with self._gate:
-                self._under_way = False
-                self._gate.notify_all()
+            with self._condition:
+                self._in_flight = False
+                self._condition.notify_all()
 
-    def settle(self, rows: Channel, route_nothing: Callable[[], None], end: Callable[[], object]) -> None:
-        """Until every rank has begun, and ended, as many; `end` is then called while no other can begin. All ranks call
-        it, from the training thread."""
-        with self._gate:
+    def settle(self, rows: Channel, route_empty_batch: Callable[[], None], end: Callable[[], object]) -> None:
+        """Wait until every rank has begun and ended the same number of routes. Then call `end`, while none can begin.
+        All ranks call it, from the training thread."""
+        with self._condition:
             self._closed = True
             mine = self.begun
         most = max(begun for (begun,) in rows.gather_numbers(mine))
-        with self._gate:
-            self._gate.wait_for(lambda: not self._under_way)
+        with self._condition:
+            self._condition.wait_for(lambda: not self._in_flight)
         for _ in range(most - mine):
-            route_nothing()
+            route_empty_batch()
         end()
-        with self._gate:
+        with self._condition:
             self.begun, self._closed = most, False
 
 
 def join_ranks(
     backend: str | None = None, timeout: float = 60.0, wire: str = "fp32", alone: bool = False
 ) -> Ranks | None:
-    """Meet the other ranks of this job; None where there are none. Call it once, early, on every rank.
+    """Meet the other ranks of this job; None if there are none. Call it once, early, on every rank.
 
-    `backend` is "nccl" or "gloo"; without it rows and gradients go by NCCL where they are on GPUs (`hbm=`) and each
-    rank has one of its own, and by Gloo elsewhere. One that cannot work is an error on every rank. `timeout` is how
-    many seconds a rank is waited for in an exchange before the job stops. `wire` is the type in which rows and
-    gradients travel. With `alone` a launcher's only rank is a rank, too: it exchanges with itself, to try a backend
-    out.
+    `backend` is "nccl" or "gloo"; without it NCCL carries rows and gradients where they are on GPUs (`hbm=`) and each
+    rank has one of its own, and Gloo otherwise. A backend that cannot work is an error on every rank. `timeout` is how
+    many seconds an exchange waits for a rank before the job stops. `wire` is the type in which rows and gradients are
+    sent. With `alone` a launcher's only rank exchanges with itself, to try a backend.
 
     >>> join_ranks() is None  # one process, without a launcher
     True
@@ -296,19 +304,19 @@ def join_ranks(
         if isinstance(error, HotRowError):
             raise
         raise RankError(f"the ranks could not connect: {error}; look at the network between their machines") from error
-    _say_last_words(_joined)
-    atexit.register(_quietly_leave)
+    _report_failures(_joined)
+    atexit.register(_leave_at_exit)
     return _joined
 
 
 def joined() -> Ranks | None:
-    """What `join_ranks` gave, if it was called."""
+    """The result of `join_ranks`, if it was called."""
     return _joined
 
 
 def _store_of_group(timeout: float) -> Any:
-    """The store of a process group that the program made before. torch does not document where that is; where it is
-    gone, rank 0 opens another and tells its address over the group."""
+    """The store of a process group that the program made before. torch does not document where it is; if it is not
+    there, rank 0 opens another and broadcasts its address over the group."""
     get = find("torch.distributed.distributed_c10d:_get_default_store", "Rank 0 opens a store of its own for the ranks")
     if get is not None:
         return get()
@@ -372,7 +380,7 @@ def _compare_worlds(store: Any, rank: int, world: int, seconds: float) -> None:
 
 
 def _wait_for_the_others(store: Any, rank: int, known: int) -> None:
-    """Rank 0 may hold the store: it goes when the others have read what they need."""
+    """Rank 0 may hold the store: it leaves when the others have read what they need."""
     refused = store.add("hotrow/refused", 1)
     deadline = time.monotonic() + 10
     while rank == 0 and refused < known and time.monotonic() < deadline:
@@ -390,18 +398,18 @@ def _number(name: str) -> int:
         ) from None
 
 
-def _say_last_words(ranks: Ranks) -> None:
+def _report_failures(ranks: Ranks) -> None:
     before = sys.excepthook
 
     def hook(kind: Any, error: Any, trace: Any) -> None:
-        ranks.last_words(error)
+        ranks.report_failure(error)
         before(kind, error, trace)
         ranks.end_if_broken()
 
     sys.excepthook = hook
 
 
-def _quietly_leave() -> None:
+def _leave_at_exit() -> None:
     if _joined is not None:
         _joined.end_if_broken()
         _joined._close()
@@ -409,8 +417,8 @@ def _quietly_leave() -> None:
             dist.destroy_process_group()
 
 
-def _joined_up_to(limit: int, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Groups of at most so many bytes, without empty tensors; one beyond that is alone."""
+def _group_up_to(limit: int, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Groups of at most `limit` bytes, without empty tensors. A larger tensor is a group of its own."""
     groups: list[list[Tensor]] = []
     size = 0
     for tensor in tensors:
@@ -436,7 +444,7 @@ def _short(value: Any, other: Any) -> str:
 
 
 def _differing(value: Any, other: Any) -> Any:
-    """What of a value is not the same in the other; names stay, to know whose it is."""
+    """The parts of a value that differ from the other; names stay, to identify them."""
     if isinstance(value, dict) and isinstance(other, dict):
         parts = {name: part for name, part in value.items() if name == "name" or part != other.get(name)}
         return {name: _differing(part, other.get(name)) for name, part in parts.items()}

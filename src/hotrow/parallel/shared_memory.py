@@ -1,9 +1,9 @@
-"""Ranks of one machine exchange what is in CPU memory through shared memory (core/exchange/shared_memory_exchange.h).
+"""Ranks of one machine exchange CPU memory through shared memory (core/exchange/shared_memory_exchange.h).
 
-Where all ranks are on one machine and can open each other's segments, the channels of training post their messages
-there and need no connection of their own; Gloo, over which they meet, has the rest. Elsewhere, and with
-HOTROW_SHARED_MEMORY=0 in the environment of any of them, Gloo carries everything. All decide from what all have said,
-so nobody waits in one place for who is in another.
+If all ranks are on one machine and can open each other's segments, training's channels exchange there and need no
+connection of their own; Gloo, over which the ranks meet, carries everything else. Otherwise, or with
+HOTROW_SHARED_MEMORY=0 in the environment of any rank, Gloo carries everything. All ranks decide from the same gathered
+answers, so that all decide the same.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
 SWITCH = "HOTROW_SHARED_MEMORY"
 
 
-def share(channels: Sequence[Channel], patient: Channel, timeout: float) -> bool:
-    """Have the channels use shared memory, if all ranks can; says whether they do. All ranks call it."""
+def connect_shared_memory(channels: Sequence[Channel], patient: Channel, timeout: float) -> bool:
+    """Make the channels use shared memory if all ranks can; returns whether they do. All ranks call it."""
     rank, world = patient.rank, patient.world
-    boxes = []
+    exchanges = []
     try:
         if os.environ.get(SWITCH) != "0":
-            boxes = [_core.Mailbox(rank, world, timeout) for _ in channels]
+            exchanges = [_core.SharedMemoryExchange(rank, world, timeout) for _ in channels]
     except RuntimeError:
-        boxes = []  # a system without such memory
-    offers = patient.gather_json([_machine(), [list(box.address) for box in boxes]])
-    if any(machine != offers[0][0] or not addresses for machine, addresses in offers):
+        exchanges = []  # the system has no such memory
+    answers = patient.gather_json([_machine(), [list(exchange.address) for exchange in exchanges]])
+    if any(machine != answers[0][0] or not addresses for machine, addresses in answers):
         return False
     try:
-        for number, box in enumerate(boxes):
-            box.connect([tuple(addresses[number]) for _, addresses in offers])
+        for number, exchange in enumerate(exchanges):
+            exchange.connect([tuple(addresses[number]) for _, addresses in answers])
         connected = True
     except RuntimeError:
-        connected = False  # processes that may not look at each other: other users, other containers
+        connected = False  # a process may not open another's memory: other users, other containers
     if not all(patient.gather_json(connected)):
         return False
-    for channel, box in zip(channels, boxes, strict=True):
-        channel.share(box)
+    for channel, exchange in zip(channels, exchanges, strict=True):
+        channel.use_shared_memory(exchange)
     return True
 
 
 def _machine() -> str:
-    """The same for all processes of a machine, until it is started anew."""
+    """An id that all processes of a machine have in common, until it reboots."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
