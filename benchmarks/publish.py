@@ -23,7 +23,7 @@ import torch
 
 import hotrow as hr
 from hotrow import child_process
-from hotrow.bench.serving.freshness import open_bus_of
+from hotrow.bench.serving.freshness import open_bench_bus
 
 STEPS = 30  # of a turn
 READER = """
@@ -100,7 +100,7 @@ def main() -> None:
     options.add_argument("--buses", default="dir,redis,kafka")
     given = options.parse_args()
     for name in given.buses.split(","):
-        with tempfile.TemporaryDirectory() as folder, open_bus_of(name, Path(folder)) as address:
+        with tempfile.TemporaryDirectory() as folder, open_bench_bus(name, Path(folder)) as address:
             if address is None:
                 print(f"{name}: its server or its client is not installed")
                 continue

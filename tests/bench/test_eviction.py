@@ -175,7 +175,7 @@ def test_drift_moves_the_hot_keys_and_nothing_else(monkeypatch: pytest.MonkeyPat
 def test_every_row_of_the_bench_stands_beside_lru(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction, "KEYS", 1000)
     monkeypatch.setattr(eviction, "LENGTH", 2000)
-    monkeypatch.setattr(eviction, "ROOMS", ((0.1, 2000, 1000),))
+    monkeypatch.setattr(eviction, "CAPACITIES", ((0.1, 2000, 1000),))
     rows = [row for row in eviction.results() if isinstance(row, Result)]
     assert len({row.name for row in rows}) == 2 * 4 * (len(POLICIES) - 1)
     assert {row.peer for row in rows} == {"lru"}

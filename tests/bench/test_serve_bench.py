@@ -8,7 +8,7 @@ pytest.importorskip("httptools")
 
 from hotrow.bench.harness import Result
 from hotrow.bench.serving import serve, serve_model
-from hotrow.bench.serving.load_client import part_of
+from hotrow.bench.serving.load_client import percentile
 from hotrow.bench.serving.serve import Point, best_pair
 from hotrow.errors import OptionError
 
@@ -34,9 +34,9 @@ def test_ours_is_the_fastest_point_whose_p99_is_no_worse_than_that_of_their_fast
 
 def test_percentiles_are_those_of_the_sorted_times() -> None:
     times = [i / 1000 for i in range(1000, 0, -1)]
-    assert part_of(times, 0.99) == pytest.approx(0.991)
-    assert part_of(times, 0.5) == pytest.approx(0.501)
-    assert part_of([], 0.99) == 0
+    assert percentile(times, 0.99) == pytest.approx(0.991)
+    assert percentile(times, 0.5) == pytest.approx(0.501)
+    assert percentile([], 0.99) == 0
 
 
 def test_an_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

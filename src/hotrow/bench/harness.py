@@ -1,7 +1,7 @@
-"""What all benchmarks share: a result, timing two sides in turns, a table for people, JSON for programs.
+"""Harness: what all benchmarks share: results, timing of two sides in turns, a table, JSON.
 
-These are noisy, shared machines. So ours and the peer's steps alternate inside one process, each side is judged by its
-median, and the spread (half the distance between the quartiles, over the median) is shown beside it.
+The machines are noisy and shared. So our steps and the peer's alternate in one process, a side's figure is its median,
+and the spread (half the interquartile range, over the median) is shown beside it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BENCHES = {
     "online": "live against frozen on a drifting log; freshness on each bus; rows from a Redis cluster",
     "eviction": "which rows to keep in DRAM: hit rates of eviction policies on Zipf traces",
 }
-MODULES = {  # of each benchmark, below hotrow.bench
+MODULES = {  # the module of each benchmark, below hotrow.bench
     "rows": "storage.rows",
     "ssd": "storage.ssd",
     "tiers": "storage.tiers",
@@ -67,34 +67,34 @@ class Result:
     spread: float = 0.0
 
     def to_json(self) -> dict[str, float | str]:
-        """The fields that `--json` promises."""
+        """The fields of `--json`."""
         values = asdict(self)
         values.pop("spread")
         return values
 
 
 def higher(name: str, unit: str, value: float, peer: str, peer_value: float, spread: float = 0.0) -> Result:
-    """A figure of which more is better."""
+    """A figure where higher is better."""
     return Result(name, unit, value, peer, peer_value, value / peer_value, spread)
 
 
 def lower(name: str, unit: str, value: float, peer: str, peer_value: float, spread: float = 0.0) -> Result:
-    """A figure of which less is better."""
+    """A figure where lower is better."""
     return Result(name, unit, value, peer, peer_value, peer_value / value, spread)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one side's steps."""
+    """The median seconds of one side's steps, and their spread."""
 
     median: float
     spread: float
 
 
 def alternate(sides: Sequence[Callable[[int], object]], warmup: int, repeats: int) -> list[Timing]:
-    """Time each side's step(i), taking turns, so that noise on the machine falls on both.
+    """Time each side's step(i) in turns, so that noise on the machine falls on both.
 
-    A pause before each lets the other's threads go to sleep: OpenMP's spin for a while when their work is done.
+    A pause before each step lets the other side's threads sleep: OpenMP threads spin for a while after their work.
     """
     seconds: list[list[float]] = [[] for _ in sides]
     for i in range(warmup + repeats):
@@ -115,7 +115,7 @@ def timing(seconds: list[float]) -> Timing:
 
 
 def run(name: str, json_file: str | None = None, record: str | None = None) -> list[Result]:
-    """Run a benchmark, print its table, and write what was asked for."""
+    """Run a benchmark, print its table, and write the JSON and the record if requested."""
     if name not in BENCHES:
         raise OptionError(f"there is no benchmark {name!r}; {choices(name, BENCHES)}")
     module = importlib.import_module(f"hotrow.bench.{MODULES[name]}")
@@ -124,7 +124,7 @@ def run(name: str, json_file: str | None = None, record: str | None = None) -> l
     results: list[Result] = []
     with console.status("setting up") as status:
         produced: Generator[Result | str, None, None] = module.results()
-        with closing(produced):  # Ctrl-C and SIGTERM find us here as well as there, and what it started has to end
+        with closing(produced):  # so that Ctrl-C and SIGTERM here also end the processes that the benchmark started
             for item in produced:
                 if isinstance(item, str):
                     status.update(item)
@@ -139,7 +139,7 @@ def run(name: str, json_file: str | None = None, record: str | None = None) -> l
 
 
 def table(results: Sequence[Result]) -> RichTable:
-    """Results for people."""
+    """The results as a table for the terminal."""
     view = RichTable()
     for column in ("name", "HotRow", "peer", "peer's", "unit", "ratio", "spread"):
         view.add_column(column, justify="left" if column in ("name", "peer", "unit") else "right", overflow="fold")
@@ -167,7 +167,7 @@ def append(path: Path, results: Sequence[Result]) -> None:
 
 
 def hardware() -> str:
-    """The processor, how many cores of it we may use, and the GPU where there is one."""
+    """The processor, how many of its cores this process may use, and the GPU if there is one."""
     model = platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -178,7 +178,7 @@ def hardware() -> str:
 
 
 def commit() -> str:
-    """The commit under test, with a mark where the tree has changes."""
+    """The commit under test, with "+changes" if the tree has changes."""
     try:
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)

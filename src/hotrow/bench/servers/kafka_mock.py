@@ -1,7 +1,8 @@
-"""Kafka without a Kafka, for benchmarks and tests: librdkafka's mock cluster in a process of its own.
+"""Kafka mock: librdkafka's mock cluster in its own process, for benchmarks and tests.
 
-Everything else reaches it over the network, as it would brokers. It keeps a few MiB of a partition, in memory, makes
-topics when they are used but not when asked to (`?create=no`), and ends with the `with` block, or with this process.
+Clients reach it over the network like real brokers. It keeps a few MiB of a partition in memory. It creates a topic on
+first use but refuses an explicit request to create one, so addresses need `?create=no`. It ends with the `with` block,
+or with this process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ sys.stdin.read()
 
 @contextmanager
 def brokers() -> Iterator[str]:
-    """HOST:PORT of its one broker. Requires: confluent_kafka is installed."""
+    """HOST:PORT of the one broker. Requires: confluent_kafka is installed."""
     command = [sys.executable, "-c", _CLUSTER]
     cluster = child_process.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert cluster.stdout is not None

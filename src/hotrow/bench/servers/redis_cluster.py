@@ -1,7 +1,6 @@
-"""Real Redis servers on this machine, for benchmarks and tests: one, or a cluster of masters and replicas.
+"""Redis servers on this machine, for benchmarks and tests: one server, or a cluster of masters and replicas.
 
-They listen on loopback on ports that were free, keep nothing on disk, and end with the `with` block, or with this
-process.
+They listen on free loopback ports, keep nothing on disk, and end with the `with` block, or with this process.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ START = 20.0  # seconds, on a busy machine
 
 
 def installed() -> bool:
-    """Whether there is a redis-server to start."""
+    """Whether redis-server is installed."""
     return shutil.which("redis-server") is not None
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has at this moment."""
+    """Ports that are free at this moment."""
     sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in sockets]
     for one in sockets:
@@ -53,12 +52,12 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start the server and wait until it answers."""
         self.process = child_process.start(self.arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until(lambda: self.call("PING") == b"PONG", f"redis-server on port {self.port} to answer")
 
     def call(self, *parts: bytes | str | int, timeout: float = 5.0) -> Reply:
-        """One command's reply; errors are raised."""
+        """The reply to one command; raises if it is an error."""
         connection = Connection(HOST, self.port, self.access, timeout)
         try:
             reply = connection.call([command(*parts)], time.monotonic() + timeout)[0]
@@ -69,7 +68,7 @@ class Server:
         return reply
 
     def pause(self) -> None:
-        """SIGSTOP: it takes connections (the kernel does) and never answers."""
+        """SIGSTOP: the kernel still accepts connections, but the server never answers."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
 
@@ -118,16 +117,16 @@ class RedisServers:
             server.call("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
         for port, bus in zip(ports[2::2], ports[3::2], strict=True):
             self.servers[0].call("CLUSTER", "MEET", HOST, port, bus)
-        everybody = len(self.servers)
+        nodes = len(self.servers)
         until(
-            lambda: all(f"cluster_known_nodes:{everybody}\r" in _text(s.call("CLUSTER", "INFO")) for s in self.servers),
+            lambda: all(f"cluster_known_nodes:{nodes}\r" in _text(s.call("CLUSTER", "INFO")) for s in self.servers),
             "the nodes to know each other",
         )
         for number, server in enumerate(self.servers[masters:]):
             server.call("CLUSTER", "REPLICATE", self.id(self.servers[number % masters]))
         until(lambda: all(self.ready(server) for server in self.servers), "the cluster to be ready")
-        if everybody > masters:
-            each = (everybody - masters) // masters
+        if nodes > masters:
+            each = (nodes - masters) // masters
             until(
                 lambda: all(server.call("WAIT", each, 100) == each for server in self.servers[:masters]),
                 "the replicas to follow",
@@ -141,19 +140,19 @@ class RedisServers:
 
     @staticmethod
     def ready(server: Server) -> bool:
-        """Whether it knows who has every slot."""
+        """Whether the server knows the owner of every slot."""
         info = _text(server.call("CLUSTER", "INFO"))
         return "cluster_state:ok" in info and f"cluster_slots_ok:{SLOTS}" in info
 
     @property
     def url(self) -> str:
-        """For `remote=`."""
+        """The address for `remote=`."""
         if len(self.servers) == 1:
             return f"redis://{HOST}:{self.servers[0].port}"
         return "redis+cluster://" + ",".join(f"{HOST}:{server.port}" for server in self.servers)
 
     def close(self) -> None:
-        """End them all."""
+        """Kill all servers and remove their folder."""
         for server in self.servers:
             server.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -168,7 +167,7 @@ class RedisServers:
 
 
 def until(condition: Any, what: str, seconds: float = START) -> None:
-    """Wait for something that must come."""
+    """Wait until `condition` holds; raise after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -1,10 +1,10 @@
-"""Freshness on each bus: from an event to an answer that knows of it, while rows change fast.
+"""Freshness: seconds from an event to an answer that reflects it, on each bus, while rows change fast.
 
-A trainer in this process follows clicks as they happen and publishes every 0.1 s; `hotrow serve --bus` takes it up and
-answers a load generator, which is a process of its own. Every answer says how old what it knows is (`freshness_ms`).
-The server is asked for a while before training begins, too: that is the latency without updates. Everything shares this
-machine's cores, so the load and the clicks are what two cores carry; the trainer lets the others pass, as one would
-start it beside a server (nice -n 10).
+A trainer in this process follows clicks as they happen and publishes every 0.1 s. `hotrow serve --bus` applies the
+publications and answers a load generator, which is a separate process. Every answer has its age (`freshness_ms`). The
+load also runs for a while before training begins: that is the latency without updates. All processes share this
+machine's cores, so the rates of clicks and requests are what two cores can carry. The trainer runs at low priority, as
+one would start it beside a server (nice -n 10).
 
     online/freshness_p50/<bus>, online/freshness_p99/<bus>   seconds, against the bars
     online/changed_rows/<bus>                                rows/s in publications, against the bar
@@ -44,39 +44,39 @@ NICE = 10
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Clicks and requests a second, and seconds of each part."""
+class LoadSettings:
+    """Clicks and requests a second, and the seconds of each phase."""
 
     clicks: int = 11_000
     requests: float = 40.0
-    still: float = 20.0
+    baseline: float = 20.0
     updates: float = 30.0
     settle: float = 5.0  # not counted: the first publication has all rows
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one bus did."""
+class Measurement:
+    """What was measured on one bus."""
 
     ages: list[float]  # seconds
     latency: list[float]  # ms
-    still: list[float]  # ms, without updates
+    baseline: list[float]  # ms, without updates
     rows: float  # a second
 
 
 def results(
-    make: Callable[[], Recommender], log: SyntheticClicks, bodies: list[str], pace: Pace | None = None
+    make: Callable[[], Recommender], log: SyntheticClicks, bodies: list[str], pace: LoadSettings | None = None
 ) -> Iterator[Result | str]:
-    """The rows of all buses that this machine can have. Each has a new model of `log`: the first publication has all
-    rows, and a mock of Kafka keeps a few MiB."""
+    """The rows of all buses that are installed. Each bus gets a new model of `log`, because the first publication has
+    all rows and the Kafka mock keeps only a few MiB."""
     if not follows_a_bus():
         yield "no freshness rows: hotrow serve of this release follows no bus"
         return
-    chosen = pace or Pace()
+    chosen = pace or LoadSettings()
     for name in ("dir", "redis", "kafka"):
         with ExitStack() as stack:
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotrow-bench-")))
-            bus = stack.enter_context(open_bus_of(name, home))
+            bus = stack.enter_context(open_bench_bus(name, home))
             if bus is None:
                 yield f"no {name} here: its server or its client is not installed"
                 continue
@@ -85,17 +85,19 @@ def results(
             yield from rows(name, measured)
 
 
-def rows(name: str, measured: Measured) -> Iterator[Result]:
-    """What was measured, beside the bars."""
+def rows(name: str, measured: Measurement) -> Iterator[Result]:
+    """The measurement as rows, beside the bars."""
     yield lower(f"online/freshness_p50/{name}", "s", _percentile(measured.ages, 0.5), "bar", P50)
     yield lower(f"online/freshness_p99/{name}", "s", _percentile(measured.ages, 0.99), "bar", P99)
     yield higher(f"online/changed_rows/{name}", "k rows/s", measured.rows / 1e3, "bar", ROWS / 1e3)
-    allowed = SLOWER * _percentile(measured.still, 0.99)
+    allowed = SLOWER * _percentile(measured.baseline, 0.99)
     yield lower(f"online/serving_p99/{name}", "ms", _percentile(measured.latency, 0.99), "1.3 x without", allowed)
 
 
-def measure(model: Recommender, log: SyntheticClicks, bodies: list[str], bus: str, home: Path, pace: Pace) -> Measured:
-    """One bus."""
+def measure(
+    model: Recommender, log: SyntheticClicks, bodies: list[str], bus: str, home: Path, pace: LoadSettings
+) -> Measurement:
+    """Measure one bus."""
     from hotrow.serve.repository.export import export
 
     torch.set_num_threads(1)
@@ -125,15 +127,15 @@ def measure(model: Recommender, log: SyntheticClicks, bodies: list[str], bus: st
         server.start()
         load.address = server.address
         load.start(3600)
-        time.sleep(pace.still)
-        behind_others(train, trainer.stop)
+        time.sleep(pace.baseline)
+        run_at_low_priority(train, trainer.stop)
     finally:
         publisher.close()
         load.stop()
         server.stop()
     answers = [answer for answer in load.poll() if "error" not in answer]
     during = [answer for answer in answers if begun + pace.settle < answer["at"] < done]
-    return Measured(
+    return Measurement(
         [float(answer["freshness_ms"]) / 1000 for answer in during if answer.get("freshness_ms") is not None],
         [float(answer["ms"]) for answer in during],
         [float(answer["ms"]) for answer in answers[20:] if answer["at"] < begun],
@@ -141,17 +143,17 @@ def measure(model: Recommender, log: SyntheticClicks, bodies: list[str], bus: st
     )
 
 
-def behind_others(work: Callable[[], None], stop: Callable[[], None]) -> None:
-    """Run it, and the threads that it starts, with less right to the cores than everybody else here has. When Ctrl-C
-    or SIGTERM ends this thread, `stop` ends the work."""
+def run_at_low_priority(work: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Run `work` on a thread of low priority, which the threads that it starts inherit. If Ctrl-C or SIGTERM ends the
+    calling thread, `stop` ends the work."""
 
-    def lowly() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # of this thread, on Linux
+    def low_priority_work() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # on Linux this is the thread's priority
         work()
 
     with ThreadPoolExecutor(1) as thread:
         try:
-            thread.submit(lowly).result()
+            thread.submit(low_priority_work).result()
         except BaseException:
             stop()
             raise
@@ -164,8 +166,8 @@ def _percentile(values: list[float], part: float) -> float:
 
 
 @contextmanager
-def open_bus_of(name: str, home: Path) -> Iterator[str | None]:
-    """A bus of this kind with a server of its own; None where there cannot be one."""
+def open_bench_bus(name: str, home: Path) -> Iterator[str | None]:
+    """Start a bus of this kind, with its own server, and yield its address; None if it is not installed."""
     if name == "dir":
         yield f"dir:{home / 'bus'}"
     elif name == "redis" and installed() and find_spec("redis"):

@@ -1,20 +1,20 @@
-"""The load of `hotrow bench serve`: one process that asks an HTTP server over kept connections and times the answers.
+"""Load client: one process that sends requests over keep-alive connections and times the answers.
 
-Run as a script, `python load_client.py SPEC.json`, so that it imports the standard library alone. It shares the cores
-with the server under test, so a request costs it one `send`, one `recv` and its part of an `epoll_wait` (about 25 us);
-requests are encoded before and read from a file. One client serves every kind of server: what it reads of an answer is
-its status and its length.
+It runs as a script, `python load_client.py SPEC.json`, and imports the standard library only. It shares the cores with
+the server under test, so it must be cheap: a request costs one `send`, one `recv` and a part of an `epoll_wait` (about
+25 us), and requests are encoded in advance and read from a file. It works with every kind of server, because it reads
+only an answer's status and length.
 
-A spec is `{"port": ..., "requests": FILE, "phases": [...]}`; the file holds whole HTTP requests, each behind its length
-(uint32). Phases follow each other on connections of their own, without a pause:
+A spec is `{"port": ..., "requests": FILE, "phases": [...]}`. The file holds whole HTTP requests, each after its length
+(uint32). Phases run one after another, each on new connections:
 
-    closed   {"connections": n, "seconds": s, "warm": s}                each connection asks again when it was answered
-    open     {"connections": n, "seconds": s, "rate": requests a second}  asks at fixed times, answered or not
+    closed   {"connections": n, "seconds": s, "warm": s}                  a connection sends when its answer has come
+    open     {"connections": n, "seconds": s, "rate": requests a second}  requests are sent at fixed times
 
-In an open loop a request that finds all connections busy waits for one here. Its latency counts from its sending, so
-that what is measured is the server and not this queue: look at `sent` to see how much was really offered, and at
-`unsent` for those that were still waiting at the phase's end. Answers that come more than a few
-seconds after the end are `lost`. Every phase gives a line of JSON.
+In an open loop, a request for which no connection is free waits in this process. Its latency counts from its sending,
+so this queue is not measured. `sent` is how much was really offered; `unsent` counts the requests that still waited at
+the end of the phase. Answers that come more than DRAIN_SECONDS after the end are `lost`. Every phase prints one line of
+JSON.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import time
 from collections import deque
 from typing import Any
 
-PATIENCE = 5.0  # seconds for the last answers
-TOGETHER = 32  # requests that are sent before a look at the answers: their waiting here would count as the server's
+DRAIN_SECONDS = 5.0  # how long to wait for the last answers
+MAX_SENDS = 32  # requests sent before answers are read: an answer that waits here counts as the server's latency
 
 
 def read_requests(path: str) -> list[bytes]:
@@ -46,14 +46,14 @@ def read_requests(path: str) -> list[bytes]:
 
 
 def write_requests(path: str, requests: list[bytes]) -> None:
-    """Whole HTTP requests, each behind its length."""
+    """Write whole HTTP requests, each after its length."""
     with open(path, "wb") as file:
         for request in requests:
             file.write(struct.pack("<I", len(request)) + request)
 
 
 class Connection:
-    """A socket, and the request that is under way on it."""
+    """A socket, and the request in flight on it."""
 
     __slots__ = ("due", "reply", "socket", "total", "unsent")
 
@@ -67,7 +67,7 @@ class Connection:
         self.unsent: memoryview | None = None
 
     def receive(self) -> int:
-        """Take what came: the answer's status if it is whole, else 0."""
+        """Read what has arrived. Returns the answer's status if it is complete, else 0."""
         part = self.socket.recv(262_144)
         if not part:
             raise ConnectionError("the server closed a connection")
@@ -88,7 +88,7 @@ _lengths: dict[bytes, int] = {}
 
 
 def length_of(head: bytes) -> int:
-    """The Content-Length in a reply's head. Heads repeat, so they are kept."""
+    """The Content-Length in a reply's head. Heads repeat, so results are cached."""
     found = _lengths.get(head)
     if found is None:
         lines = head.lower().split(b"\r\n")
@@ -124,16 +124,16 @@ class Load:
         began = time.perf_counter()
         used = time.process_time()
         unsent, seconds = work()
-        lost = self._end()
+        lost = self._drain()
         return {
             "rate": len(self.good) / seconds,
-            "p50": part_of(self.good, 0.50),
-            "p99": part_of(self.good, 0.99),
+            "p50": percentile(self.good, 0.50),
+            "p99": percentile(self.good, 0.99),
             "worst": max(self.good, default=0.0),
             "good": len(self.good),
             "refused": len(self.refused),
-            "refused_p50": part_of(self.refused, 0.50),
-            "refused_p99": part_of(self.refused, 0.99),
+            "refused_p50": percentile(self.refused, 0.50),
+            "refused_p99": percentile(self.refused, 0.99),
             "failed": self.failed,
             "sent": self.sent,
             "unsent": unsent,
@@ -143,64 +143,64 @@ class Load:
         }
 
     def _closed(self) -> tuple[int, float]:
-        """Every connection asks again at once."""
+        """Closed loop: every connection sends again as soon as its answer has come."""
         begin = time.perf_counter()
         counted, end = begin + self.phase.get("warm", 0.0), begin + self.phase["seconds"]
         for connection in self.by_file.values():
-            self._ask(connection, time.perf_counter())
+            self._send(connection, time.perf_counter())
         clock = time.perf_counter
         while (now := clock()) < end:
             for file, _ in self.epoll.poll(end - now + 0.001):
                 connection = self.by_file[file]
-                status = self._step(connection)
+                status = self._advance(connection)
                 if status:
                     now = clock()
                     if connection.due >= counted:
-                        self._note(status, now - connection.due)
-                    self._ask(connection, now)
+                        self._record(status, now - connection.due)
+                    self._send(connection, now)
         return 0, end - counted
 
     def _open(self) -> tuple[int, float]:
-        """Requests are due at fixed times."""
+        """Open loop: requests are due at fixed times."""
         begin, rate = time.perf_counter(), self.phase["rate"]
         end = begin + self.phase["seconds"]
         free = deque(self.by_file.values())
-        due = 0  # how many have been
+        due = 0  # requests sent so far
         clock = time.perf_counter
         while (now := clock()) < end:
-            wanted = min(int((now - begin) * rate) + 1, due + TOGETHER)
+            wanted = min(int((now - begin) * rate) + 1, due + MAX_SENDS)
             while due < wanted and free:
-                self._ask(free.popleft(), clock())
+                self._send(free.popleft(), clock())
                 due += 1
             pause = begin + due / rate - now if free else 0.01
             for file, _ in self.epoll.poll(min(max(pause, 0.0), end - now)):
                 connection = self.by_file[file]
-                status = self._step(connection)
+                status = self._advance(connection)
                 if status:
-                    self._note(status, clock() - connection.due)
+                    self._record(status, clock() - connection.due)
                     free.append(connection)
         for connection in free:
             connection.due = 0.0
         return int(self.phase["seconds"] * rate) - due, self.phase["seconds"]
 
-    def _end(self) -> int:
-        """Wait for the answers that are still under way, and count them; returns how many did not come."""
+    def _drain(self) -> int:
+        """Wait for the answers in flight, and count them. Returns how many did not come."""
         left = {c.socket.fileno() for c in self.by_file.values() if c.due}
-        until = time.perf_counter() + PATIENCE
+        until = time.perf_counter() + DRAIN_SECONDS
         while left and (now := time.perf_counter()) < until:
             for file, _ in self.epoll.poll(until - now):
                 connection = self.by_file[file]
-                status = self._step(connection)
+                status = self._advance(connection)
                 if status:
                     left.discard(file)
                     if "rate" in self.phase:
-                        self._note(status, time.perf_counter() - connection.due)
+                        self._record(status, time.perf_counter() - connection.due)
         for connection in self.by_file.values():
             connection.socket.close()
         self.epoll.close()
         return len(left)
 
-    def _ask(self, connection: Connection, due: float) -> None:
+    def _send(self, connection: Connection, due: float) -> None:
         data = self.requests[self.next]
         self.next = self.next + 1 if self.next + 1 < len(self.requests) else 0
         connection.due = due
@@ -213,8 +213,8 @@ class Load:
             connection.unsent = memoryview(data)[sent:]
             self.epoll.modify(connection.socket.fileno(), select.EPOLLIN | select.EPOLLOUT)
 
-    def _step(self, connection: Connection) -> int:
-        """Go on with a connection that is ready; the status of a whole answer, else 0."""
+    def _advance(self, connection: Connection) -> int:
+        """Continue on a connection that is ready. Returns the status of a complete answer, else 0."""
         if connection.unsent is not None:
             try:
                 sent = connection.socket.send(connection.unsent)
@@ -228,7 +228,7 @@ class Load:
         except BlockingIOError:
             return 0
 
-    def _note(self, status: int, seconds: float) -> None:
+    def _record(self, status: int, seconds: float) -> None:
         if status == 200:
             self.good.append(seconds)
         elif status in (429, 503):
@@ -237,8 +237,8 @@ class Load:
             self.failed[status] = self.failed.get(status, 0) + 1
 
 
-def part_of(seconds: list[float], part: float) -> float:
-    """A percentile; 0 without any."""
+def percentile(seconds: list[float], part: float) -> float:
+    """A percentile; 0 if there are no values."""
     if not seconds:
         return 0.0
     rank = max(1, round(len(seconds) * (1 - part)))
@@ -246,7 +246,7 @@ def part_of(seconds: list[float], part: float) -> float:
 
 
 def main(path: str) -> None:
-    """The process."""
+    """Run all phases of a spec."""
     with open(path) as file:
         spec = json.load(file)
     requests = read_requests(spec["requests"])

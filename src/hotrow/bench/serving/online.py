@@ -1,12 +1,12 @@
-"""Online learning: what it is worth on a drifting log, and what it costs.
+"""Online learning on a drifting log: the AUC that it gains, freshness, and Redis reads.
 
     online/auc                     the live model's AUC in the last window, against the same model frozen earlier
     online/freshness_p99/<bus>     seconds from event to answer while rows change (where `hotrow serve` follows a bus)
     online/redis_read              rows read from a Redis cluster (remote.py)
 
-The log drifts by (seed, event time) alone and windows are cut by examples, so `online/auc` is the same in every run on
-every machine. The frozen model is the live one at FREEZE examples: it is evaluated on the last window before training
-goes on, which creates no row and changes nothing.
+The drift depends only on the seed and the event time, and windows are cut by examples, so `online/auc` is the same in
+every run on every machine. The frozen model is the live one after `freeze` examples: it is evaluated on the last window
+before training continues, which creates no row and changes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hotrow.table import Table
 from hotrow.train.trainer import Trainer
 
 if TYPE_CHECKING:
-    from hotrow.bench.serving.freshness import Pace
+    from hotrow.bench.serving.freshness import LoadSettings
 
 DRIFT = Drift(items=0.9, tastes=0.9, new_items=0.25)
 BAR = 0.03
@@ -77,8 +77,8 @@ def auc(scale: Scale) -> Iterator[Result | str]:
     yield higher("online/auc_gain", "AUC", curves.live[-1] - curves.frozen[-1], "bar", BAR)
 
 
-def freshness(pace: Pace | None = None) -> Iterator[Result | str]:
-    """Event to answer on each bus: freshness.py. The model has learned a little of the log first."""
+def freshness(pace: LoadSettings | None = None) -> Iterator[Result | str]:
+    """Event to answer on each bus (freshness.py). The model is trained a little first."""
     from hotrow.bench.serving import freshness as bench
     from hotrow.demo.server import requests
 
@@ -93,7 +93,7 @@ def freshness(pace: Pace | None = None) -> Iterator[Result | str]:
 
 
 def train(scale: Scale, frozen_windows: int | None = 1) -> Curves:
-    """Both curves; of the frozen model the last `frozen_windows` (None: all)."""
+    """Both curves. The frozen model is evaluated on the last `frozen_windows` windows (None: all)."""
     log = SyntheticClicks(
         scale.examples, scale.batch, keys=scale.keys, drift=DRIFT, shape=Shape(per_day=scale.per_day, history_length=5)
     )

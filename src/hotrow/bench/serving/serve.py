@@ -1,8 +1,9 @@
 """`hotrow serve` under load, beside LitServe, Ray Serve, itself without TensorBatch, and the bare tower.
 
-Everything is a real process on loopback (serve_process.py): the server as people start it, a peer as its users would
-write it (serve_peers.py), and one load generator for all (load_client.py). They share the machine's cores, and a pair
-that is compared is up at the same time and asked in turns, so that noise falls on both. Latencies are the client's.
+Everything is a real process on loopback (serve_process.py): the server as a user starts it, a peer as its users would
+write it (serve_peers.py), and one load generator for all (load_client.py). They share the machine's cores. Two servers
+that are compared run at the same time and get the load in turns, so that noise falls on both. Latencies are measured at
+the client.
 
     serve/same          answers beside trainer.predict: the largest difference; more than 1e-6 is an error
     serve/requests      best requests/s of a peer over 4, 16 and 32 connections, against ours at no worse p99
@@ -12,8 +13,8 @@ that is compared is up at the same time and asked in turns, so that noise falls 
     serve/large         10,000 rows a request, as bytes: requests/s beside hr.Engine called in a process, same cores
     serve/unseen_shape  the first request of a shape without a bucket; seconds until its artifact answers
 
-HOTROW_BENCH_SCALE scales the seconds of every load (1 is 4 s a point), HOTROW_BENCH_ONLY names the rows that are wanted
-(the part behind the slash, with commas).
+HOTROW_BENCH_SCALE scales the seconds of every load (1 is 4 s a point). HOTROW_BENCH_ONLY selects rows, by the name
+after the slash, separated by commas.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Point:
 
 
 class Bench:
-    """A folder with the model, as files for every server."""
+    """A folder with the model, in the file formats of all servers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -125,7 +126,7 @@ def scale() -> float:
 
 
 def same(bench: Bench, server: ServerProcess) -> Iterator[Result | str]:
-    """What the server answers beside what the trainer says."""
+    """Compare the server's answers with trainer.predict."""
     yield "comparing answers"
     asked = model.questions(ROWS, 200, seed=2) + model.questions(1, 100, seed=3)
     worst = 0.0
@@ -138,7 +139,7 @@ def same(bench: Bench, server: ServerProcess) -> Iterator[Result | str]:
 
 
 def requests(bench: Bench, peer: str) -> Iterator[Result | str]:
-    """Requests/s beside a peer, both up, asked in turns."""
+    """Requests/s beside a peer, with both servers running and loaded in turns."""
     need(peer)
     theirs, probe = bench.requests(ROWS, peer=True)
     with ExitStack() as stack:
@@ -160,7 +161,7 @@ def requests(bench: Bench, peer: str) -> Iterator[Result | str]:
 
 
 def tensorbatch(bench: Bench) -> Iterator[Result | str]:
-    """One candidate a request: joined, and one at a time."""
+    """One candidate a request: joined into TensorBatches, and one request at a time."""
     path, _ = bench.requests(1)
     with ExitStack() as stack:
         yield "starting two servers"
@@ -197,7 +198,7 @@ def tower(folder: Path) -> Iterator[Result | str]:
 
 
 def burst(bench: Bench, server: ServerProcess) -> Iterator[Result | str]:
-    """Ten times the capacity for a few seconds, between two looks at the capacity."""
+    """Ten times the capacity for a few seconds, between two measurements of the capacity."""
     path, _ = bench.requests(ROWS, deadline_ms=DEADLINE_MS)
     yield "measuring the capacity"
     load(server, path, closed(CONNECTIONS[1]))
@@ -239,8 +240,8 @@ def large(bench: Bench) -> Iterator[Result | str]:
 
 
 def unseen_shape(bench: Bench) -> Iterator[Result | str]:
-    """The first request of a shape is not held up by its compilation; then its artifact takes over (or is refused
-    for being no faster, which takes as long)."""
+    """The first request of a shape does not wait for compilation. Then the compiled artifact takes over, or is rejected
+    because it is no faster."""
     asked = model.for_hotrow(model.questions(37, 50, seed=4))
     known = model.for_hotrow(model.questions(ROWS, 50, seed=5))
     with bench.serve(ROWS, compile=True) as server:
@@ -259,7 +260,7 @@ def unseen_shape(bench: Bench) -> Iterator[Result | str]:
 
 
 def in_turns(sides: dict[str, tuple[ServerProcess, Path]], connections: int) -> dict[str, Point]:
-    """Every side's point, asked in turns."""
+    """Load every side in turns. Returns the point of each."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for turn in range(ROUNDS):
         for name, (server, path) in sides.items():
@@ -273,25 +274,26 @@ def in_turns(sides: dict[str, tuple[ServerProcess, Path]], connections: int) -> 
 
 
 def closed(connections: int) -> dict[str, Any]:
-    """A closed loop."""
+    """The phase of a closed loop (load_client.py)."""
     seconds = SECONDS * scale()
     return {"connections": connections, "seconds": seconds, "warm": min(WARM, seconds / 4)}
 
 
 def best_pair(ours: dict[int, Point], theirs: dict[int, Point]) -> tuple[Point, Point]:
-    """Their point with the most requests/s, and ours with the most whose p99 is no worse (or the least p99)."""
+    """Our best point and the peer's. The peer's has its most requests/s. Ours has the most requests/s at no worse p99,
+    or the lowest p99 if all are worse."""
     their = max(theirs.values(), key=lambda point: point.rate)
     quick = [point for point in ours.values() if point.p99 <= their.p99]
     return max(quick, key=lambda p: p.rate) if quick else min(ours.values(), key=lambda p: p.p99), their
 
 
 def spread(values: list[float]) -> float:
-    """Half of what lies between the least and the most, over the median."""
+    """Half the range of the values, over their median."""
     return (max(values) - min(values)) / 2 / median(values)
 
 
 def check_unbatched(server: ServerProcess) -> None:
-    """One request at a time is what it says."""
+    """Raise if the server's statistics show that it joined requests."""
     head = b"GET /v2/models/ctr/stats HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     (stats,) = json.loads(server.ask(head)[1])["model_stats"]
     if stats["inference_count"] != stats["execution_count"]:
@@ -299,7 +301,8 @@ def check_unbatched(server: ServerProcess) -> None:
 
 
 def bare_tower(trainer: hr.Trainer) -> Callable[[float], float]:
-    """The tower alone in a loop on all cores, a request's rows at a time: seconds → requests/s."""
+    """A function that runs the tower alone in a loop on all cores, one request's rows at a time, and returns
+    requests/s."""
     question = model.questions(ROWS, 1)[0].batch()
     with torch.inference_mode():
         vectors = {name: v.clone() for name, v in trainer.model.embeddings.eval()(question).items()}
@@ -320,7 +323,7 @@ def bare_tower(trainer: hr.Trainer) -> Callable[[float], float]:
 
 
 def probabilities(server: ServerProcess, request: bytes, rows: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """An answer's numbers: the last bytes of its body."""
+    """Send a request and return its probabilities, which are the last bytes of the body."""
     status, body = server.ask(request)
     if status != 200:
         raise ServerError(f"{server.name} answered {status}: {body[:500]!r}")
@@ -328,14 +331,14 @@ def probabilities(server: ServerProcess, request: bytes, rows: int) -> np.ndarra
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Its seconds."""
+    """The seconds that `work` takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def until_compiled(server: ServerProcess, asked: list[bytes], began: float) -> float | None:
-    """Seconds until an answer came from an artifact; None if none does: it is no faster, or the time is over."""
+    """Seconds until an answer came from a compiled artifact; None if none came in time, or if it is no faster."""
     while time.monotonic() - began < COMPILE_SECONDS * min(1.0, scale()):
         if b'"compiled":true' in server.ask(asked[0])[1]:
             return time.monotonic() - began
@@ -344,7 +347,7 @@ def until_compiled(server: ServerProcess, asked: list[bytes], began: float) -> f
 
 
 def need(peer: str) -> None:
-    """The peer is installed."""
+    """Raise if the peer is not installed."""
     try:
         importlib.import_module(PEERS[peer])
     except ImportError as error:

@@ -1,6 +1,6 @@
-"""The LitServe peer's API: a module of its own, because LitServe sends it to a worker by its name.
+"""The LitServe peer's API class. It is a separate module because LitServe's worker imports it by name.
 
-LitServe takes the body's type from the annotation of `decode_request`, so annotations are objects here, not strings.
+LitServe takes the body's type from the annotation of `decode_request`, so this file must not use string annotations.
 """
 
 from typing import Annotated
@@ -14,10 +14,10 @@ Bytes = Annotated[bytes, Body(media_type="application/octet-stream")]
 
 
 class Api(litserve.LitAPI):  # type: ignore[misc, unused-ignore]
-    """Bytes in, bytes out, batches in between."""
+    """Takes and returns raw bytes; LitServe batches between."""
 
-    def __init__(self, path: str, batch: int, patience: float) -> None:
-        super().__init__(max_batch_size=batch, batch_timeout=patience)
+    def __init__(self, path: str, batch: int, batch_timeout: float) -> None:
+        super().__init__(max_batch_size=batch, batch_timeout=batch_timeout)
         self.path = path
 
     def setup(self, device: str) -> None:
@@ -37,7 +37,7 @@ class Api(litserve.LitAPI):  # type: ignore[misc, unused-ignore]
         return self.predictor(bodies)
 
     def unbatch(self, output: list[bytes]) -> list[bytes]:
-        """They are apart already."""
+        """`predict` returns one body for each request already."""
         return output
 
     def encode_response(self, output: bytes) -> Response:
@@ -45,7 +45,7 @@ class Api(litserve.LitAPI):  # type: ignore[misc, unused-ignore]
         return Response(output, media_type="application/octet-stream")
 
 
-def serve(port: int, path: str, batch: int, patience: float) -> None:
-    """Until it is ended."""
-    server = litserve.LitServer(Api(path, batch, patience), accelerator="cpu", workers_per_device=1, timeout=30)
+def serve(port: int, path: str, batch: int, batch_timeout: float) -> None:
+    """Serve until the process ends."""
+    server = litserve.LitServer(Api(path, batch, batch_timeout), accelerator="cpu", workers_per_device=1, timeout=30)
     server.run(host="127.0.0.1", port=port, log_level="error", generate_client_file=False)

@@ -1,9 +1,9 @@
-"""W-serve and W-dlrm at dim 16: the model of `hotrow bench serve`, trained a little, and its requests.
+"""The model of `hotrow bench serve` (W-serve, and W-dlrm at dim 16) and its requests.
 
-26 tables of 20,000 keys (all of them have rows, by a few steps of training), 13 dense features, a DLRM tower. The model
-is exported for HotRow, and its rows and weights are written once more for the peers, as one safetensors file: rows of
-all tables in one matrix, layers by number. Requests are whole HTTP requests in the encoding that is natural to each
-server; all carry the same ids and features.
+26 tables of 20,000 keys, 13 dense features, a DLRM tower. A few steps of training give every key a row. The model is
+exported for HotRow, and written once more for the peers as one safetensors file: the rows of all tables in one matrix,
+the layers by number. Requests are whole HTTP requests in each server's natural encoding, all with the same ids and
+features.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Question:
 
 
 def trained(tower: Tower, steps: int = 12) -> hr.Trainer:
-    """A model after a few steps; every key has been seen."""
+    """A model trained for a few steps, in which every key has a row."""
     torch.manual_seed(0)
     embeddings = hr.EmbeddingCollection([hr.Table(name, dim=DIM) for name in NAMES], optimizer=hr.optim.Adam(lr=1e-2))
     dlrm = hr.models.DLRM(embeddings.features, dense_features=DENSE, bottom=tower.bottom, top=tower.top)
@@ -96,7 +96,7 @@ def _layers(name: str, mlp: Any) -> dict[str, torch.Tensor]:
 
 
 def questions(rows: int, count: int = 512, seed: int = 1) -> list[Question]:
-    """Requests of so many candidates: one user's ids (13 features) and each candidate's own (13), Zipf."""
+    """Requests of `rows` candidates: one user's ids (13 features) and each candidate's own (13), Zipf."""
     generator = np.random.default_rng(seed)
     found = []
     for _ in range(count):

@@ -1,11 +1,10 @@
 """The peers of `hotrow bench serve`: the same trained model in plain PyTorch, behind LitServe or Ray Serve.
 
-Each is written as its own users would: the model is an `nn.Embedding` with all tables' rows in one (the quickest of
-plain forms: one gather for 26 features) and the DLRM tower; the server's own batching joins requests into one forward.
-A body is the keys (int64 [rows, 26]) and then the dense features (float32 [rows, 13]) as raw bytes, an answer the
-probabilities (float32): the binary form that both have (a bytes body in LitServe's FastAPI, a Starlette request in
-Ray). Batches of at most 16 requests, 2 ms of patience, LitServe with one worker, Ray with one replica: a choice, not
-a search for their best settings on this machine.
+Each is written as its own users would write it. The model is one `nn.Embedding` with the rows of all tables (one gather
+for 26 features, the fastest form in plain PyTorch) and the DLRM tower. The server's own batching joins requests into
+one forward. A body is the keys (int64 [rows, 26]) and then the dense features (float32 [rows, 13]) as raw bytes; an
+answer is the probabilities (float32). Both servers support such binary bodies. Batches have at most 16 requests and
+wait at most 2 ms; LitServe has one worker, Ray one replica. These settings were chosen, not tuned on this machine.
 
 Started as `python -m hotrow.bench.serving.serve_peers litserve|ray PORT WEIGHTS`; it prints "ready" when it serves.
 """
@@ -21,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 FEATURES, DENSE, DIM = 26, 13, 16
-BATCH, PATIENCE = 16, 0.002
+BATCH, BATCH_TIMEOUT = 16, 0.002
 ROW_BYTES = 8 * FEATURES + 4 * DENSE
 
 
@@ -31,7 +30,7 @@ class PlainDLRM(nn.Module):
     def __init__(self, weights: dict[str, Tensor]) -> None:
         super().__init__()
         self.rows = nn.Embedding.from_pretrained(weights["rows"])
-        self.first = nn.Buffer(weights["first"])  # of each feature's rows
+        self.first = nn.Buffer(weights["first"])  # the first row of each feature
         self.bottom = _mlp(weights, "bottom", last=True)
         self.top = _mlp(weights, "top", last=False)
         pairs = torch.tril_indices(FEATURES + 1, FEATURES + 1, -1)
@@ -46,7 +45,7 @@ class PlainDLRM(nn.Module):
 
 
 def _mlp(weights: dict[str, Tensor], name: str, last: bool) -> nn.Sequential:
-    """Linear layers with ReLU between them (and behind the last)."""
+    """Linear layers with ReLU between them, and after the last if `last`."""
     layers: list[nn.Module] = []
     count = sum(key.startswith(f"{name}.") and key.endswith(".weight") for key in weights)
     for number in range(count):
@@ -58,14 +57,14 @@ def _mlp(weights: dict[str, Tensor], name: str, last: bool) -> nn.Sequential:
 
 
 class Predictor:
-    """The model as a function of bodies."""
+    """The model as a function from request bodies to answer bodies."""
 
     def __init__(self, path: str) -> None:
         torch.set_num_threads(1)
         self.model = PlainDLRM(load_file(path)).eval()
 
     def __call__(self, bodies: list[bytes]) -> list[bytes]:
-        """The answers of some requests, by one forward."""
+        """The answers to some requests, by one forward."""
         counts = [len(body) // ROW_BYTES for body in bodies]
         keys = [np.frombuffer(b, np.int64, n * FEATURES) for b, n in zip(bodies, counts, strict=True)]
         dense = [np.frombuffer(b, np.float32, -1, 8 * n * FEATURES) for b, n in zip(bodies, counts, strict=True)]
@@ -81,7 +80,7 @@ def serve_litserve(port: int, path: str) -> None:
     """LitServe with batches."""
     from hotrow.bench.serving.serve_litserve import serve
 
-    serve(port, path, BATCH, PATIENCE)
+    serve(port, path, BATCH, BATCH_TIMEOUT)
 
 
 def serve_ray(port: int, path: str) -> None:
@@ -98,7 +97,7 @@ def serve_ray(port: int, path: str) -> None:
         def __init__(self, path: str) -> None:
             self.predictor = Predictor(path)
 
-        @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=PATIENCE)  # type: ignore[untyped-decorator, unused-ignore]
+        @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=BATCH_TIMEOUT)  # type: ignore[untyped-decorator, unused-ignore]
         async def predict(self, bodies: list[bytes]) -> list[bytes]:
             return self.predictor(bodies)
 
@@ -116,7 +115,7 @@ def serve_ray(port: int, path: str) -> None:
 
 
 def main(kind: str, port: str, path: str) -> None:
-    """The process."""
+    """Run one peer."""
     {"litserve": serve_litserve, "ray": serve_ray}[kind](int(port), str(Path(path).resolve()))
 
 

@@ -1,8 +1,8 @@
-"""Servers under test as processes (HotRow's and its peers'), and the load that asks them, each in its own.
+"""Servers under test (HotRow's and its peers') and the load client, each in its own process.
 
-A server is a context: it starts on a port that the system chose, is asked until it answers, and is ended with its
-children at the end. When this process is gone, it gets SIGTERM, on which it ends its children (child_process.py).
-`cpu` sums the processor time of its whole tree, which is steadier than the clock on a machine that others use too.
+A server is a context manager. It starts on a free port, is ready when it answers the probe, and is ended with its
+children on exit. If this process dies, the server gets SIGTERM and ends its children (child_process.py). `cpu` sums the
+processor time of the server's process tree, which is steadier than wall time on a shared machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ START_SECONDS = 300.0
 
 
 class ServerError(HotRowError):
-    """A server did not start, or answered what it should not."""
+    """A server did not start, or gave a wrong answer."""
 
 
 class ServerProcess:
@@ -60,11 +60,11 @@ class ServerProcess:
         self.end()
 
     def text(self) -> str:
-        """What it has printed."""
+        """The server's output so far."""
         return Path(self._log.name).read_text(errors="replace")
 
     def ask(self, request: bytes) -> tuple[int, bytes]:
-        """One request on a connection of its own: status and body."""
+        """Send one request on a new connection. Returns status and body."""
         connection = load_client.Connection(self.port)
         connection.socket.setblocking(True)
         connection.socket.settimeout(60)
@@ -81,20 +81,22 @@ class ServerProcess:
         return int(whole[9:12]), whole.partition(b"\r\n\r\n")[2]
 
     def cpu(self) -> dict[str, float]:
-        """Processor seconds of each of its processes, by what they are."""
+        """Processor seconds by kind of process: engine, front end, other."""
         assert self.process is not None
         found: dict[str, float] = {}
         for process in [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]:
             try:
-                times, words = process.cpu_times(), " ".join(process.cmdline())
+                times, command = process.cpu_times(), " ".join(process.cmdline())
             except psutil.Error:
                 continue
-            kind = "engine" if "engine_process" in words else "front end" if "frontend_process" in words else "other"
+            kind = (
+                "engine" if "engine_process" in command else "front end" if "frontend_process" in command else "other"
+            )
             found[kind] = found.get(kind, 0.0) + times.user + times.system
         return found
 
     def end(self) -> None:
-        """Stop it and its children."""
+        """Stop the server and its children."""
         if self.process is None:
             return
         children = _tree(self.process.pid)
@@ -142,7 +144,7 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 
 def hotrow_serve(repository: Path, probe: bytes, *options: str) -> ServerProcess:
-    """`hotrow serve` as people run it."""
+    """`hotrow serve`, as a user starts it."""
     ports = ("--http", "0", "--grpc", "-1", "--metrics", "-1")
     command = [sys.executable, "-m", "hotrow", "serve", str(repository), *ports, *options]
     return ServerProcess("hotrow", command, probe)
@@ -158,7 +160,7 @@ def peer_serve(kind: str, weights: Path, probe: bytes) -> ServerProcess:
 
 
 def load(server: ServerProcess, requests: Path, *phases: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the client's process measured, phase by phase; `cpu` is the server's processor seconds over all of them."""
+    """Run the load client. Returns its figures phase by phase; `cpu` is the server's processor seconds over all."""
     before = server.cpu()
     with tempfile.NamedTemporaryFile("w", suffix=".json") as spec:
         json.dump({"port": server.port, "requests": str(requests), "phases": phases}, spec)

@@ -1,16 +1,16 @@
-"""Which row leaves DRAM when it is full: hit rates of eviction policies, simulated in plain Python.
+"""Eviction policies: which row leaves DRAM when it is full. Hit rates, simulated in Python.
 
-A policy is a function (trace, capacity, warmup) -> hits after the first `warmup` accesses. Every miss brings its row
-in, one access at a time; rows that a running batch pins are not modelled. `optimal` sees the future and is the ceiling,
-`random` is the floor, `lru` is the peer. The bench judges hit rates alone; what a hit and a row cost in the store, and
-what was chosen, is in docs/decisions/0002-eviction.md.
+A policy is a function (trace, capacity, warmup) -> hits after the first `warmup` accesses. Every miss inserts its row,
+one access at a time; pinned rows are not modelled. `optimal` knows the future and is the upper bound, `random` is the
+lower bound, `lru` is the peer. This benchmark compares hit rates only; docs/decisions/0002-eviction.md has the cost of
+a hit and of a row, and the choice.
 
-The traces, each Zipf over a million keys with room for 10% or 1% of them:
+The traces, each Zipf over a million keys with a capacity of 10% or 1% of them:
 
     plain    independent draws
-    scan     one access in ten goes to a key that never comes back (and can never hit)
-    drift    every 10,000 accesses a random 1% of the ranks trade keys: most of the hot set is new at the end
-    batched  plain, less the duplicates inside each 4,096 draws: what the store sees, its frequencies flattened
+    scan     one access in ten goes to a key that is never accessed again (and can never hit)
+    drift    every 10,000 accesses a random 1% of the ranks exchange keys: most of the hot set is new at the end
+    batched  plain, without the duplicates in each 4,096 draws: what the store sees, with flatter frequencies
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from numpy.typing import NDArray
 from hotrow.bench.harness import Result, higher
 
 KEYS, SKEWS = 1_000_000, (1.05, 0.8)
-ROOMS = ((0.1, 1_200_000, 800_000), (0.01, 600_000, 300_000))  # share of the keys, accesses, warm-up: both fill first
-LENGTH = max(length for _, length, _ in ROOMS)
+CAPACITIES = (
+    (0.1, 1_200_000, 800_000),
+    (0.01, 600_000, 300_000),
+)  # share of the keys, accesses, warm-up: both fill first
+LENGTH = max(length for _, length, _ in CAPACITIES)
 SCAN, DRIFT_EVERY, DRIFT_SHARE, BATCH = 0.1, 10_000, 0.01, 4096
 HALVE_EVERY = 4  # decayed LFU halves its counts every 4 x capacity accesses
 EMPTY = -1
@@ -42,7 +45,7 @@ def results() -> Iterator[Result | str]:
     for skew in SKEWS:
         for kind, make in TRACES.items():
             trace = make(np.random.default_rng(0), skew).tolist()
-            for share, length, warmup in ROOMS:
+            for share, length, warmup in CAPACITIES:
                 name = f"eviction/zipf{skew}/{kind}/{share:.0%}"
                 yield name
                 percent = 100 / (length - warmup)
@@ -59,13 +62,13 @@ def zipf(rng: np.random.Generator, skew: float, count: int) -> Ints:
     return ranks
 
 
-def plain(rng: np.random.Generator, skew: float) -> Ints:
+def independent(rng: np.random.Generator, skew: float) -> Ints:
     """Independent draws."""
     return zipf(rng, skew, LENGTH)
 
 
 def scan(rng: np.random.Generator, skew: float) -> Ints:
-    """One access in ten, at random places, walks through keys that appear nowhere else."""
+    """One access in ten, at random positions, goes to a key that appears nowhere else."""
     trace = zipf(rng, skew, LENGTH)
     places = np.flatnonzero(rng.random(LENGTH) < SCAN)
     trace[places] = KEYS + np.arange(len(places))
@@ -73,7 +76,7 @@ def scan(rng: np.random.Generator, skew: float) -> Ints:
 
 
 def drift(rng: np.random.Generator, skew: float) -> Ints:
-    """Ranks keep their weight, but a few of them, hot and cold alike, trade keys now and then."""
+    """Ranks keep their weight, but every DRIFT_EVERY accesses some of them, hot and cold alike, exchange keys."""
     ranks = zipf(rng, skew, LENGTH)
     key_of = np.arange(KEYS)
     trace = np.empty_like(ranks)
@@ -85,7 +88,7 @@ def drift(rng: np.random.Generator, skew: float) -> Ints:
 
 
 def batched(rng: np.random.Generator, skew: float) -> Ints:
-    """As long as the others after its duplicates are gone."""
+    """A trace without duplicates in a batch, as long as the other traces."""
     parts: list[Ints] = []
     while sum(map(len, parts)) < LENGTH:
         parts.append(unique_in_batches(zipf(rng, skew, 256 * BATCH), BATCH))
@@ -99,7 +102,7 @@ def unique_in_batches(trace: Ints, batch: int) -> Ints:
 
 
 def optimal(trace: Sequence[int], capacity: int, warmup: int = 0) -> int:
-    """Belady: the row whose next access is furthest away leaves."""
+    """Belady: evicts the row whose next access is furthest away."""
     never = len(trace)
     following = [never] * len(trace)
     seen: dict[int, int] = {}
@@ -121,7 +124,7 @@ def optimal(trace: Sequence[int], capacity: int, warmup: int = 0) -> int:
 
 
 def lru(trace: Sequence[int], capacity: int, warmup: int = 0) -> int:
-    """The row that was used longest ago leaves. A hit moves its row in a list."""
+    """Evicts the row that was used longest ago. A hit moves its row in a list."""
     rows: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for now, key in enumerate(trace):
@@ -136,10 +139,10 @@ def lru(trace: Sequence[int], capacity: int, warmup: int = 0) -> int:
 
 
 def clock(trace: Sequence[int], capacity: int, warmup: int = 0, *, top: int, batches: int = 0) -> int:
-    """A hand sweeps the slots: it takes 1 off a row's counter, and evicts the row whose counter is 0.
+    """A hand sweeps the slots: it decrements a row's counter, and evicts the row if the counter is already 0.
 
-    A new row starts at 0, a hit adds 1 up to `top`. With `batches`, 1/batches of the slots are evicted at once. New
-    rows take freed slots, which lie behind the hand, so each gets a full turn before it is looked at.
+    A new row starts at 0; a hit adds 1, up to `top`. With `batches`, 1/batches of the slots are evicted at once. New
+    rows take freed slots, which are behind the hand, so the hand reaches each one only after a full turn.
     """
     victims = max(1, capacity // batches) if batches else 1
     slot_of: dict[int, int] = {}
@@ -170,9 +173,10 @@ def clock(trace: Sequence[int], capacity: int, warmup: int = 0, *, top: int, bat
 
 
 def sieve(trace: Sequence[int], capacity: int, warmup: int = 0) -> int:
-    """SIEVE: a hand goes from old to new, clears bits and evicts rows without one; survivors stay, new rows join ahead.
+    """SIEVE: a hand moves from old to new rows, clears visited bits, and evicts the first row without one.
 
-    Slot `capacity` is the end of the list of arrivals: newer[end] is the oldest row, older[end] the newest.
+    Surviving rows keep their position, and new rows are inserted at the new end. Slot `capacity` is the sentinel of the
+    insertion list: newer[end] is the oldest row, older[end] the newest.
     """
     end = capacity
     newer, older = [end] * (capacity + 1), [end] * (capacity + 1)
@@ -204,7 +208,7 @@ def sieve(trace: Sequence[int], capacity: int, warmup: int = 0) -> int:
 
 
 def lfu(trace: Sequence[int], capacity: int, warmup: int = 0) -> int:
-    """Decayed LFU: the least used row leaves, the oldest of equals first; all counts halve every so often."""
+    """Decayed LFU: evicts the least used row, the oldest first among equals. All counts are halved periodically."""
     count_of: dict[int, int] = {}
     groups: defaultdict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)  # the rows of each count
     least = hits = 0
@@ -277,10 +281,11 @@ def s3fifo(trace: Sequence[int], capacity: int, warmup: int = 0) -> int:
 
 
 def probation(trace: Sequence[int], capacity: int, warmup: int = 0) -> int:
-    """S3-FIFO as a slot array could do it: no row moves, and an evicted row's own stamp stands for the ghost.
+    """S3-FIFO over a slot array: no row moves, and an evicted row's own stamp replaces the ghost queue.
 
-    New rows wait in a ring of slot numbers; the hand passes over them. A row that was hit twice there only leaves the
-    ring; any other is evicted. A row that comes back within a main part's worth of evictions skips the ring.
+    New rows wait in a ring of slot numbers, which the hand skips. At the end of the ring, a row with two hits stays and
+    leaves the ring; any other row is evicted. A row that returns within as many evictions as the main part has slots
+    skips the ring.
     """
     ring_size = max(1, capacity // 10)
     recent = capacity - ring_size
@@ -328,8 +333,8 @@ def probation(trace: Sequence[int], capacity: int, warmup: int = 0) -> int:
     return hits
 
 
-def shuffle(trace: Sequence[int], capacity: int, warmup: int = 0) -> int:
-    """Any row leaves."""
+def random_policy(trace: Sequence[int], capacity: int, warmup: int = 0) -> int:
+    """Evicts a random row."""
     draw = random.Random(0).random
     rows: set[int] = set()
     keys: list[int] = []
@@ -349,7 +354,7 @@ def shuffle(trace: Sequence[int], capacity: int, warmup: int = 0) -> int:
 
 
 TRACES: dict[str, Callable[[np.random.Generator, float], Ints]] = {
-    "plain": plain,
+    "plain": independent,
     "scan": scan,
     "drift": drift,
     "batched": batched,
@@ -365,5 +370,5 @@ POLICIES: dict[str, Policy] = {
     "lfu": lfu,
     "s3fifo": s3fifo,
     "probation": probation,
-    "random": shuffle,
+    "random": random_policy,
 }

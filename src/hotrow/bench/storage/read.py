@@ -1,11 +1,11 @@
 """Reading on a Ray cluster against reading in the trainer: Criteo's columns with their default features.
 
 Three logs of the same rows: tab separated text, Parquet in row groups of one chunk, and Parquet in a single row group,
-which every worker has to decode from its start. Reading here uses Arrow's threads for decoding (one for the features);
-a Ray worker has one thread. The cluster is a Ray on this machine, so workers and trainer share its cores, and what they
-have in a second says little about a cluster. Two figures do: how much CPU time reading still takes from the trainer,
-and how much all workers take together, for four of them beside one. If four need no more than one did, four machines
-are four times as fast.
+which every worker has to decode from its start. In-process reading uses Arrow's threads for decoding and one thread for
+features; a Ray worker has one thread. The Ray cluster runs on this machine, so workers and trainer share its cores, and
+examples/s say little about a real cluster. Two other figures do: the CPU time that reading still takes from the
+trainer, and the CPU time of all workers together, for four workers beside one. If four use no more than one, four
+machines are four times as fast.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COUNTS = (1, 2, 4)
 
 
 def results() -> Iterator[Result | str]:
-    """Examples/s of one worker beside reading here, of more beside one; CPU seconds of the trainer."""
+    """Examples/s of one worker beside in-process reading, and of two beside one; CPU seconds of workers and trainer."""
     with tempfile.TemporaryDirectory() as folder:
         yield "writing a log"
         for name, source in logs(Path(folder)).items():
@@ -40,7 +40,7 @@ def results() -> Iterator[Result | str]:
 
 
 def logs(folder: Path) -> dict[str, FileSource]:
-    """The same rows in three forms."""
+    """The same rows in three file layouts."""
     rng = np.random.default_rng(0)
     words = pa.array([f"{word:08x}" for word in rng.integers(0, 2**32, 50_000)])
     columns = {"label": pa.array(rng.integers(0, 2, ROWS))}
@@ -60,7 +60,7 @@ def logs(folder: Path) -> dict[str, FileSource]:
 
 
 def compare(name: str, source: FileSource) -> Iterator[Result]:
-    """One log, read here and by every number of workers, in turns."""
+    """Read one log in-process and with every number of workers, in turns."""
     there = {count: data.on_ray(source, "local", workers=count, ahead=8) for count in COUNTS}
     sides: dict[int, data.Source] = {0: source, **there}
     trainer: dict[int, list[float]] = {count: [] for count in sides}
@@ -86,5 +86,5 @@ def compare(name: str, source: FileSource) -> Iterator[Result]:
 
 
 def per_million(seconds: list[float]) -> float:
-    """The median, less the warm-up, for a million examples."""
+    """The median for a million examples, without the warm-up."""
     return float(np.median(seconds[1:])) * 1e6 / ROWS

@@ -1,8 +1,8 @@
 """Rows read in batches from a Redis cluster of three masters on this machine, against redis-py on the same cluster.
 
-200,000 rows; random keys; the client is one thread. Masters and client share the machine's cores, so what is measured
-is the processor time of both together: docs/remote.md says how it divides. redis-py (with hiredis, its fast parser)
-sends the same HMGETs in its own cluster pipeline and joins the values into one array, as one would write it.
+200,000 rows, random keys, one client thread. Masters and client share the machine's cores, so the figure includes the
+processor time of both; docs/remote.md splits it. redis-py (with hiredis, its fast parser) sends the same HMGETs in its
+own cluster pipeline and joins the values into one array, as a user would write it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def results() -> Iterator[Result | str]:
 
 
 def compare(store: RedisStore, peer: Any, keys: Keys, dim: int, batch: int) -> Iterator[Result]:
-    """Both sides on the same random keys, in turns."""
+    """Time both sides on the same random keys, in turns."""
     generator = np.random.default_rng(batch)
     repeats = max(6, min(40, 200_000 // batch))
     drawn = [keys[generator.integers(0, len(keys), batch)] for _ in range(repeats + 2)]
     table = f"t{dim}"
-    plain = plain_reader(store, peer, table)
+    plain = redis_py_reader(store, peer, table)
 
     def ours(i: int) -> None:
         answer = store.read(table, drawn[i], time.monotonic() + 10)
@@ -69,7 +69,7 @@ def compare(store: RedisStore, peer: Any, keys: Keys, dim: int, batch: int) -> I
 
 
 def redis_py(servers: RedisServers) -> Any:
-    """redis-py's client of the cluster."""
+    """redis-py's cluster client."""
     try:
         import hiredis  # noqa: F401
         import redis
@@ -78,8 +78,8 @@ def redis_py(servers: RedisServers) -> Any:
     return redis.RedisCluster(host=HOST, port=servers.servers[0].port)
 
 
-def plain_reader(store: RedisStore, client: Any, table: str) -> Callable[[Keys], Any]:
-    """The same commands by redis-py."""
+def redis_py_reader(store: RedisStore, client: Any, table: str) -> Callable[[Keys], Any]:
+    """A function that reads rows with redis-py, by the same commands as ours."""
     known = store._table(table)
     width = known.form.dim + 2
 

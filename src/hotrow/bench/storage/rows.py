@@ -1,8 +1,7 @@
 """W-rows: 26 tables of a million keys, batches of 4,096, one id per table and example, forward + backward + update.
 
-Ours goes through the public EmbeddingCollection with dynamic keys; FBGEMM's table-batched embedding is given static
-arrays and dense ids, its best case. Both use the same ids, the same gradient and two threads, and take turns in one
-process.
+Our side is the public EmbeddingCollection with dynamic keys. FBGEMM's table-batched embedding gets static arrays and
+dense ids, its best case. Both use the same ids, the same gradient and two threads, and take turns in one process.
 
 The bytes that must move in a step (dim 16, row-wise Adagrad; 106,496 ids, 61,200 of them unique): rows read twice and
 written once, 61,200 x 68 B x 3 = 12.5 MB; output written and gradient read, 106,496 x 64 B x 2 = 13.6 MB; index and
@@ -36,7 +35,7 @@ OVERHEAD_BAR = 20.0
 
 
 def results() -> Iterator[Result | str]:
-    """The rows, with a word on what is running before each."""
+    """The rows of this benchmark, each after a status line."""
     torch.set_num_threads(THREADS)
     _core.set_threads(THREADS)
     ids = draw_ids()
@@ -87,7 +86,7 @@ def gradient(dim: int) -> torch.Tensor:
 
 
 def hotrow_step(ids: list[torch.Tensor], dim: int, optimizer: Optimizer, dtype: str = "fp32") -> Callable[[int], None]:
-    """Our side: dynamic tables that hold every key already."""
+    """Our side: dynamic tables in which every key already has a row."""
     names = [f"t{i}" for i in range(TABLES)]
     embeddings = EmbeddingCollection([Table(name, dim=dim, dtype=dtype) for name in names], optimizer=optimizer)
     for name in names:
@@ -152,10 +151,10 @@ def one_table(dim: int = 16) -> Any:
 def creation() -> Iterator[Result]:
     """Rows created per second, random keys, growth included.
 
-    A virtual machine gets a page from its host when it first touches it (0.4 GB/s where we measured it, and it gives
-    free pages back after two seconds), which then is most of the time. So seven tables are made, every part of the same
-    keys is timed, and each part counts with its best time: what the store takes when the machine has its memory.
-    `rows/create_whole` is the plain median over the same tables, the machine's page supply included.
+    A virtual machine gets a page from its host on first touch (at 0.4 GB/s where we measured, and it returns free pages
+    after two seconds), and that takes most of the time. So seven tables are created, every part of the same keys is
+    timed, and each part counts with its best time: the time of the store when memory is already there.
+    `rows/create_whole` is the median over the same tables, with the machine's page supply included.
     """
     keys = torch.arange(CREATE_ROWS).mul_(0x9E3779B97F4A7C1).split(1 << 17)
     parts = [[time_of(table.create, part) for part in keys] for table in (one_table() for _ in range(CREATE_TABLES))]
@@ -174,14 +173,14 @@ def time_of(call: Callable[..., object], *args: Any) -> float:
 
 
 def overhead() -> Result:
-    """Worst bytes a row over its payload, measured from a process that does nothing else."""
+    """The most bytes a row takes over its payload, measured in a separate process."""
     code = "from hotrow.bench.storage.rows import measure_overhead; print(measure_overhead())"
     out = child_process.run([sys.executable, "-c", code], check=True)
     return lower("rows/overhead_bytes", "bytes a row", float(out.stdout.split()[-1]), "bar", OVERHEAD_BAR)
 
 
 def measure_overhead(first: int = 5_000_000, last: int = 20_000_000, part: int = 1 << 16) -> float:
-    """Grow one table from `first` to `last` rows; the worst of (memory of this process - payload) / rows on the way."""
+    """Grow one table from `first` to `last` rows. Returns the maximum of (process memory - payload) / rows."""
     _core.set_threads(THREADS)
     table = one_table()
     rows = 0
@@ -199,7 +198,7 @@ def measure_overhead(first: int = 5_000_000, last: int = 20_000_000, part: int =
 
 
 def resident() -> int:
-    """Resident bytes of this process, without the pages of files (libraries come and go with the page cache)."""
+    """Resident bytes of this process, without file pages, whose number depends on the page cache."""
     with open("/proc/self/statm") as file:
         _, all_pages, file_pages = map(int, file.read().split()[:3])
     return (all_pages - file_pages) * os.sysconf("SC_PAGE_SIZE")

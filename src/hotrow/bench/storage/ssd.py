@@ -34,11 +34,11 @@ from hotrow.train.trainer import Trainer
 ROWS, DIM, BATCH, BATCHES, DEPTH, THREADS = 4_000_000, 64, 65_536, 9, 128, 2
 RAM_BAR, WRITTEN = 16.0, 1_000_000
 PAUSE_ROWS, PAUSE_BAR = 10_000_000, 100.0
-KEY_STEP = 0x9E3779B97F4A7C1  # keys are spread like hashes, for everybody
+KEY_STEP = 0x9E3779B97F4A7C1  # spreads the keys like hashes, on every side
 
 
 def results() -> Iterator[Result | str]:
-    """The rows of this benchmark, with a word on what is running before each."""
+    """The rows of this benchmark, each after a status line."""
     _core.set_threads(THREADS)
     torch.set_num_threads(THREADS)
     folder = tempfile.mkdtemp(prefix="hotrow-bench-", dir=os.environ.get("HOTROW_BENCH_DIR"))
@@ -74,7 +74,7 @@ def collection_in(folder: str, dram: str = "64MiB") -> EmbeddingCollection:
 
 
 def write_ours(folder: str) -> float:
-    """Rows/s that leave DRAM for the disk, all of them changed: chosen, written, and taken from index to index."""
+    """Rows/s evicted from DRAM to SSD, all of them changed: selection, write, and both indexes included."""
     seconds = []
     for i in range(3):
         table = collection_in(f"{folder}-{i}", dram="512MiB").tables[0]
@@ -87,20 +87,20 @@ def write_ours(folder: str) -> float:
 
 
 def filled(folder: str) -> EmbeddingCollection:
-    """All rows, which leave DRAM as they come."""
+    """A collection with all rows, most of them evicted to SSD while they are created."""
     collection = collection_in(folder)
     create_all(collection.tables[0])
     return collection
 
 
 def create_all(table: TableRows) -> None:
-    """Rows of all keys, made in parts so that the keys themselves take no memory."""
+    """Create the rows of all keys, in parts so that the keys themselves take no memory."""
     for at in range(0, ROWS, 1 << 16):
         table.create(torch.arange(at, min(ROWS, at + (1 << 16))).mul_(KEY_STEP))
 
 
 def read_ours(table: TableRows, folder: str) -> tuple[float, float, float]:
-    """Rows/s, what the device would allow, and the spread; raw reads take turns with ours."""
+    """Our rows/s, the device's limit in rows/s, and the spread. Raw reads alternate with ours."""
     generator = torch.Generator().manual_seed(1)
     files = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name.endswith(".hrs")]
     ours, raw = [], []
@@ -168,7 +168,7 @@ def rocksdb(folder: str) -> tuple[float, float]:
 
 
 def measure_pause(folder: str) -> float:
-    """Seconds that a save keeps training waiting, with all of 10 million rows changed; the longer of two saves."""
+    """Seconds that a save blocks training when all of 10 million rows have changed; the longer of two saves."""
     collection = EmbeddingCollection([Table("t", dim=16)], optimizer=SGD(lr=0.1))
     for at in range(0, PAUSE_ROWS, 1 << 17):
         collection.tables[0].create(torch.arange(at, min(PAUSE_ROWS, at + (1 << 17))).mul_(KEY_STEP))
@@ -183,7 +183,7 @@ def measure_pause(folder: str) -> float:
 
 
 def measure_ram(folder: str) -> float:
-    """Bytes of this process that are neither hot rows nor what it had before, by cold row."""
+    """Bytes of process memory for each cold row, without hot rows and without what the process had before."""
     _core.set_threads(THREADS)
     collection_in(folder + "-warm-up").tables[0].create(torch.arange(1 << 18).mul_(KEY_STEP))
     gc.collect()

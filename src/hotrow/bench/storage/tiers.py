@@ -1,12 +1,12 @@
 """Training with a table ten times the DRAM budget, beside the same training with all rows in DRAM.
 
 DLRM with W-serve's tower (13 dense and 26 sparse features, dim 16, bottom 64-16, top 128-64-1), Adam rows (192 bytes
-of values and state), batch 2,048, Zipf 1.05 keys over 26 tables of 200,000 keys, all of them created before. Rows are
-998 MB and dram= is a tenth of that; about half of it is the index of the cold rows. Reads are direct, so nothing comes
-from the page cache. Both sides get the same batches.
+of values and state), batch 2,048, Zipf 1.05 keys over 26 tables of 200,000 keys, all of them created before. The rows
+take 998 MB and dram= is a tenth of that; about half of it is the index of the cold rows. Reads are direct, without the
+page cache. Both sides get the same batches.
 
-What bounds it is the device: a batch misses some ten thousand rows, each in a block of its own. `tiers/device` is
-reads/s while training waits for them, beside the device's raw 4 KiB random reads/s at the same queue depth.
+The device is the limit: a batch misses some ten thousand rows, each in a different block. `tiers/device` is reads/s
+while training waits for them, beside the device's raw 4 KiB random reads/s at the same queue depth.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DRAM = TABLES * KEYS * ROW_BYTES // 10
 
 
 def results() -> Iterator[Result | str]:
-    """The rows of this benchmark, with a word on what is running before each."""
+    """The rows of this benchmark, each after a status line."""
     torch.set_num_threads(THREADS)
     _core.set_threads(THREADS)
     folder = tempfile.mkdtemp(prefix="hotrow-bench-", dir=os.environ.get("HOTROW_BENCH_DIR"))
@@ -85,7 +85,7 @@ def measure(side: Side, batches: list[KeyedBatch], dram_seconds: list[float], fo
 
 
 class Side:
-    """A model and its rows, all of them created."""
+    """A model in which every key already has a row."""
 
     def __init__(self, memory: Memory) -> None:
         torch.manual_seed(0)
@@ -99,7 +99,7 @@ class Side:
         self.optimizer = torch.optim.Adam(tower.parameters(), lr=1e-3, fused=True)
 
     def step(self, batch: KeyedBatch) -> tuple[float, float]:
-        """One training step: its seconds, and those of its fetch."""
+        """One training step. Returns its seconds, and the seconds of its fetch."""
         start = time.perf_counter()
         lookup = self.model.embeddings.route(batch)
         routed = time.perf_counter()

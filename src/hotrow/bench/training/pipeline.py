@@ -1,14 +1,14 @@
-"""Stages that overlap: training over SSD beside training in DRAM, and running ahead beside one batch at a time.
+"""Overlapping stages: training over SSD beside training in DRAM, and with lookahead beside one batch at a time.
 
-On the CPU, `bench tiers`' job (26 tables, 998 MB of rows with Adam's state, DLRM with W-serve's tower, batch 2,048),
-its batches drawn beforehand, with the default lookahead on both sides and a DRAM budget of a tenth of the rows.
+On the CPU it is the job of `bench tiers` (26 tables, 998 MB of rows with Adam's state, DLRM with W-serve's tower, batch
+2,048), with batches drawn in advance, the default lookahead on both sides and a DRAM budget of a tenth of the rows.
 
-`pipeline/tiered` is examples/s over SSD beside all rows in DRAM. Where the device's reads/s are the limit, that is what
-`pipeline/device` shows: blocks a second that the run read, beside the device's raw 4 KiB random reads/s at the same
-queue depth, measured right before and after with nothing else running. `pipeline/lookahead` is the same job over SSD
-with the default lookahead and with none.
+`pipeline/tiered` is examples/s over SSD beside all rows in DRAM. `pipeline/device` shows whether the device is the
+limit: blocks/s that the run read, beside the device's raw 4 KiB random reads/s at the same queue depth, measured right
+before and after with nothing else running. `pipeline/lookahead` is the same job over SSD with the default lookahead and
+with none.
 
-With a GPU, its rows follow (pipeline_gpu.py).
+On a machine with a GPU, the rows of pipeline_gpu.py follow.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BATCHES, WARMUP, ROUNDS, SIDES, RAW = 32, 40, 3, 3, 65_536
 
 
 def results() -> Iterator[Result | str]:
-    """The rows of this benchmark, with a word on what is running before each."""
+    """The rows of this benchmark, each after a status line."""
     yield from cpu_results()
     if torch.cuda.is_available():
         from hotrow.bench.gpu import pipeline_gpu
@@ -45,7 +45,7 @@ def results() -> Iterator[Result | str]:
 
 
 def cpu_results() -> Iterator[Result | str]:
-    """Over SSD, in DRAM, ahead and not, in turns."""
+    """Training over SSD and in DRAM, with and without lookahead, in turns."""
     torch.set_num_threads(tiers.THREADS)
     _core.set_threads(tiers.THREADS)
     folder = tempfile.mkdtemp(prefix="hotrow-bench-", dir=os.environ.get("HOTROW_BENCH_DIR"))
@@ -64,7 +64,8 @@ def cpu_results() -> Iterator[Result | str]:
 
 
 def measure(in_dram: Job, tiered: Job, drawn: Sequence[KeyedBatch], folder: str) -> Iterator[Result | str]:
-    """Each side in turns, so that noise falls on all, with batches that no side has seen; medians of the rounds."""
+    """Time the sides in turns, so that noise falls on all, with batches that no side has seen. Medians of the
+    rounds."""
     speeds: dict[str, list[float]] = {"dram": [], "ahead": [], "one by one": []}
     raw, read = [device_reads(folder, 0)], []
     sides = (("dram", in_dram, LOOKAHEAD), ("ahead", tiered, LOOKAHEAD), ("one by one", tiered, 0))
@@ -95,19 +96,19 @@ def device_reads(folder: str, seed: int) -> float:
 
 
 class Drawn:
-    """A source of batches that were made beforehand."""
+    """A source of batches that were drawn in advance."""
 
     def __init__(self, batches: Sequence[KeyedBatch]) -> None:
         self.all = batches
         self.examples = sum(batch.size for batch in batches)
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
-        """All of them."""
+        """All batches."""
         for number, batch in enumerate(self.all):
             yield batch, {"batch": number + 1}
 
     def describe(self) -> str:
-        """For a log."""
+        """One line for a log."""
         return f"{len(self.all)} batches"
 
 
@@ -120,7 +121,7 @@ class Job:
         self.trainer = Trainer(side.model, side.optimizer)
 
     def fit(self, batches: Sequence[KeyedBatch], lookahead: int) -> Report:
-        """Train on these."""
+        """Train on these batches."""
         self.trainer.lookahead = lookahead
         return self.trainer.fit(Drawn(batches), progress=False)
 

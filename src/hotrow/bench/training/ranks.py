@@ -1,19 +1,20 @@
-"""Two ranks against one, a core for each and the same batch for each, in turns; and the bytes that travel.
+"""Two ranks beside one, each with its own core and batch, in turns; and the bytes that a rank sends.
 
 W-dlrm at dim 16: 13 dense and 26 sparse features, Zipf 1.05 keys over 26 tables of 200,000 keys (tiers.py draws them),
-tower bottom 512-256-16 and top 1024-1024-512-256-1, row-wise Adagrad, batch 2,048 a rank, batches drawn beforehand.
-`small` is the same with W-serve's tower (bottom 64-16, top 128-64-1), where the exchange weighs more.
+tower bottom 512-256-16 and top 1024-1024-512-256-1, row-wise Adagrad, batch 2,048 a rank, batches drawn in advance.
+`small` is the same with W-serve's tower (bottom 64-16, top 128-64-1), where the exchange is a larger part.
 
-All three processes live through the whole benchmark: one alone on the first core, two that work together on the first
-and the second. While one side works the others wait in a pipe. Two ranks wait for each other, so whatever delays either
-delays both, and a machine that others use makes less of two ranks than of one: turns count where one rank was as fast
-as it gets, to 5%, right before and right after; all turns where there are fewer than three of those. What a rank adds
-besides: its own deduplication and sums are the same, but it sends half of its unique keys, looks up those that both ask
-for, and waits for the other; so the bound is 2, and the dense all-reduce and the exchange take from it.
+All three processes live through the whole benchmark: one rank alone on the first core, and two ranks together on the
+first and the second core. While one side works, the other blocks on a pipe. Two ranks wait for each other, so a delay
+of either delays both, and a shared machine slows two ranks more than one. So a turn counts only if one rank was within
+5% of its best speed right before and right after it; if there are fewer than three such turns, all turns count.
 
-`ranks/core_time` is what a step costs a core (of rank 0, its network threads included).
-`ranks/volume` is what one rank sends on the channels of keys, rows and gradients, beside remote unique keys times
-(8 + 2 rows); `ratio` is the share of what must travel in what does.
+The upper bound is 2. A rank's own deduplication and sums stay the same, but it also sends half of its unique keys,
+looks up the keys that both ranks need, and waits for the other rank, the exchange and the dense all-reduce.
+
+`ranks/core_time` is the processor time of a step on rank 0, network threads included.
+`ranks/volume` is the bytes that one rank sends for keys, rows and gradients, beside the least possible: remote unique
+keys times (8 + 2 rows).
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from hotrow.bench.harness import Result, higher, lower
 from hotrow.errors import OptionError
 
 BATCHES, WARMUP = 24, 2
-STEPS = {"scaling": 12, "scaling_small": 120}  # of a turn: what a call of `fit` begins and ends with is not asked for
-TURNS, LEAST, MOST, NOISE = (
+STEPS = {"scaling": 12, "scaling_small": 120}  # steps of a turn, so many that the start and end of `fit` do not matter
+TURNS, MIN_TURNS, MAX_TURNS, NOISE = (
     7,
     3,
     16,
@@ -43,7 +44,7 @@ DIM, BATCH = 16, 2048
 
 
 def results() -> Iterator[Result | str]:
-    """The rows of this benchmark, with a word on what is running before each."""
+    """The rows of this benchmark, each after a status line."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise OptionError(f"hotrow bench ranks needs two cores, and this process may use {len(cores)}")
@@ -53,11 +54,11 @@ def results() -> Iterator[Result | str]:
             for _ in range(WARMUP):
                 one.work(), two.work()
             alone, both = [one.work()], list[dict[str, float]]()
-            while len(both) < MOST and len(_quiet(alone)) < TURNS:
-                yield f"{name}: turn {len(both) + 1}, {len(_quiet(alone))} of {TURNS} undisturbed"
+            while len(both) < MAX_TURNS and len(_undisturbed(alone)) < TURNS:
+                yield f"{name}: turn {len(both) + 1}, {len(_undisturbed(alone))} of {TURNS} undisturbed"
                 both.append(two.work())
                 alone.append(one.work())
-        turns = _quiet(alone) if len(_quiet(alone)) >= LEAST else list(range(len(both)))
+        turns = _undisturbed(alone) if len(_undisturbed(alone)) >= MIN_TURNS else list(range(len(both)))
         yield f"{name}: {len(turns)} of {len(both)} turns count"
         speeds = [_speed(both[turn]) for turn in turns]
         peers = [(_speed(alone[turn]) + _speed(alone[turn + 1])) / 2 for turn in turns]
@@ -79,19 +80,19 @@ def _speed(turn: dict[str, float]) -> float:
     return turn["examples"] / turn["seconds"]
 
 
-def _quiet(alone: list[dict[str, float]]) -> list[int]:
-    """Turns of two ranks before and after which one rank was as fast as it gets.
+def _undisturbed(alone: list[dict[str, float]]) -> list[int]:
+    """The turns of two ranks right before and after which one rank was near its best speed.
 
-    >>> _quiet([{"examples": 100, "seconds": s} for s in (1.0, 1.02, 1.5, 1.01, 1.0)])
+    >>> _undisturbed([{"examples": 100, "seconds": s} for s in (1.0, 1.02, 1.5, 1.01, 1.0)])
     [0, 3]
     """
     best = max(_speed(turn) for turn in alone)
-    undisturbed = [_speed(turn) > (1 - NOISE) * best for turn in alone]
-    return [turn for turn in range(len(alone) - 1) if undisturbed[turn] and undisturbed[turn + 1]]
+    fast = [_speed(turn) > (1 - NOISE) * best for turn in alone]
+    return [turn for turn in range(len(alone) - 1) if fast[turn] and fast[turn + 1]]
 
 
 class _Side:
-    """Some ranks, a core each, that work when they are told to."""
+    """One or two rank processes, each on its own core, that run a turn on command."""
 
     def __init__(
         self, world: int, cores: list[int], tower: tuple[tuple[int, ...], tuple[int, ...]], steps: int
@@ -111,14 +112,14 @@ class _Side:
             self.pipes.append(here)
             self.processes.append(process)
         for pipe in self.pipes:
-            pipe.recv()  # it is ready
+            pipe.recv()  # "ready"
 
     def work(self) -> dict[str, float]:
-        """Some steps; what rank 0 says of them."""
+        """Run one turn on all ranks. Returns rank 0's figures."""
         for pipe in self.pipes:
             pipe.send(True)
-        said = [pipe.recv() for pipe in self.pipes]
-        return dict(said[0])
+        reports = [pipe.recv() for pipe in self.pipes]
+        return dict(reports[0])
 
     def __enter__(self) -> _Side:
         return self
@@ -182,7 +183,7 @@ def _sent(ranks: Any) -> tuple[int, int]:
 
 
 class _Drawn:
-    """Batches drawn beforehand, other ones for each rank; a pass goes on where the last one stopped."""
+    """Batches drawn in advance, different ones for each rank. A pass continues where the last one stopped."""
 
     examples = None
 
@@ -193,15 +194,15 @@ class _Drawn:
         self.at = 0
 
     def batches(self, cursor: Any = None) -> Iterator[tuple[Any, Any]]:
-        """Without an end."""
+        """Batches for ever."""
         while True:
             self.at += 1
             yield self.drawn[self.at % BATCHES], {"next": self.at}
 
     def every(self, number: int, of: int, cursor: Any = None) -> Iterator[tuple[Any, Any]]:
-        """Each rank has drawn its own."""
+        """The same stream: each rank has drawn its own batches."""
         return self.batches(cursor)
 
     def describe(self) -> str:
         """One line for a log."""
-        return "drawn beforehand"
+        return "batches drawn in advance"
