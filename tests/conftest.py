@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import forked
+import interpreter_speedup
 import pytest
-import quick_interpreter
 
 from hotrow.bench.servers.kafka_mock import brokers
 from hotrow.bench.servers.redis_cluster import RedisServers, installed
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-    quick_interpreter.install()
+    interpreter_speedup.install()
 
 
 @pytest.fixture(autouse=True)

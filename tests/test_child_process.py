@@ -35,7 +35,7 @@ import sys, time
 from contextlib import ExitStack
 from importlib.util import find_spec
 
-from hotrow.bench import kafka_mock, redis_cluster
+from hotrow.bench.servers import kafka_mock, redis_cluster
 from hotrow.bench.serving.serve_process import ServerProcess
 
 with ExitStack() as stack:

@@ -22,7 +22,8 @@ BENCH = """
 import sys, tempfile, time
 
 tempfile.tempdir = sys.argv[1]
-from hotrow.bench import eviction, redis_cluster
+from hotrow.bench.servers import redis_cluster
+from hotrow.bench.storage import eviction
 from hotrow.cli import main
 
 def wait():

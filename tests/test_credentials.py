@@ -94,10 +94,10 @@ def test_no_error_about_an_address_shows_its_password(
 
 
 def test_objects_with_a_password_do_not_print_it() -> None:
-    from hotrow.tiers.remote.redis_connection import Access
+    from hotrow.tiers.remote.redis_connection import NodeAccess
     from hotrow.tiers.remote.redis_store import RedisOptions
 
-    for value in (Login("me", SECRET), Access(password=SECRET), RedisOptions(password=SECRET)):
+    for value in (Login("me", SECRET), NodeAccess(password=SECRET), RedisOptions(password=SECRET)):
         assert SECRET not in repr(value)
 
 

@@ -13,6 +13,7 @@ from command_line import hotrow
 from runs import clicks, make_trainer
 
 from hotrow.train.checkpoint.manifest import list_checkpoints, open_checkpoint
+from hotrow.train.fit import FitRun
 from hotrow.train.trainer import Trainer
 
 JOB = """
@@ -38,24 +39,24 @@ def job(tmp_path: Path) -> Path:
     return path
 
 
-def send_in(monkeypatch: pytest.MonkeyPatch, method: str, call: int, number: int) -> None:
-    """The signal, in that call of a trainer's method."""
-    real, calls = getattr(Trainer, method), [0]
+def send_in(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int, number: int) -> None:
+    """Send the signal in that call of a method."""
+    real, calls = getattr(owner, method), [0]
 
-    def sends(self: Trainer, *arguments: Any, **options: Any) -> Any:
+    def sends(self: Any, *arguments: Any, **options: Any) -> Any:
         calls[0] += 1
         if calls[0] == call:
             os.kill(os.getpid(), number)
         return real(self, *arguments, **options)
 
-    monkeypatch.setattr(Trainer, method, sends)
+    monkeypatch.setattr(owner, method, sends)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_was_stopped_exits_by_its_signal(
     job: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
-    send_in(monkeypatch, "_forward_backward", 7, number)
+    send_in(monkeypatch, Trainer, "_forward_backward", 7, number)
     done = hotrow("train", str(job), "--quiet")
     assert done.returncode == code, done.stderr
     assert [path.name for path in list_checkpoints(job.parent / "run")] == ["step-000000000007"]
@@ -72,8 +73,8 @@ def ignores_ctrl_c() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ignores_ctrl_c")
 def test_a_run_that_ignores_ctrl_c_says_how_it_is_ended(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    send_in(monkeypatch, "_forward_backward", 3, signal.SIGINT)
-    send_in(monkeypatch, "_commit", 7, signal.SIGTERM)
+    send_in(monkeypatch, Trainer, "_forward_backward", 3, signal.SIGINT)
+    send_in(monkeypatch, FitRun, "_step", 7, signal.SIGTERM)
     done = hotrow("train", str(job), "--quiet")
     assert done.returncode == 143, done.stderr
     assert "stopped after step 7; saved to" in done.stdout
@@ -86,7 +87,7 @@ def test_a_signal_in_the_evaluation_at_the_end_loses_no_training(
     job: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
     with monkeypatch.context() as patch:
-        send_in(patch, "evaluate", 1, number)
+        send_in(patch, Trainer, "evaluate", 1, number)
         done = hotrow("train", str(job), "--quiet")
     assert done.returncode == code, done.stderr
     assert "stopped after step 40; saved to" in done.stdout

@@ -17,7 +17,7 @@ from hotrow.publish.message import checksum, note, parts
 from hotrow.publish.publication import DELTA, content_checksum, encode_body
 from hotrow.publish.rollback import rollback
 from hotrow.serve.execution.servable import ServedVersion, open_version
-from hotrow.serve.updates.follower import CONNECT_SECONDS, FOLLOWING, STUCK
+from hotrow.serve.updates.follower import AWAY, FOLLOWING, STUCK
 from hotrow.serve.updates.freshness import SPAN, AnswerAges, Freshness
 
 
@@ -127,7 +127,7 @@ def test_a_bus_that_is_away_leaves_the_version_in_service(tmp_path: Path) -> Non
     number = fit(trainer, 2)
     served = follow(tmp_path)
     (tmp_path / "bus").rename(tmp_path / "gone")
-    until(lambda: served.follower.state == CONNECT_SECONDS)  # type: ignore[union-attr]
+    until(lambda: served.follower.state == AWAY)  # type: ignore[union-attr]
     assert served.run(make_batch(8), "wait")[3].publication == number
     (tmp_path / "gone").rename(tmp_path / "bus")
     number = fit(trainer, 2, first=2)

@@ -327,11 +327,11 @@ def _typed_dtype(field: str) -> Any:
 
 
 def _parameter_values(parameters: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in parameters.items():
         kind = value.WhichOneof("parameter_choice")
-        plain[name] = getattr(value, kind) if kind in _PARAMETERS else None
-    return plain
+        values[name] = getattr(value, kind) if kind in _PARAMETERS else None
+    return values
 
 
 def _outputs(outputs: Any) -> list[dict[str, Any]]:

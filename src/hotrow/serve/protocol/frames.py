@@ -1,11 +1,11 @@
 """Frames: requests and answers as flat bytes between a front end and an engine (docs/formats/frames.md).
 
-A front end writes a request's arrays behind a small head: one copy, no JSON, no pickle. The engine scans what its
-socket gave, and joins the requests of a batch into its columns, without making a Python object per feature: `scan` and
-`join` are one C++ call each (core/serve), which trust no length. So a request costs the engine's Python a tuple and a
-queue entry, whatever the number of its features.
+A front end writes a request's arrays after a small head: one copy, no JSON, no pickle. The engine scans the received
+bytes for frames, and joins the requests of a batch into columns, without a Python object for each feature: `scan` and
+`join` are one C++ call each (core/serve) and check every length. So in the engine a request costs Python a tuple and a
+queue entry, whatever its number of features.
 
-Everything here is a function of its arguments; any thread may call any of it.
+Every function here is pure; any thread may call it.
 
 Tried and dropped: an array object per feature and request in the engine (26 features x 20 requests x 1 us a batch was
 more than the tower); msgpack (the engine would still take each request apart in Python).
@@ -49,7 +49,7 @@ AnswerPart: TypeAlias = tuple[int, int, int, int]  # id, first row, rows, late
 
 
 class ScannedRequest(NamedTuple):
-    """A request as `scan` found it: its head, and where it is."""
+    """A request that `scan` found: its head, and its location in the chunk."""
 
     kind: int
     id: int
@@ -66,7 +66,7 @@ class ScannedRequest(NamedTuple):
 
 
 class AnswerFrame(NamedTuple):
-    """An answer as an engine gave it: `version` is the engine's number for it."""
+    """An answer from an engine. `version` is the engine's number of the version."""
 
     logits: Array
     version: int
@@ -81,7 +81,7 @@ class AnswerFrame(NamedTuple):
 
 
 def write_request(request: Request, id: int, number: int, fingerprint: int, now: float) -> bytes:
-    """The request as a frame. `number` is the engine's for the model or its version; `now` is time.monotonic's."""
+    """The request as a frame. `number` is the engine's number of the model or version; `now` is time.monotonic()."""
     left = -1 if request.deadline is None else max(0, int((request.deadline - now) * 1e6))
     policy = 0 if request.policy is None else 1 + POLICIES.index(request.policy)
     flags, parts, features = _keys(request)
@@ -101,7 +101,7 @@ def write_request(request: Request, id: int, number: int, fingerprint: int, now:
 
 
 def _keys(request: Request) -> tuple[int, list[Any], int]:
-    """Flags, the body's parts and how many features."""
+    """The flags, the parts of the body, and the number of features."""
     matrix = request.ids.matrix.T if isinstance(request.ids, PackedIds) else request.matrix
     if matrix is not None:
         return _PACKED, [np.ascontiguousarray(matrix, np.int64)], matrix.shape[1]
@@ -128,7 +128,7 @@ def _feature_heads(features: int) -> struct.Struct:
 
 
 def read_answer(chunk: Chunk, offset: int) -> AnswerFrame:
-    """The answer that is there. Its logits are a view of the chunk."""
+    """The answer at `offset`. Its logits are a view of the chunk."""
     head = _ANSWER.unpack_from(chunk, offset)
     _, _, _, flags, _, version, late, publication, highest, watermark, rows, tasks = head
     logits = np.frombuffer(chunk, np.float32, rows * max(1, tasks), offset + _ANSWER.size)
@@ -141,14 +141,14 @@ def read_answer(chunk: Chunk, offset: int) -> AnswerFrame:
 
 
 def scan(chunk: Chunk, begin: int, end: int, longest: int = LONGEST_FRAME) -> tuple[list[tuple[Any, ...]], int, int]:
-    """The whole frames between begin and end: (kind, id, offset, length) and for requests what ScannedRequest has, or
-    the reason why one is bad as the fifth. Then where the rest begins, and how many bytes the next frame wants."""
+    """The complete frames between begin and end: (kind, id, offset, length), for requests all of ScannedRequest, for a
+    malformed one the reason as the fifth. Then the start of the rest, and the length of the next frame."""
     found: tuple[list[tuple[Any, ...]], int, int] = _core.scan_frames(chunk, begin, end, longest)
     return found
 
 
 def join(pieces: Sequence[Piece], signature: Signature, fingerprint: int) -> KeyedBatch:
-    """Some rows of some requests as one batch, in order. A frame that doesn't fit is a FrameError."""
+    """Join rows of several requests into one batch, in order. A frame that does not match is a FrameError."""
     rows, values, offsets, weights, dense, columns = _core.join_frames(
         pieces if isinstance(pieces, list) else list(pieces),
         len(signature.features),
@@ -174,7 +174,7 @@ _T = TypeVar("_T")
 
 
 def _checked(kind: type[_T], **fields: Any) -> _T:
-    """A frozen dataclass without its checks: the core has made sure of all they ask (40 us less a batch of 26
+    """A frozen dataclass made without its checks, because the core has checked the same (saves 40 us a batch of 26
     features)."""
     made = object.__new__(kind)
     made.__dict__.update(fields)
@@ -190,7 +190,7 @@ def write_answers(
     highest: int | None = None,
     watermark: int | None = None,
 ) -> bytes:
-    """The answers of several requests of one batch, one after the other; logits are [rows] or [rows, tasks] float32."""
+    """Frames for the answers of several requests of one batch; logits are [rows] or [rows, tasks] float32."""
     newest, known = publication if highest is None else highest, _UNKNOWN if watermark is None else watermark
     tasks = 0 if logits.ndim == 1 else logits.shape[1]
     flat = np.ascontiguousarray(logits, np.float32).reshape(len(logits), max(1, tasks))
@@ -199,7 +199,7 @@ def write_answers(
 
 
 def write_refusal(id: int, refused: RefusedError) -> bytes:
-    """A request's end without an answer."""
+    """A frame that refuses a request."""
     message = str(refused.message).encode()[:4096]
     body = message + bytes(-len(message) % 8)
     retry = -1 if refused.retry_after is None else int(refused.retry_after * 1e6)
@@ -207,23 +207,23 @@ def write_refusal(id: int, refused: RefusedError) -> bytes:
 
 
 def read_refusal(chunk: Chunk, offset: int) -> RefusedError:
-    """What write_refusal wrote."""
+    """The error in a frame of write_refusal."""
     *_, status, length, retry = _REFUSAL.unpack_from(chunk, offset)
     begin = offset + _REFUSAL.size
     message = bytes(memoryview(chunk)[begin : begin + length]).decode(errors="replace")
     return RefusedError(status, message, None if retry < 0 else retry / 1e6)
 
 
-# --- commands and replies, which may be slow ---
+# --- commands and replies as JSON ---
 
 
 def write_json(kind: int, id: int, content: Any) -> bytes:
-    """A command or a reply."""
+    """A frame for a command or a reply."""
     text = json.dumps(content).encode()
     text += b" " * (-len(text) % 8)
     return _FRAME.pack(HEAD_BYTES + len(text), kind, 0, 0, id) + text
 
 
 def read_json(chunk: Chunk, offset: int, length: int) -> Any:
-    """What write_json wrote."""
+    """The content of a frame of write_json."""
     return json.loads(bytes(memoryview(chunk)[offset + HEAD_BYTES : offset + length]))

@@ -303,7 +303,7 @@ def _input(entry: object, offset: int) -> tuple[DeclaredTensor, tuple[int, int] 
 
 
 def _views(tensors: Sequence[DeclaredTensor], locations: Sequence[tuple[int, int] | None]) -> tuple[Any, ...] | None:
-    """np.frombuffer's arguments for every tensor, when all are bytes, aligned and as long as their shapes say."""
+    """np.frombuffer's arguments for every tensor, if all are sent as bytes, are aligned and have the right length."""
     found = []
     for tensor, location in zip(tensors, locations, strict=True):
         dtype = DTYPES.get(tensor.datatype)
