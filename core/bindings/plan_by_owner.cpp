@@ -30,7 +30,8 @@ void bind_plan_by_owner(nb::class_<Plan>& plan) {
             nb::gil_scoped_release release;
             self.route(jobs);
           },
-          nb::arg("jobs"), "Tables with the unique keys of each requester and how often its batch has each (int32), by address.")
+          nb::arg("jobs"),
+          "Tables with the unique keys of each requester and how often its batch has each (int32), by address.")
       .def(
           "partition_by_owner",
           [](Plan& self, Address owner_of, size_t world, Address counts) {
@@ -45,8 +46,8 @@ void bind_plan_by_owner(nb::class_<Plan>& plan) {
           },
           nb::arg("keys"), nb::arg("occurrences"), nb::call_guard<nb::gil_scoped_release>())
       .def(
-          "set_received_rows", [](Plan& self, Address rows) { self.set_received_rows(at<const float>(rows)); }, nb::arg("rows"),
-          "Rows of the partitioned keys. Their memory must stay valid until the next route.")
+          "set_received_rows", [](Plan& self, Address rows) { self.set_received_rows(at<const float>(rows)); },
+          nb::arg("rows"), "Rows of the partitioned keys. Their memory must stay valid until the next route.")
       .def(
           "sum_gradients",
           [](Plan& self, const std::vector<MatrixTuple>& gradients, const std::vector<MatrixTuple>& checked,

@@ -8,7 +8,8 @@ namespace hotrow {
 
 void Plan::partition_by_owner(const uint32_t* owner_of, size_t world, int64_t* counts) {
   require(state_ != State::kEmpty, "partition_by_owner: route first");
-  for (size_t shard = 0; shard < kShards; ++shard) require(owner_of[shard] < world, "partition_by_owner: an owner is out of range");
+  for (size_t shard = 0; shard < kShards; ++shard)
+    require(owner_of[shard] < world, "partition_by_owner: an owner is out of range");
   std::fill_n(counts, world * job_count_, int64_t{0});
   ThreadPool::shared().run(static_cast<int>(job_count_), [&](int j) {
     const UniqueKeys& g = jobs_[j].unique_keys;

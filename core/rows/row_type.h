@@ -11,8 +11,8 @@
 // (kernels/simd_stochastic_rounding.h): rounding to nearest would lose every update below half of a value's last place.
 //
 // The same bytes are stored in DRAM, in the segments on SSD (docs/formats/segments.md: the numbers are part of the
-// format) and in HBM (kernels/rows/layout.py, kernels/rows/quantize.py), so moving a row never converts it. Reads convert to
-// float, with the same bits in every kernel variant and in numpy.
+// format) and in HBM (kernels/rows/layout.py, kernels/rows/quantize.py), so moving a row never converts it. Reads
+// convert to float, with the same bits in every kernel variant and in numpy.
 //
 // Threads: functions of their arguments.
 #pragma once

@@ -123,7 +123,7 @@ inline constexpr size_t kCuts[] = {0, 0, 5, 300, 700, 701, 956, 957, 1000, 1214}
 
 // Stages the missing rows of a batch through a plan.
 inline StagedRows fetch_and_pin(Plan& plan, const Tables& tables, const std::vector<std::vector<int64_t>>& keys,
-                       const std::vector<uint32_t>& seen, uint32_t step) {
+                                const std::vector<uint32_t>& seen, uint32_t step) {
   StagedRows lot;
   std::vector<JobInput> jobs;
   size_t at = 0;

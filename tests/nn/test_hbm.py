@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-from hotrow.device.streams import CapturedSteps
 from kernels import reference
 from torch import Tensor, nn
 
@@ -29,6 +28,7 @@ from hotrow import optim
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.config import Memory
 from hotrow.data import Cursor
+from hotrow.device.streams import CapturedSteps
 from hotrow.errors import GradientError, MemoryBudgetError, OptionError, StorageError
 from hotrow.kernels.index.sets import WAYS
 from hotrow.nn import EmbeddingCollection, Recommender
