@@ -23,7 +23,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
 
 @pytest.fixture(autouse=True)
 def default_signals() -> None:
-    """Every test starts with default handlers, whatever the parent ignores or a library of an earlier test installed."""
+    """Every test starts with default handlers, whatever its parent ignores or a library of another test installed."""
     forked.default_signals()
 
 
