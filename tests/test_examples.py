@@ -32,7 +32,7 @@ def test_first_model(tmp_path: Path) -> None:
 
 
 def test_rows_beyond_memory(tmp_path: Path) -> None:
-    text = run("rows_beyond_memory.py", tmp_path, "--examples", "20000", "--dram", "5MiB")
+    text = run("rows_beyond_memory.py", tmp_path, "--examples", "20000", "--dram", "6MiB")
     assert text.count("same bits in both runs") == 3
 
 

@@ -21,11 +21,11 @@ def test_the_live_model_stays_above_the_frozen_one_and_the_curve_is_the_same_aga
 
 def test_rows_have_the_names_and_peers_that_the_bars_ask_for() -> None:
     assert "online" in BENCHES
-    measured = freshness.Measured([0.1] * 200, [5.0] * 200, [5.0] * 200, 30_000)
+    measured = freshness.Measurement([0.1] * 200, [5.0] * 200, [5.0] * 200, 30_000)
     rows = {row.name: row for row in freshness.rows("dir", measured)}
     assert rows["online/freshness_p99/dir"].peer == "bar"
     assert rows["online/freshness_p99/dir"].ratio == pytest.approx(10)
     assert rows["online/serving_p99/dir"].ratio == pytest.approx(1.3)
     assert rows["online/changed_rows/dir"].ratio == pytest.approx(1.5)
     with pytest.raises(HotRowError, match="only 3 answers"):
-        list(freshness.rows("dir", freshness.Measured([0.1] * 3, [], [], 0)))
+        list(freshness.rows("dir", freshness.Measurement([0.1] * 3, [], [], 0)))

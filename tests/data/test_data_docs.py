@@ -29,6 +29,6 @@ def test_the_guide_quotes_the_real_message(tmp_path: Path, monkeypatch: pytest.M
     layout = hotrow.data.TextLayout({"click": "number", "user": "string", "age": "integer"}, ";", header=False)
     spec = hotrow.features.FeatureSpec([hotrow.features.Key("user")], label="click")
     with pytest.raises(DataError) as caught:
-        list(hotrow.data.files.text("own.csv", layout, features=spec).batches())
+        list(hotrow.data.text("own.csv", layout, features=spec).batches())
     quoted = re.search(r"`(own\.csv, line 3.*?)`", GUIDE.read_text(encoding="utf-8"))
     assert quoted is not None and str(caught.value).startswith(quoted.group(1))

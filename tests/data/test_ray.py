@@ -569,11 +569,11 @@ def test_an_address_where_nobody_answers_is_an_error_at_once() -> None:
         port = free.getsockname()[1]
     began = time.monotonic()
     with pytest.raises(ClusterError, match=rf"nobody answers at .*127\.0\.0\.1:{port}.*ray start --head --port={port}"):
-        connect._try(f"127.0.0.1:{port}")
+        connect._trial_join(f"127.0.0.1:{port}")
     assert time.monotonic() - began < 6
     for wrong in ("nonsense", "host:port"):
         with pytest.raises(OptionError, match=f"ray address='{wrong}'; give HOST:PORT, 'auto' or 'local'"):
-            connect._try(wrong)
+            connect._trial_join(wrong)
 
 
 def test_an_address_of_something_else_is_an_error_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,7 +582,7 @@ def test_an_address_of_something_else_is_an_error_in_bounded_time(monkeypatch: p
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         began = time.monotonic()
         with pytest.raises(ClusterError, match=r"does not answer within 4 s; is that the head's address"):
-            connect._try(address)
+            connect._trial_join(address)
     assert time.monotonic() - began < 15
 
 
@@ -590,7 +590,7 @@ def test_a_cluster_that_wants_a_token_says_so(monkeypatch: pytest.MonkeyPatch) -
     refusal = "Unauthenticated: RPC error: InvalidAuthToken: Authentication token is missing or incorrect"
     monkeypatch.setattr(connect, "_TRIAL", f"import sys; sys.exit({refusal!r})")
     with pytest.raises(ClusterError, match="wants a token; set RAY_AUTH_MODE=token"):
-        connect._try("auto")
+        connect._trial_join("auto")
 
 
 # Back-pressure and shutting down.

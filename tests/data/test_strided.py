@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hotrow import data
 from hotrow.batch import KeyedBatch
 from hotrow.data.cluster.wire_format import pack, unpack
-from hotrow.data.files import lines
+from hotrow.data.files import lines, text_layouts
 from hotrow.data.files.chunks import Chunk
 from hotrow.data.files.parquet import ParquetReader
 from hotrow.data.split import DecodedUnit, SerialDecoder, Unit
@@ -179,7 +179,7 @@ def test_text(
 @pytest.mark.parametrize("of", [1, 2, 3])
 @pytest.mark.parametrize("layout", ["criteo-tsv", "avazu"])
 def test_known_layouts(tmp_path: Path, check: Callable[..., None], layout: str, of: int) -> None:
-    columns = data.layouts.find_layout(layout).columns
+    columns = text_layouts.find_layout(layout).columns
     with open(tmp_path / "x", "w") as file:
         file.writelines([",".join(columns) + "\n"] * (layout == "avazu"))
         for i in range(50):

@@ -57,7 +57,10 @@ class Kernel:
 
 
 @pytest.fixture(autouse=True)
-def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handles 70, 71, ... for the streams of devices 0, 1, ...; a test on a GPU keeps the real ones."""
+    if request.node.get_closest_marker("gpu") is not None:
+        return
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
     monkeypatch.setattr(undocumented, "_warned", set())
 

@@ -89,7 +89,12 @@ def carried(ranks: hr.Ranks, gpus: int, uuid: str, in_hbm: bool) -> tuple[str, l
         return new_group(backend="gloo", **options)
 
     seen = cuda(gpus, uuid.replace("RANK", str(ranks.rank)))
-    with seen, patch.object(dist, "new_group", recorded), patch.object(ranks, "asked", None), patch.dict(os.environ):
+    with (
+        seen,
+        patch.object(dist, "new_group", recorded),
+        patch.object(ranks, "requested_backend", None),
+        patch.dict(os.environ),
+    ):
         try:
             for _ in range(2):  # two collections
                 ranks.carry(backend.own_device() if in_hbm else torch.device("cpu"))
@@ -159,7 +164,7 @@ def test_ranks_of_a_group_that_is_there_meet_at_a_store(crews: dict[int, Crew], 
 
 
 def in_dram(ranks: hr.Ranks) -> None:
-    with patch.object(ranks, "asked", "nccl"):
+    with patch.object(ranks, "requested_backend", "nccl"):
         hr.EmbeddingCollection([hr.Table("user", dim=4)], ranks=ranks)
 
 

@@ -124,7 +124,7 @@ def test_exchanges_that_come_to_their_end_are_let_be(pairs: Any) -> None:
         late.reached, late = True, Event()
         time.sleep(0.02)
     assert not pair.ended
-    assert len(pair.watch._asked) <= 1
+    assert len(pair.watch._issued) <= 1
 
 
 def watched(ranks: hr.Ranks) -> list[str]:

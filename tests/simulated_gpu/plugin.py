@@ -47,7 +47,7 @@ def simulated(
     kept: list[Any] = [value for value in vars(request.module).values() if hasattr(value, "cache_clear")]
     with simulate_gpu(_folder(tmp_path_factory)) as device:
         yield device
-        for known in (graph_capture._streams, layout._tables, batch_layout._PLAIN):
+        for known in (graph_capture._streams, layout._tables, batch_layout._UNIFORM_LAYOUTS):
             known.clear()
         for function in (update._on_device, *kept):
             function.cache_clear()

@@ -49,7 +49,7 @@ def stride_batches(batches: Iterator[tuple[KeyedBatch, Cursor]], number: int, of
 
     >>> import torch
     >>> stream = [(KeyedBatch({}, labels=torch.zeros(n)), {"at": n}) for n in (1, 2, 3)]
-    >>> [(batch and batch.size, cursor) for batch, cursor in deal(iter(stream), 1, 2)]
+    >>> [(batch and batch.size, cursor) for batch, cursor in stride_batches(iter(stream), 1, 2)]
     [(2, {'at': 2}), (None, {'at': 3})]
     """
     while step := list(itertools.islice(batches, of)):

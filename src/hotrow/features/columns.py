@@ -117,7 +117,7 @@ def _simple_list_type(values: object) -> pa.DataType | None:
 def unwrap_array(array: pa.Array) -> pa.Array:
     """The same values without dictionary, extension type or view.
 
-    >>> plain(pa.array(["a", "a"]).dictionary_encode()).type
+    >>> unwrap_array(pa.array(["a", "a"]).dictionary_encode()).type
     DataType(string)
     """
     if isinstance(array, pa.ExtensionArray):

@@ -90,7 +90,7 @@ def test_follower_behind_retention_starts_at_a_snapshot(tmp_path: Path, source: 
         assert trainer.publisher is not None
         from hotrow.publish.publication import SnapshotPlace
 
-        trainer.publisher.delivery.announce(SnapshotPlace(number, str(place)))
+        trainer.publisher.delivery.announce_snapshot(SnapshotPlace(number, str(place)))
     number = fit(trainer, 2, first=4)
     files = sorted((tmp_path / "bus").glob("*.msg"))
     for file in files[:4]:

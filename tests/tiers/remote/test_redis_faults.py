@@ -211,7 +211,7 @@ def test_a_command_in_the_middle_of_a_move_is_asked_at_the_other_node(mortal: Re
 def test_a_write_that_cannot_be_made_says_so_and_can_be_repeated(mortal: RedisServers) -> None:
     store = filled(open_remote(mortal.url, write_timeout=1.0, timeout=0.2))
     mortal.servers[0].kill()
-    with pytest.raises(StorageError, match=r"did not take .* repeating the call is safe"):
+    with pytest.raises(StorageError, match=r"did not accept .* repeating the call is safe"):
         write_publication(store, 2, {"t": (KEYS, VALUES)})
     store.close()
 
@@ -260,7 +260,7 @@ def test_tls_reads_large_batches_and_refuses_strangers(certificates: Path) -> No
 
 
 def test_a_server_that_is_no_redis_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="no node of the Redis cluster tells its slots"):
+    with pytest.raises(StorageError, match="no node of the Redis cluster reports its slots"):
         open_remote("redis+cluster://127.0.0.1:1")
     with pytest.raises(StorageError, match=r"127\.0\.0\.1:1: .*refused"):
         open_remote("redis://127.0.0.1:1", write_timeout=0.2)
@@ -271,7 +271,7 @@ def test_a_server_that_is_no_redis_is_named(tmp_path: Path) -> None:
     [
         ("redis://a:1,b:2", "several hosts are for a cluster"),
         ("redis://a:x", "no host:port"),
-        ("redis://a/x", "no database number"),
+        ("redis://a/x", "not a database number"),
         ("redis+cluster://a/2", "has no database 2"),
         ("redis://a?timout=3", "did you mean 'timeout'"),
         ("redis://a?timeout=soon", "not a number"),

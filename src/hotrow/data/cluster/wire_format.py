@@ -29,7 +29,7 @@ with warnings.catch_warnings():  # torch warns once a process about a read-only 
 def pack(part: DecodedUnit) -> tuple[str, Arrays]:
     """The decoded unit, without its error.
 
-    >>> part = Part([KeyedBatch({"user": Jagged(torch.tensor([3, 4]))}, labels=torch.tensor([1.0, 0.0]))])
+    >>> part = DecodedUnit([KeyedBatch({"user": Jagged(torch.tensor([3, 4]))}, labels=torch.tensor([1.0, 0.0]))])
     >>> unpack(*pack(part)).batches[0].ids["user"].values
     tensor([3, 4])
     """

@@ -146,7 +146,7 @@ class TensorBatch:
     >>> group = Group("ctr")
     >>> batch = TensorBatch(QueueLimits(max_rows=64), lanes=1)
     >>> queue = batch.queue_of(group, "ctr")
-    >>> batch.admit(group, requests := [Ask(name, 20, 1000, time.monotonic() + 1) for name in "ab"])
+    >>> batch.admit(group, requests := [QueuedRequest(name, 20, 1000, time.monotonic() + 1) for name in "ab"])
     []
     >>> batch.enqueue(queue, requests)
     >>> taken = batch.take()
@@ -448,7 +448,7 @@ class TensorBatch:
 def split(request: QueuedRequest, max_rows: int) -> list[Piece]:
     """The fewest pieces of at most `max_rows` rows, of almost equal size.
 
-    >>> [piece.rows for piece in split(Ask(None, 10, 0, 0.0), 4)]
+    >>> [piece.rows for piece in split(QueuedRequest(None, 10, 0, 0.0), 4)]
     [4, 3, 3]
     """
     count = -(-request.rows // max_rows)

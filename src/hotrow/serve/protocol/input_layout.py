@@ -152,7 +152,7 @@ class Layout:
     """The names of a signature's input tensors, and how they become columns.
 
     >>> layout = Layout(Signature(("user", "item"), frozenset(), 0), Limits())
-    >>> layout.plan([Declared("user", "INT64", (1,), 1), Declared("item", "INT64", (50,), 50)]).rows
+    >>> layout.plan([DeclaredTensor("user", "INT64", (1,), 1), DeclaredTensor("item", "INT64", (50,), 50)]).rows
     50
     """
 

@@ -129,7 +129,7 @@ class Counts:
 def sum_figures(parts: Iterable[Figures]) -> dict[tuple[str, ...], float]:
     """The sum of several processes' figures.
 
-    >>> added([{("hotrow_compile_queue",): 1}, {("hotrow_compile_queue",): 2}])
+    >>> sum_figures([{("hotrow_compile_queue",): 1}, {("hotrow_compile_queue",): 2}])
     {('hotrow_compile_queue',): 3.0}
     """
     total: defaultdict[tuple[str, ...], float] = defaultdict(float)

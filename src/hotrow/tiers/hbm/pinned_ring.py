@@ -27,18 +27,15 @@ from hotrow.kernels.launch import power_of_2
 from hotrow.tiers.host.store import Budget
 from hotrow.units import format_size, round_up_size
 
-UPLOAD_BUFFERS, WRITE_BACK_BUFFERS = (
-    4,
-    4,
-)  # buffers of a RowTransfer (the last write-back buffer is being freed)
+UPLOAD_BUFFERS, WRITE_BACK_BUFFERS = 4, 4  # of a RowTransfer; the last write-back buffer is being freed
 MIN_BYTES, MAX_BYTES = 4 << 10, 256 << 20  # bytes of one; a step of W-gpu-cached with Adam sends 206 MB down
-DRAM_SHARE = 8  # of dram= that all together may take, where that is enough for LEAST
+DRAM_SHARE = 8  # of dram= that all together may take, where that is enough for MIN_BYTES each
 
 
 def buffer_bytes(dram: int, row_bytes: Sequence[int]) -> int:
     """The size of one buffer, for transfers of rows of these sizes under `dram=` (0: no limit).
 
-    >>> buffer_bytes(0, [528]) == MOST == buffer_bytes(64 << 30, [528])
+    >>> buffer_bytes(0, [528]) == MAX_BYTES == buffer_bytes(64 << 30, [528])
     True
     >>> buffer_bytes(16 << 20, [208, 32])
     131072
