@@ -130,11 +130,11 @@ def run(name: str, json_file: str | None = None, record: str | None = None) -> l
                     status.update(item)
                 else:
                     results.append(item)
+                    if record:  # at once: a benchmark that is ended early keeps what it measured
+                        append(Path(record) / f"{name}.jsonl", [item])
     console.print(table(results))
     if json_file:
         Path(json_file).write_text(json.dumps([result.to_json() for result in results], indent=1) + "\n")
-    if record:
-        append(Path(record) / f"{name}.jsonl", results)
     return results
 
 
