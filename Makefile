@@ -8,7 +8,7 @@ CORE_BUILD := build/core
 EDITABLE := $(PIP) --no-build-isolation -C build-dir=build/venv -C cmake.define.HOTROW_TESTS=ON -e
 FORMATTED := $(shell find core -name '*.cpp' -o -name '*.h')
 
-.PHONY: help demo test test-oldest test-newest redis-server bench lint sanitize core-test wheel soak format clean
+.PHONY: help demo test test-oldest test-newest redis-server bench docs lint sanitize core-test wheel soak format clean
 
 help:
 	@echo "make demo      learn, spill to SSD, serve and publish, in about two minutes; KEEP=1 goes on serving"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-oldest, make test-newest"
 	@echo "               what touches a dependency, with the lowest and the newest versions that pyproject.toml allows"
 	@echo "make bench     hotrow bench rows, beside FBGEMM and torch"
+	@echo "make docs      the documentation's site in build/site"
 	@echo "make lint      ruff, mypy, import-linter, clang-format"
 	@echo "make sanitize  the C++ tests under ASan + UBSan, then TSan"
 	@echo "make wheel     a manylinux wheel in wheelhouse/"
@@ -53,9 +54,13 @@ $(VENV)/.stamp-bench: $(VENV)/.stamp-hotrow
 	@$(EDITABLE) '.[bench]'
 	@touch $@
 
+$(VENV)/.stamp-docs: $(VENV)/.stamp-hotrow
+	@$(EDITABLE) '.[docs]'
+	@touch $@
+
 # --- the lowest and the newest dependencies ---------------------------------------------------------------------------
 
-# Each in an environment of its own, with all that users install: every extra but lint and bench. The second pip command
+# Each in an environment of its own, with all that users install: every extra but lint, bench and docs. The second pip command
 # takes each package at its own edge where another package asks for something else, without what that one needs.
 EXTRAS := test hbm rocksdb tensorboard ray redis kafka serve
 # Left out is what only our own code decides: rows and tables, kernels under the interpreter, ranks, faults.
@@ -105,6 +110,18 @@ redis-server:
 
 bench: $(VENV)/.stamp-bench
 	@$(BIN)/hotrow bench rows
+
+# The theme loads Mermaid, which draws the diagrams, from a CDN. Where npm is there, one file of its package is put into the
+# site instead, so that the site works offline.
+MERMAID_VERSION := 11.17.2
+MERMAID := build/mermaid-$(MERMAID_VERSION)
+docs: $(VENV)/.stamp-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@[ -f $(MERMAID)/mermaid.min.js ] || { mkdir -p $(MERMAID) && npm pack --silent --pack-destination $(MERMAID) mermaid@$(MERMAID_VERSION) && \
+	  tar -xzf $(MERMAID)/mermaid-$(MERMAID_VERSION).tgz -C $(MERMAID) --strip-components=2 package/dist/mermaid.min.js && \
+	  rm $(MERMAID)/*.tgz; } >/dev/null 2>&1 || echo "npm is missing or cannot fetch mermaid: the site's diagrams need a network"
+	@[ ! -f $(MERMAID)/mermaid.min.js ] || install -D -m 644 $(MERMAID)/mermaid.min.js build/site/javascripts/mermaid.min.js
+	@echo "the site is in build/site; to read it: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site"
 
 lint: $(VENV)/.stamp-test
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .
