@@ -89,7 +89,7 @@ def test_lanes_answer_side_by_side_while_rows_come_up(repository: Path, plain: h
             got = list(threads.map(lambda batch: engine.answer(batch).logits, batches))
         assert all(close(a, b) for a, b in zip(got, expected, strict=True))
         filler = engine._lanes.reader.filler  # type: ignore[union-attr]
-        assert filler.brought > 0 and filler.error is None
+        assert filler.rows_inserted > 0 and filler.error is None
 
 
 def test_rows_on_ssd_alone_are_waited_for_or_answered_by_policy(
