@@ -47,7 +47,7 @@ from hotrow.table import Admission, Expiry, Table
 from hotrow.train.report import Report, SaveReport
 from hotrow.train.trainer import Trainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Admission",
