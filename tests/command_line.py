@@ -13,7 +13,7 @@ from hotrow.cli import main
 
 
 def hotrow(*args: str) -> subprocess.CompletedProcess[str]:
-    """Its exit code and what it said."""
+    """Returns its exit code and its output."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", ["hotrow", *args])

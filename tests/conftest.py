@@ -1,6 +1,6 @@
-"""Real servers for all tests: started at the first test that asks, and shared by those that take a name of their own.
+"""Real servers for all tests: started by the first test that uses one, and shared by tests that use their own names.
 
-A test that stops the Redis starts it again, and finds what it had: its log is on disk. One that breaks more than that
+A test that stops the Redis starts it again with its data, because its log is on disk. One that breaks more than that
 starts `RedisServers` of its own.
 """
 

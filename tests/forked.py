@@ -33,7 +33,7 @@ PRELOADED = [
 ]
 
 
-_forkserver = multiprocessing.get_context("forkserver")  # one server, started by the first who starts a process
+_forkserver = multiprocessing.get_context("forkserver")  # one server, started with the first process
 _forkserver.set_forkserver_preload(PRELOADED)
 Pipe, Queue = _forkserver.Pipe, _forkserver.Queue
 
@@ -58,7 +58,7 @@ def default_signals() -> None:
     """Undo what this process has inherited: a shell starts background jobs of a script with SIGINT and SIGQUIT ignored,
     and our children would inherit that again. Requires: the main thread, before it starts processes.
 
-    SIGHUP is left alone: who ignores it (nohup) wants to outlive a terminal, and no test sends it.
+    SIGHUP is left as it is: a process that ignores it (nohup) should outlive a terminal, and no test sends it.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGQUIT):
@@ -90,12 +90,12 @@ class Forked:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL, and its end."""
+        """Send SIGKILL and wait."""
         self._process.kill()
         self._process.join()
 
     def text(self) -> str:
-        """What it has said."""
+        """Its output."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
@@ -141,6 +141,6 @@ def _work(code: str, argv: list[str], log: Path, env: dict[str, str], pipes: tup
     sys.argv = argv
     try:
         exec(compile(code, "<forked>", "exec"), {"__name__": "__main__"})
-    except Exception:  # as an interpreter ends: ranks say their last words so
+    except Exception:  # as an interpreter ends: ranks print their last errors then
         sys.excepthook(*sys.exc_info())
         sys.exit(1)

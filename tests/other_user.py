@@ -1,4 +1,4 @@
-"""What another user of this machine can do: a process forked from this one that is nobody."""
+"""What another user of this machine can do: a process forked from this one, with the user `nobody`."""
 
 from __future__ import annotations
 

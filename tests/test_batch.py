@@ -1,4 +1,4 @@
-"""A batch is checked once, when it is made; what does not fit is named there."""
+"""A batch is checked once, when it is made; the error names the wrong field."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_weights_must_be_one_float_for_each_id() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_weights_that_are_not_finite_are_refused(bad: float) -> None:
-    """They would make rows NaN behind the check of gradients: 0 times infinity."""
+    """They would make rows NaN after the check of gradients: 0 times infinity."""
     with pytest.raises(BatchError, match="weights"):
         Jagged(torch.arange(2), weights=torch.tensor([1.0, bad]))
 

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: in order the first time, at once the second, and never somebody else's handler.
+"""SIGINT and SIGTERM: orderly end at the first, immediate end at the second; other handlers are left alone.
 
 Each program runs in a process of its own, which starts as a shell would start it and sends the signals to itself.
 """

@@ -1,4 +1,4 @@
-"""What other projects do not document: each use is listed, is there in this release, and is missed with one warning."""
+"""Undocumented interfaces of other projects: each use is listed and exists in this release; a missing one warns."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_range_that_was_tested_is_the_one_that_pip_keeps(monkeypatch: pytest
 
 def uses() -> Iterator[tuple[str, str]]:
     """Private names of others in src/hotrow, and where they are: attributes and modules that begin with an underscore
-    and that nothing of ours defines."""
+    and that HotRow does not define."""
     trees = {path: ast.parse(path.read_text()) for path in SOURCES.rglob("*.py")}
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
     ours = {"_core"}
@@ -118,7 +118,7 @@ def test_what_is_looked_up_is_there() -> None:
         assert look_up(name) is not None
         assert name.rpartition(":")[2].rpartition(".")[2] in LISTED.read_text() or name in LISTED.read_text()
     stubs = Path(torch._C.__file__).with_name("_C") / "__init__.pyi"
-    assert "def _cuda_getCurrentRawStream(device:" in stubs.read_text()  # a build for CPUs has but its declaration
+    assert "def _cuda_getCurrentRawStream(device:" in stubs.read_text()  # a CPU build has only its declaration
 
 
 # --- C --------------------------------------------------------------------------------------------------------------
@@ -146,5 +146,5 @@ def test_the_c_interface_of_artifacts_is_as_native_calls_it() -> None:
 
 def test_a_card_that_cannot_idle_is_measured_with_its_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cuda, "_sleep")
-    with pytest.warns(UserWarning, match="has no torch.cuda._sleep; HotRow was tested .* Times on the card hold"):
+    with pytest.warns(UserWarning, match="has no torch.cuda._sleep; HotRow was tested .* GPU times include"):
         idle(10)

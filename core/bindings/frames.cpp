@@ -1,5 +1,5 @@
-// Frames for Python: scan what a socket gave, join requests, make answers. Buffers are read in place, held for the
-// call.
+// Bindings of serve/: scan received bytes for frames, assemble requests into a batch, encode answers. Buffers are read
+// in place and kept alive during the call.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -33,8 +33,8 @@ class BufferView {
   Py_buffer view_;
 };
 
-// A request as (kind, id, offset, length, model, fingerprint, rows, deadline_left, policy, ids, features, dense);
-// a bad one as (kind, id, offset, length, why); other frames as (kind, id, offset, length).
+// Request: (kind, id, offset, length, model, fingerprint, rows, deadline_left, policy, ids, features, dense).
+// Malformed request: (kind, id, offset, length, error). Other frames: (kind, id, offset, length).
 nb::tuple describe(const uint8_t* data, const FrameHead& head, size_t offset) {
   if (head.kind != static_cast<uint16_t>(FrameKind::kRequest))
     return nb::make_tuple(head.kind, head.id, offset, head.length);
@@ -51,14 +51,14 @@ nb::tuple describe(const uint8_t* data, const FrameHead& head, size_t offset) {
 
 nb::tuple scan(nb::handle buffer, size_t begin, size_t end, size_t longest) {
   BufferView held(buffer);
-  if (begin > end || end > held.size()) throw FrameError("scan: not inside the buffer");
+  if (begin > end || end > held.size()) throw FrameError("scan_frames: begin or end is outside of the buffer");
   nb::list frames;
   size_t wanted = sizeof(FrameHead);
   while (end - begin >= sizeof(FrameHead)) {
     const FrameHead head = read_head(held.data() + begin);
     if (head.length < sizeof(FrameHead) || head.length % 8 || head.length > longest)
-      throw FrameError("a frame says that it is " + std::to_string(head.length) + " bytes long; it may be 16 to " +
-                       std::to_string(longest) + ", in eights");
+      throw FrameError("a frame's length field is " + std::to_string(head.length) +
+                       "; it must be a multiple of 8 from 16 to " + std::to_string(longest));
     if (head.length > end - begin) {
       wanted = head.length;
       break;
@@ -85,7 +85,8 @@ nb::tuple join_frames(nb::list pieces, uint32_t features, uint32_t dense, uint32
     last = buffer.ptr();
     const BufferView& bytes = *held.back();
     const auto offset = nb::cast<size_t>(piece[1]), length = nb::cast<size_t>(piece[2]);
-    if (offset > bytes.size() || length > bytes.size() - offset) throw FrameError("join: not inside the buffer");
+    if (offset > bytes.size() || length > bytes.size() - offset)
+      throw FrameError("join_frames: a request is outside of its buffer");
     found.push_back({bytes.data() + offset, length, nb::cast<uint32_t>(piece[3]), nb::cast<uint32_t>(piece[4])});
   }
   AssembledBatch joined = [&] {
@@ -106,7 +107,7 @@ nb::tuple join_frames(nb::list pieces, uint32_t features, uint32_t dense, uint32
 nb::bytes make_answers(const std::vector<std::tuple<uint64_t, uint64_t, uint32_t, uint32_t>>& parts,
                        nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> logits, uint32_t tasks,
                        uint32_t version, uint64_t publication, uint64_t highest, int64_t watermark, bool compiled) {
-  if (logits.shape(1) != std::max<uint32_t>(1, tasks)) throw FrameError("answers: logits must be [rows, tasks]");
+  if (logits.shape(1) != std::max<uint32_t>(1, tasks)) throw FrameError("make_answers: logits must be [rows, tasks]");
   std::vector<AnswerPart> found;
   found.reserve(parts.size());
   for (const auto& [id, first, rows, late] : parts) found.push_back({id, first, rows, late});
@@ -133,15 +134,16 @@ void bind_frames(nb::module_& m) {
         dot_interaction(places, dim, {at<const float>(lead), lead_stride}, lead_width, rows, at<float>(out));
       },
       nb::arg("vectors"), nb::arg("dim"), nb::arg("lead"), nb::arg("lead_stride"), nb::arg("lead_width"),
-      nb::arg("rows"), nb::arg("out"), "A lead and the dot products of all pairs of vectors, by address and stride.");
+      nb::arg("rows"), nb::arg("out"),
+      "Writes the lead and the dot products of all pairs of vectors; arguments are addresses and strides.");
   nb::exception<FrameError>(m, "FrameError", PyExc_ValueError);
   m.def("scan_frames", &scan, nb::arg("buffer"), nb::arg("begin"), nb::arg("end"), nb::arg("longest"),
-        "The whole frames between begin and end, where the rest begins, and how many bytes the next frame wants.");
+        "Returns the complete frames in [begin, end), the offset of the rest, and the length of the next frame.");
   m.def("join_frames", &join_frames, nb::arg("pieces"), nb::arg("features"), nb::arg("dense"), nb::arg("fingerprint"),
-        nb::arg("most_ids"), "Requests (or rows of them) as the columns of one batch.");
+        nb::arg("most_ids"), "Assembles requests, or ranges of their rows, into the columns of one batch.");
   m.def("make_answers", &make_answers, nb::arg("parts"), nb::arg("logits").noconvert(), nb::arg("tasks"),
         nb::arg("version"), nb::arg("publication"), nb::arg("highest"), nb::arg("watermark"), nb::arg("compiled"),
-        "Answers as frames, one after the other.");
+        "Encodes answers as concatenated frames.");
 }
 
 }  // namespace hotrow::bindings

@@ -93,7 +93,7 @@ void bind_graph_runner(nb::module_& m) {
           [](GraphRunner& self, int policy) {
             return self.fill_misses_and_enqueue_tower(static_cast<ColdReadPolicy>(policy));
           },
-          unlocked, nb::arg("policy"), "Returns how many ids were missing.")
+          unlocked, nb::arg("policy"), "Returns how many ids the HBM cache lacked.")
       .def(
           "copy_logits", [](GraphRunner& self, Address out) { self.copy_logits(at<float>(out)); }, unlocked,
           nb::arg("out"))
@@ -109,7 +109,7 @@ void bind_graph_runner(nb::module_& m) {
             return missing;
           },
           nb::arg("keys"), nb::arg("count"), nb::arg("dense"), nb::arg("policy"), nb::arg("out"),
-          "Runs the three steps above in order. Returns how many ids were missing.");
+          "Runs the three steps above in order. Returns how many ids the HBM cache lacked.");
 }
 
 }  // namespace hotrow::bindings

@@ -34,7 +34,7 @@ void bind_hashing(nb::module_& m) {
         nb::arg("seed"), nb::arg("out").noconvert());
   m.def("hash_strings", &hash_strings<int64_t>, nb::arg("data").noconvert(), nb::arg("offsets").noconvert(),
         nb::arg("seed"), nb::arg("out").noconvert(),
-        "XXH64 of every string of an Arrow column (bytes and offsets) into out.");
+        "Writes the XXH64 of each string of an Arrow column (bytes and offsets) to out.");
   m.def(
       "hash_ints",
       [](Vector<const int64_t> values, uint64_t seed, Vector<int64_t> out) {
@@ -56,7 +56,7 @@ void bind_hashing(nb::module_& m) {
               static_cast<int64_t>(cross(static_cast<uint64_t>(a.data()[i]), static_cast<uint64_t>(b.data()[i])));
       },
       nb::arg("a").noconvert(), nb::arg("b").noconvert(), nb::arg("out").noconvert(),
-      "Combine two keys into one; cross(a, b) is not cross(b, a).");
+      "Combines two keys into one. Not symmetric: cross(a, b) != cross(b, a).");
   m.def(
       "shards",
       [](Vector<const int64_t> keys, Vector<int32_t> out) {
@@ -65,7 +65,7 @@ void bind_hashing(nb::module_& m) {
         for (size_t i = 0; i < out.size(); ++i)
           out.data()[i] = static_cast<int32_t>(shard_of(hash_key(keys.data()[i])));
       },
-      nb::arg("keys").noconvert(), nb::arg("out").noconvert(), "The shard, 0 to 1,023, of every key.");
+      nb::arg("keys").noconvert(), nb::arg("out").noconvert(), "Writes each key's shard, 0 to 1,023, to out.");
 }
 
 }  // namespace hotrow::bindings

@@ -22,7 +22,7 @@ void bind_log_files(nb::module_& m) {
         files().make_folder(folder);
         return files().lock(folder);
       },
-      nb::arg("folder"), "Holds a folder against other processes for as long as the result lives.");
+      nb::arg("folder"), "Locks a folder against other processes while the returned object lives.");
 
   nb::class_<SnapshotReader>(m, "SnapshotReader")
       .def(nb::init<const std::string&>(), nb::arg("folder"))
@@ -43,7 +43,7 @@ void bind_log_files(nb::module_& m) {
             if (heads.empty()) return nb::none();
             return rows_tuple(heads, floats_of(bytes));
           },
-          nb::arg("most") = 65536, "The next rows as (keys, counts, last steps, values), or None at the end.");
+          nb::arg("most") = 65536, "Returns the next rows as (keys, counts, last steps, values), or None at the end.");
 
   nb::class_<SegmentScan>(m, "SegmentScan")
       .def(nb::init<const std::string&>(), nb::arg("path"), nb::call_guard<nb::gil_scoped_release>())
@@ -72,7 +72,7 @@ void bind_log_files(nb::module_& m) {
             const size_t n = numbers.size();
             return nb::make_tuple(rows_tuple(heads, floats_of(bytes)), array(std::move(numbers), {n}));
           },
-          "The next good records as ((keys, counts, last steps, values), numbers), or None at the end.");
+          "Returns the next valid records as ((keys, counts, last steps, values), numbers), or None at the end.");
   m.def(
       "read_adopted",
       [](const std::string& folder) -> nb::object {
@@ -87,10 +87,11 @@ void bind_log_files(nb::module_& m) {
         }
         return segments;
       },
-      nb::arg("folder"), "What a log began with: {segment: (origin, records, bits of those that count)}, or None.");
+      nb::arg("folder"), "Returns the snapshot that a log imported: {segment: (origin, records, live bits)}, or None.");
   m.def(
       "replace_file", [](const std::string& path, nb::bytes data) { files().replace(path, data.c_str(), data.size()); },
-      nb::arg("path"), nb::arg("data"), "The file holds what it held before or all of `data`, whatever happens.");
+      nb::arg("path"), nb::arg("data"),
+      "Replaces a file atomically: after a crash it has its old contents or all of `data`.");
 }
 
 }  // namespace hotrow::bindings

@@ -47,7 +47,7 @@ nb::class_<Plan> bind_plan(nb::module_& m) {
             }();
             return std::make_tuple(prefetched.rows, prefetched.bytes, prefetched.out_of_slots);
           },
-          "Loads rows from SSD and pins them for fetch; returns (rows, bytes, whether slots ran out).")
+          "Reads rows from SSD into DRAM and protects them until fetch; returns (rows, bytes, whether slots ran out).")
       .def("release", &Plan::release, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "read",
@@ -56,14 +56,14 @@ nb::class_<Plan> bind_plan(nb::module_& m) {
             nb::gil_scoped_release release;
             return plan.read(static_cast<ColdReadPolicy>(policy));
           },
-          nb::arg("policy") = 0, "Copies the rows; returns how many ids a policy answered.")
+          nb::arg("policy") = 0, "Copies the rows; returns how many ids were answered by the policy.")
       .def(
           "count_late",
           [](const Plan& plan, Vector<int32_t> counts) {
             nb::gil_scoped_release release;
             plan.count_late(reinterpret_cast<uint32_t*>(counts.data()), counts.size());
           },
-          nb::arg("counts").noconvert(), "How many ids of each example a policy answered.")
+          nb::arg("counts").noconvert(), "Writes the number of ids per example that were answered by the policy.")
       .def(
           "gather",
           [](Plan& plan, const std::vector<MatrixTuple>& outputs) {

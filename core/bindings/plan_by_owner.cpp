@@ -31,14 +31,14 @@ void bind_plan_by_owner(nb::class_<Plan>& plan) {
             self.route(jobs);
           },
           nb::arg("jobs"),
-          "Tables with the unique keys of each requester and how often its batch has each (int32), by address.")
+          "Routes tables with the unique keys of each requester and their occurrences (int32), by address.")
       .def(
           "partition_by_owner",
           [](Plan& self, Address owner_of, size_t world, Address counts) {
             self.partition_by_owner(at<const uint32_t>(owner_of), world, at<int64_t>(counts));
           },
           nb::arg("owner_of"), nb::arg("world"), nb::arg("counts"), nb::call_guard<nb::gil_scoped_release>(),
-          "Unique keys by owner; counts[world, tables] says how many.")
+          "Orders the unique keys by owner; writes the number of keys per owner and table to counts[world, tables].")
       .def(
           "partitioned_keys",
           [](const Plan& self, Address keys, Address occurrences) {
@@ -47,7 +47,7 @@ void bind_plan_by_owner(nb::class_<Plan>& plan) {
           nb::arg("keys"), nb::arg("occurrences"), nb::call_guard<nb::gil_scoped_release>())
       .def(
           "set_received_rows", [](Plan& self, Address rows) { self.set_received_rows(at<const float>(rows)); },
-          nb::arg("rows"), "Rows of the partitioned keys. Their memory must stay valid until the next route.")
+          nb::arg("rows"), "Sets the rows of the partitioned keys. Their memory must stay valid until the next route.")
       .def(
           "sum_gradients",
           [](Plan& self, const std::vector<MatrixTuple>& gradients, const std::vector<MatrixTuple>& checked,

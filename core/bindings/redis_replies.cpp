@@ -30,20 +30,21 @@ void bind_redis_replies(nb::module_& m) {
         group_by_partition(keys.data(), keys.size(), bits, order.data(), bounds.data());
       },
       nb::arg("keys").noconvert(), nb::arg("bits"), nb::arg("order").noconvert(), nb::arg("bounds").noconvert(),
-      "Places of the keys by partition (the top bits of their hash) into order; partition p has bounds[p] to "
-      "bounds[p + 1].");
+      "Writes the indexes of the keys to order, by partition (the top bits of their hash). Partition p has bounds[p] "
+      "to bounds[p + 1].");
   m.def(
       "encode_fields",
       [](Vector<const int64_t> keys, Vector<const uint32_t> order, Bytes out) {
         require(out.size() == order.size() * kFieldBytes, "encode_fields: out must have 14 bytes a key");
         nb::gil_scoped_release release;
         for (size_t i = 0; i < order.size(); ++i)
-          if (order.data()[i] >= keys.size()) throw std::invalid_argument("encode_fields: a place beyond the keys");
+          if (order.data()[i] >= keys.size())
+            throw std::invalid_argument("encode_fields: an index in order is not below the number of keys");
         encode_fields(keys.data(), order.data(), order.size(),
                       out.data() ? reinterpret_cast<char*>(out.data()) : nullptr);
       },
       nb::arg("keys").noconvert(), nb::arg("order").noconvert(), nb::arg("out").noconvert(),
-      "The fields of HMGET for keys[order].");
+      "Encodes the fields of an HMGET for keys[order].");
 
   nb::class_<RedisRowReplies>(m, "RowReplies")
       .def(
@@ -59,22 +60,23 @@ void bind_redis_replies(nb::module_& m) {
       .def(
           "expect",
           [](RedisRowReplies& self, Vector<const uint32_t> order, size_t begin, size_t end, size_t rows) {
-            require(begin <= end && end <= order.size(), "expect: a range beyond the order");
-            for (size_t i = begin; i < end; ++i) require(order.data()[i] < rows, "expect: a place beyond the rows");
+            require(begin <= end && end <= order.size(), "expect: begin and end are outside of order");
+            for (size_t i = begin; i < end; ++i)
+              require(order.data()[i] < rows, "expect: an index in order is not below rows");
             self.expect(order.data() + begin, end - begin);
           },
           nb::arg("order").noconvert(), nb::arg("begin"), nb::arg("end"), nb::arg("rows"), nb::keep_alive<1, 2>(),
-          "The next command asks for the rows of places order[begin:end], all below `rows`.")
+          "Expects the reply to a command for the rows order[begin:end], all below `rows`.")
       .def("expect_line", &RedisRowReplies::expect_line)
       .def(
           "feed",
           [](RedisRowReplies& self, Bytes buffer, size_t size) {
-            require(size <= buffer.size(), "feed: more than the buffer has");
+            require(size <= buffer.size(), "feed: size is larger than the buffer");
             nb::gil_scoped_release release;
             return self.feed(reinterpret_cast<char*>(buffer.data()), size);
           },
           nb::arg("buffer").noconvert(), nb::arg("size"),
-          "Takes the buffer's first `size` bytes; what is not whole yet is moved to its front, its size returned.")
+          "Parses the buffer's first `size` bytes, moves an incomplete rest to the front, and returns its size.")
       .def_prop_ro("done", &RedisRowReplies::done)
       .def_prop_ro("expected", &RedisRowReplies::expected)
       .def_prop_ro("errors", [](const RedisRowReplies& self) {

@@ -19,7 +19,7 @@ void bind_row_staging(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>
                                at<uint32_t>(counts)};
         return lookup_rows(lookup, {begin, end, at<float>(out)}, stride);
       },
-      "Slots, steps and counts of keys in DRAM, with `out` their rows too; returns how many are missing.");
+      "Writes slots, steps and counts of keys in DRAM, and with `out` their rows; returns how many are missing.");
   m.def("gather_rows",
         [](const TableRangeTuples& tuples, Address slots, size_t begin, size_t end, Address out, size_t stride) {
           const auto parts = table_ranges(tuples);
@@ -50,7 +50,7 @@ void bind_row_staging(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>
         return read_misses(lists, static_cast<ColdReadPolicy>(policy), width, at<float>(out), at<int64_t>(places),
                            at<int64_t>(flat), at<uint32_t>(late));
       },
-      "Values of keys that a device's cache lacks, and where they belong; returns how many.");
+      "Reads the rows that a GPU cache lacks, and writes their positions and keys; returns how many.");
 
   plan.def(
           "slot_metadata",

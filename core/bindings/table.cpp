@@ -43,7 +43,9 @@ void assign(Table& table, Vector<const int64_t> keys, Rows<const float> rows,
 nb::class_<Table> bind_table(nb::module_& m) {
   nb::exception<BudgetExceeded>(m, "BudgetExceeded", PyExc_MemoryError);
 
-  m.def("threads", [] { return ThreadPool::shared().threads(); }, "Threads that the core uses, the caller included.");
+  m.def(
+      "threads", [] { return ThreadPool::shared().threads(); },
+      "Number of threads that the core uses, the caller included.");
   m.def(
       "set_threads",
       [](int threads, int nice) {
@@ -57,7 +59,7 @@ nb::class_<Table> bind_table(nb::module_& m) {
       .def(nb::init<size_t>(), nb::arg("limit") = 0)
       .def_prop_ro("limit", &Budget::limit)
       .def_prop_ro("used", &Budget::used)
-      .def("take", &Budget::charge, nb::arg("bytes"), "Count memory that others hold.")
+      .def("take", &Budget::charge, nb::arg("bytes"), "Charges memory that is allocated outside of the core.")
       .def("give_back", &Budget::uncharge, nb::arg("bytes"));
 
   nb::class_<Table> table(m, "Table");
@@ -103,7 +105,7 @@ nb::class_<Table> bind_table(nb::module_& m) {
             table.read_encoded(keys.data(), keys.size(), reinterpret_cast<uint32_t*>(out.data()), found.data());
           },
           nb::arg("keys").noconvert(), nb::arg("out").noconvert(), nb::arg("found").noconvert(),
-          "Rows of keys in DRAM as they are kept, for a GPU above.")
+          "Reads encoded rows of keys in DRAM, for a GPU cache above this table.")
       .def("check_trainable", [](const Table& table) { table.require_trainable("its rows cannot be trained"); })
       .def(
           "cold",
@@ -113,7 +115,7 @@ nb::class_<Table> bind_table(nb::module_& m) {
             return table.on_ssd(keys.data(), keys.size(), out.data());
           },
           nb::arg("keys").noconvert(), nb::arg("out").noconvert(),
-          "Which keys have rows on SSD alone; returns how many.")
+          "Finds keys whose rows are only on SSD; returns how many.")
       .def(
           "read_warm",
           [](const Table& table, Vector<const int64_t> keys, int policy, Rows<float> out, Vector<uint8_t> late) {
@@ -127,7 +129,7 @@ nb::class_<Table> bind_table(nb::module_& m) {
                                          out.data(), late.data());
           },
           nb::arg("keys").noconvert(), nb::arg("policy"), nb::arg("out").noconvert(), nb::arg("late").noconvert(),
-          "Values of the keys without the disk; `late` says whose row is there alone. Returns how many.")
+          "Reads values without reading the disk; sets `late` for keys that the policy answered. Returns how many.")
       .def_prop_ro("slots", &Table::slots)
       .def("__len__", &Table::size)
       .def(
@@ -140,7 +142,7 @@ nb::class_<Table> bind_table(nb::module_& m) {
             for (size_t i = 0; i < found.size(); ++i) slots.data()[i] = found[i] == kNoSlot ? -1 : int64_t{found[i]};
           },
           nb::arg("keys").noconvert(), nb::arg("slots").noconvert(),
-          "Slots of the keys into `slots`, -1 where there is no row.")
+          "Writes the keys' slots to `slots`; -1 for a key without a row.")
       .def(
           "find_or_create",
           [](Table& table, Vector<const int64_t> keys, Vector<int64_t> slots) {
@@ -157,7 +159,7 @@ nb::class_<Table> bind_table(nb::module_& m) {
             nb::gil_scoped_release release;
             table.find_or_create(keys.data(), keys.size(), nullptr);
           },
-          nb::arg("keys").noconvert(), "Gives unseen keys their initial row.")
+          nb::arg("keys").noconvert(), "Creates initial rows for unseen keys.")
       .def(
           "read",
           [](const Table& table, Vector<const int64_t> keys, Rows<float> out, Vector<bool> found) {
@@ -168,7 +170,7 @@ nb::class_<Table> bind_table(nb::module_& m) {
             table.read(keys.data(), nullptr, keys.size(), out.data(), found.data());
           },
           nb::arg("keys").noconvert(), nb::arg("out").noconvert(), nb::arg("found").noconvert(),
-          "Values of the keys; unseen ones read their initial row.")
+          "Reads the values of the keys; an unseen key reads its initial values.")
       .def("assign", &assign, nb::arg("keys").noconvert(), nb::arg("rows").noconvert(),
            nb::arg("counts").noconvert().none(), nb::arg("last_steps").noconvert().none())
       .def(
@@ -198,7 +200,7 @@ nb::class_<Table> bind_table(nb::module_& m) {
           },
           nb::arg("start"), nb::arg("rows").noconvert(), nb::arg("keys").noconvert(), nb::arg("counts").noconvert(),
           nb::arg("last_steps").noconvert(),
-          "Rows in slot order from `start`; returns (where to go on, how many were written).")
+          "Reads rows in slot order from `start`; returns (slot to continue from, number of rows).")
       .def("memory", [](const Table& table) {
         MemoryReport report = [&] {
           nb::gil_scoped_release release;
@@ -224,19 +226,19 @@ nb::class_<Table> bind_table(nb::module_& m) {
           total += of->on_ssd(reinterpret_cast<const int64_t*>(keys), count, nullptr);
         return total;
       },
-      nb::arg("parts"), "How many keys of several tables have rows on SSD alone. Does not touch the disk.");
+      nb::arg("parts"), "Counts the keys of several tables whose rows are only on SSD, without reading the disk.");
   m.def(
       "prefetch_all",
       [](const std::vector<KeysTuple>& parts) {
         nb::gil_scoped_release release;
-        std::atomic<size_t> came{0};
+        std::atomic<size_t> promoted{0};
         ThreadPool::io_pool().run(static_cast<int>(parts.size()), [&](int p) {
           const auto& [of, keys, count] = parts[p];
-          came += of->prefetch(reinterpret_cast<const int64_t*>(keys), count);
+          promoted += of->prefetch(reinterpret_cast<const int64_t*>(keys), count);
         });
-        return came.load();
+        return promoted.load();
       },
-      nb::arg("parts"), "Brings rows of several tables up from SSD at once; returns how many came.");
+      nb::arg("parts"), "Reads rows of several tables from SSD into DRAM; returns how many.");
   return table;
 }
 

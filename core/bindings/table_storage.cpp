@@ -54,8 +54,8 @@ void bind_table_storage(nb::class_<Table>& table) {
           nb::arg("folder"), nb::arg("evicts"), nb::arg("buffer_bytes") = size_t{1} << 20,
           nb::arg("segment_bytes") = uint64_t{64} << 20, nb::arg("depth") = 128, nb::arg("lock") = nb::none(),
           nb::arg("drops") = false, nb::keep_alive<1, 7>(),
-          "Put a log below the rows; with `evicts`, DRAM becomes a cache over it. `lock` is held as long as the table "
-          "lives, which may be longer than whoever made it: a batch or a save may still use it.")
+          "Attaches a log; with `evicts`, DRAM becomes a cache over it. `lock` is kept while the table lives. A batch "
+          "or a save may keep the table alive longer than its collection.")
       .def_prop_ro("has_log", [](const Table& t) { return t.tier() != nullptr; })
       .def_prop_ro("evicts", [](const Table& t) { return t.tier() && t.tier()->evicts(); })
       .def("tier",
@@ -74,14 +74,14 @@ void bind_table_storage(nb::class_<Table>& table) {
             nb::gil_scoped_release release;
             return t.prefetch(keys.data(), keys.size());
           },
-          nb::arg("keys").noconvert(), "Bring rows up from SSD; returns how many came.")
+          nb::arg("keys").noconvert(), "Reads rows from SSD into DRAM; returns how many.")
       .def(
           "warm",
           [](Table& t, Vector<const int64_t> keys) {
             nb::gil_scoped_release release;
             t.mark_used(keys.data(), keys.size());
           },
-          nb::arg("keys").noconvert(), "Rows of these keys were used: they leave DRAM later.")
+          nb::arg("keys").noconvert(), "Raises the heat of these keys' rows, so that they are evicted later.")
       .def(
           "scan_cold",
           [](const Table& t, uint32_t shard) {
@@ -132,7 +132,7 @@ void bind_table_storage(nb::class_<Table>& table) {
             const size_t n = keys.size();
             return array(std::move(keys), {n});
           },
-          "Keys that changed, came or went since the last call, rising.")
+          "Returns the keys changed, created or removed since the last call, ascending.")
       .def_prop_rw("notes", &Table::user_state, &Table::set_user_state)
       .def("begin_snapshot", &Table::begin_snapshot, nb::call_guard<nb::gil_scoped_release>())
       .def(

@@ -65,11 +65,11 @@ void bind_testing(nb::module_& m, nb::class_<Table>& table) {
             nb::gil_scoped_release release;
             std::lock_guard lock(t.write_mutex());
             if (!t.tier() || !t.tier()->evicts()) return size_t{0};
-            const size_t gone = t.tier()->evict(rows);
+            const size_t evicted = t.tier()->evict(rows);
             t.recharge_budget();
-            return gone;
+            return evicted;
           },
-          nb::arg("rows"), "Rows that leave DRAM now; for benchmarks and tests.")
+          nb::arg("rows"), "Evicts up to `rows` rows now; for benchmarks and tests.")
       .def(
           "compact",
           [](Table& t, size_t records) {
@@ -85,7 +85,7 @@ void bind_testing(nb::module_& m, nb::class_<Table>& table) {
         return raw_reads(paths, count, bytes, depth, seed);
       },
       nb::arg("paths"), nb::arg("count"), nb::arg("bytes") = 4096, nb::arg("depth") = 128, nb::arg("seed") = 0,
-      "Seconds for so many random direct reads: what the device can do, for benchmarks.");
+      "Returns the seconds for `count` random direct reads: the device's limit, for benchmarks.");
 
   // For tests: every call of the io layer can be made to fail.
   nb::class_<FaultyFiles>(m, "FaultyFiles")

@@ -31,7 +31,7 @@ struct Driver {
 // Throws std::runtime_error if there is no driver.
 const Driver& driver();
 
-// For tests: replaces the driver (null: restores it). Requires: nobody uses the driver meanwhile.
+// For tests: replaces the driver (null: restores it). Requires: no other thread uses the driver.
 void set_driver_for_testing(const Driver* other);
 
 // Throws std::runtime_error with the driver's name for the error, unless `code` is success.

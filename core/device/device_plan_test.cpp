@@ -85,7 +85,7 @@ TEST(pinned_rows_are_not_evicted_until_they_are_unpinned) {
     CHECK(row_at(*table, back.slots[i]) == lot.row(i, rows, stride));
     CHECK_EQ(back.counts[i], lot.counts[i]);
   }
-  CHECK_EQ(evict_all(*table), 0u);  // the plan still has them
+  CHECK_EQ(evict_all(*table), 0u);  // the plan still pins them
   plan.release();
   for (size_t i = 0; i < some.size(); ++i) some[i] = i % 2 ? lot.slots[i] : kNoSlot;
   table->unpin_from_device(some.data(), some.size());
@@ -132,7 +132,7 @@ TEST(rejected_keys_borrow_a_slot_and_are_counted_only_by_a_commit) {
       return lot;
     };
     refused(1);
-    plan.release();  // the batch came to nothing: that sighting does not count
+    plan.release();  // the batch was not committed, so this occurrence does not count
     const StagedRows lent = refused(2);
     plan.commit_device_update();
     CHECK_EQ(table->size(), 0u);
@@ -175,7 +175,7 @@ TEST(the_slot_of_a_swept_row_is_freed_with_its_last_pin) {
       CHECK_EQ(static_cast<bool>(alive[i]), i % 2 == 0);
       if (!alive[i]) dead.push_back(lot.slots[i]);
     }
-    if (!dram) continue;  // nothing is held there, and nothing needs to be
+    if (!dram) continue;  // without a tier no slot is pinned, and none needs to be
     auto taken = [&](int64_t first) {
       std::vector<uint32_t> slots(dead.size());
       table->find_or_create(keys_from(first, dead.size()).data(), dead.size(), slots.data());

@@ -40,7 +40,7 @@ size_t read_misses(const MissLists& lists, ColdReadPolicy policy, size_t width, 
       if (some && waits[i - from]) std::atomic_ref(late[examples[i]]).fetch_add(1, std::memory_order_relaxed);
     }
   };
-  if (begins[features] <= kFewRows)  // waking the others takes longer
+  if (begins[features] <= kFewRows)  // waking other threads takes longer
     for (size_t p = 0; p < pieces.size(); ++p) work(static_cast<int>(p));
   else
     ThreadPool::shared().run(static_cast<int>(pieces.size()), work);

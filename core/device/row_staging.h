@@ -5,7 +5,7 @@
 // written back.
 //
 // Threads: the training thread and one write-back thread. They never move the same row in both directions at once. No
-// reader runs beside them: readers first ask the HBM tier to write its rows back.
+// reader runs beside them: before a read, the HBM tier writes its rows back.
 #pragma once
 
 #include <functional>

@@ -77,7 +77,7 @@ TEST(copied_rows_are_whole_and_start_at_the_range) {
     testing::WithThreads with(threads);
     for (size_t c = 0; c + 1 < std::size(kCuts); ++c) {
       const size_t begin = kCuts[c], end = kCuts[c + 1];
-      std::vector<float> out((end - begin + 1) * stride, -7.0f);  // and one more, which must stay as it is
+      std::vector<float> out((end - begin + 1) * stride, -7.0f);  // and one more row, which must not be written
       lot.copy(begin, end, out.data(), stride);
       std::vector<float> expected(out.size(), -7.0f);
       for (size_t i = begin; i < end; ++i) {
@@ -177,7 +177,7 @@ TEST(written_back_rows_are_the_ones_with_a_slot_and_a_newer_step) {
     StagedRows again = lot;
     again.seek();
     for (size_t i = 0; i < lot.size(); ++i)
-      if (lot.slots[i] != kNoSlot && lot.steps[i] > kClean) CHECK_EQ(again.counts[i], lot.counts[i]);  // the very code
+      if (lot.slots[i] != kNoSlot && lot.steps[i] > kClean) CHECK_EQ(again.counts[i], lot.counts[i]);  // the exact code
   }
 }
 
@@ -185,7 +185,7 @@ TEST(a_snapshot_keeps_rows_as_they_were_before_a_write_back) {
   for (size_t dram : {size_t{0}, kDram}) {
     testing::TempFolder folder;
     auto table = over_log(dram, folder / "rows");
-    auto plain = testing::make_table(kDim, RuleKind::kAdagrad);  // beside it, without a log
+    auto plain = testing::make_table(kDim, RuleKind::kAdagrad);  // the same table without a log
     testing::Random random(4);
     Plan plan;
     StagedRows lot = fetch_and_pin(plan, {plain, table}, {keys_from(0, 300), keys_from(0, 3000)}, {}, 1);
@@ -201,7 +201,7 @@ TEST(a_snapshot_keeps_rows_as_they_were_before_a_write_back) {
       const auto rows = lot.change(random, stride, 2 + save);
       const size_t before = save == 0 ? lot.size() : 300 + 500 * size_t{save};  // others stay as they are
       for (size_t i = before; i < lot.size(); ++i) lot.steps[i] = 1;
-      lot.write_back(1, 0, 450, rows, stride);  // a piece that ends within the second table
+      lot.write_back(1, 0, 450, rows, stride);  // a range that ends within the second table
       const std::string to = folder / ("snapshot" + std::to_string(save));
       Table::SnapshotStats stats{};
       std::thread saver([&] { stats = table->finish_snapshot(to, previous); });
@@ -209,7 +209,7 @@ TEST(a_snapshot_keeps_rows_as_they_were_before_a_write_back) {
         lot.write_back(1, at, std::min(lot.size(), at + 400), rows, stride);
       saver.join();
       CHECK_EQ(stats.rows, expected.size());
-      // The last save's rows that came down during it are what this one has to write.
+      // This save must write the rows that were written back during the previous save.
       CHECK_EQ(stats.rows_written, save == 2 ? 500u : 3000u);
       auto loaded = over_log(0, folder / ("loaded" + std::to_string(save)));
       loaded->load_snapshot(to);

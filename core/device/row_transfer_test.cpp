@@ -20,7 +20,7 @@ constexpr uint32_t kAbsent = ~0u;
 
 Handle stream(intptr_t number) { return reinterpret_cast<Handle>(number); }
 
-// Two tables with rows, and a cache above them with its launches, as the kernels of kernels/rows/transfer.py do them.
+// Two tables with rows, and a GPU cache above them. Its launches do what the kernels of kernels/rows/transfer.py do.
 struct Bench {
   testing::SlowDevice slow;
   testing::Random random{11};
@@ -109,7 +109,7 @@ struct Batch {
          reinterpret_cast<DeviceAddress>(device_staging.data()), stop_at_first_miss, scatter},
         4);
   }
-  // Whether every row is in its slot, with where it is below.
+  // Whether every row is in its cache slot, with its DRAM slot.
   bool there(Bench& bench) const {
     bool all = true;
     for (size_t i = 0; i < keys.size(); ++i) {
@@ -149,7 +149,7 @@ TEST(batches_do_not_wait_for_the_device_and_do_not_mix) {
   testing::WithThreads with(4);
   Bench bench(600);
   std::deque<Batch> batches;
-  for (int32_t b = 0; b < 6; ++b)  // in place, and gathered alone
+  for (int32_t b = 0; b < 6; ++b)  // by zero-copy, and gathered only
     CHECK_EQ(batches.emplace_back(bench, 40, b < 3 ? 50 : 0, b * 80).upload(*bench.transfer), 0u);
   CHECK(bench.slow.busy() > 0);
   bench.slow.finish();
@@ -180,7 +180,7 @@ TEST(copies_before_a_failed_copy_are_complete_when_stream_up_has_passed) {
   Batch batch(bench, 400, 0, 0);
   bench.slow.take_copies(2);
   CHECK_THROWS(std::runtime_error, batch.upload(*bench.transfer));
-  Event passed;  // behind it, what copies read is given to others
+  Event passed;  // after it, the memory that copies read is reused
   passed.record(stream(1));
   passed.wait();
   const auto end = static_cast<ptrdiff_t>(2 * kChunkRows * kWidth);

@@ -53,7 +53,7 @@ ProcessStatus process_status(int64_t process) {
   ::close(file);
   if (size <= 0) return {};
   text[size] = 0;
-  const char* behind = std::strrchr(text, ')');  // a name may have anything in it
+  const char* behind = std::strrchr(text, ')');  // a process name may contain any character
   char state = 'X';
   ProcessStatus status;
   if (!behind ||
@@ -110,7 +110,7 @@ struct SharedMemoryExchange::Segment {
 SharedMemoryExchange::SharedMemoryExchange(size_t rank, size_t world, double timeout)
     : rank_(rank), world_(world), timeout_(timeout) {
   static_assert(sizeof(Control) <= kPage);
-  if (rank >= world) throw std::invalid_argument("mailbox: the rank is not below the world");
+  if (rank >= world) throw std::invalid_argument("SharedMemoryExchange: rank must be below world");
   for (size_t r = 0; r < world; ++r) segments_.push_back(std::make_unique<Segment>());
   Segment& own = *segments_[rank];
   own.descriptor = static_cast<int>(syscall(SYS_memfd_create, "hotrow-exchange", MFD_CLOEXEC));
@@ -131,7 +131,7 @@ SegmentAddress SharedMemoryExchange::address() const {
 }
 
 void SharedMemoryExchange::connect(const std::vector<SegmentAddress>& peers) {
-  if (peers.size() != world_) throw std::invalid_argument("mailbox: give one address for every process");
+  if (peers.size() != world_) throw std::invalid_argument("SharedMemoryExchange: give one address per process");
   for (size_t r = 0; r < world_; ++r) {
     if (r == rank_) continue;
     Segment& other = *segments_[r];
@@ -139,14 +139,15 @@ void SharedMemoryExchange::connect(const std::vector<SegmentAddress>& peers) {
     const std::string path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(descriptor);
     other.descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
     if (other.descriptor < 0) throw_errno("cannot open " + path);
-    const ProcessStatus status =
-        process_status(process);  // a process that cannot be observed would be taken for dead later
+    const ProcessStatus status = process_status(process);  // an unobservable process would later be considered dead
     if (!status.runs)
-      throw std::runtime_error("shared memory: process " + std::to_string(process) + " is not seen to run");
+      throw std::runtime_error("shared memory: process " + std::to_string(process) +
+                               " is not running, or this user may not see it");
     other.process = process;
     other.started = status.started;
     other.open_control();
-    if (other.control->token != token) throw std::runtime_error("shared memory: " + path + " is something else");
+    if (other.control->token != token)
+      throw std::runtime_error("shared memory: " + path + " is not the segment of this address");
   }
 }
 
@@ -173,7 +174,7 @@ char* SharedMemoryExchange::reserve_area(uint32_t number, size_t bytes) {
 uint32_t SharedMemoryExchange::begin(const char* send, const std::vector<size_t>& to, bool broadcast, char* out,
                                      const std::vector<size_t>& from, bool own) {
   if (to.size() != (broadcast ? 1 : world_) || from.size() != world_)
-    throw std::invalid_argument("mailbox: give one size for every process");
+    throw std::invalid_argument("SharedMemoryExchange: give one size per process");
   const uint32_t number = started_exchanges_ + 1;
   while (static_cast<int32_t>(number - completed_exchanges_) > static_cast<int32_t>(kDepth)) complete_next();
   ++posts_;
@@ -192,7 +193,8 @@ uint32_t SharedMemoryExchange::begin(const char* send, const std::vector<size_t>
     places[2 * r] = at;
     places[2 * r + 1] = bytes;
     if (r == rank_) {
-      if (bytes != from[r]) throw std::invalid_argument("mailbox: what a process sends itself must fit");
+      if (bytes != from[r])
+        throw std::invalid_argument("SharedMemoryExchange: a process must receive from itself what it sends itself");
       if (bytes && own && out + out_at != send + send_at) std::memcpy(out + out_at, send + send_at, bytes);
     }
     if (bytes && (broadcast ? r == 0 : r != rank_)) std::memcpy(message + table + at, send + send_at, bytes);
@@ -211,7 +213,7 @@ uint32_t SharedMemoryExchange::begin(const char* send, const std::vector<size_t>
 
 void SharedMemoryExchange::wait(uint32_t number) {
   if (static_cast<int32_t>(number - started_exchanges_) > 0)
-    throw std::invalid_argument("mailbox: no such exchange was begun");
+    throw std::invalid_argument("SharedMemoryExchange: no exchange with this number was begun");
   while (static_cast<int32_t>(number - completed_exchanges_) > 0) complete_next();
 }
 

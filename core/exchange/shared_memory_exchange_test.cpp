@@ -55,7 +55,7 @@ Exchange begin(SharedMemoryExchange& box, size_t rank, size_t world, uint32_t e)
   for (size_t r = 0; r < world; ++r) from.push_back(same ? size_of(e, r, 99) : size_of(e, r, rank));
   std::vector<char> out(std::accumulate(from.begin(), from.end(), size_t{0}) + 1, 'x');
   Exchange exchange{box.begin(send.data(), to, same, out.data(), from), {}};
-  exchange.out = std::move(out);  // the memory stays where it is
+  exchange.out = std::move(out);  // moving keeps the memory's address
   return exchange;
 }
 
@@ -69,7 +69,7 @@ bool right(const Exchange& exchange, size_t rank, size_t world, uint32_t e) {
   return exchange.out[at] == 'x' && at + 1 == exchange.out.size();
 }
 
-// Several are under way at once, and some are waited for last of all.
+// Several exchanges are in flight at once, and some are waited for at the end.
 int exchange_many(SharedMemoryExchange& box, size_t rank, size_t world) {
   testing::Random random(rank);
   std::vector<Exchange> open;
@@ -111,14 +111,14 @@ TEST(what_a_process_sends_itself_stays_where_it_is_if_it_may) {
   boxes[1]->begin(second, {1, 1}, false, out[1], {1, 1}, false);
   boxes[0]->wait(1), boxes[1]->wait(1);
   CHECK(out[0][0] == 'x' && out[0][1] == 'c' && out[1][0] == 'b' && out[1][1] == 'x');
-  char all[2][2] = {{'a', 'x'}, {'x', 'd'}};  // sent from where it is to be
+  char all[2][2] = {{'a', 'x'}, {'x', 'd'}};  // the own part is already in place
   boxes[0]->begin(all[0], {1}, true, all[0], {1, 1});
   boxes[1]->begin(all[1] + 1, {1}, true, all[1], {1, 1});
   boxes[0]->wait(2), boxes[1]->wait(2);
   CHECK(std::memcmp(all[0], "ad", 2) == 0 && std::memcmp(all[1], "ad", 2) == 0);
 }
 
-// Runs `work` in a child that has a mailbox of its own; the parent has rank 0 of two.
+// Runs `work` in a child that has an exchange of its own; the parent has rank 0 of two.
 template <class Work, class Check>
 void with_child(Work work, Check check, double timeout = 20) {
   int up[2], down[2];
@@ -164,7 +164,7 @@ TEST(waiting_for_a_dead_closed_or_late_peer_throws) {
   auto sleeps = [](SharedMemoryExchange&) { return pause(); };
   with_child(sleeps, [](SharedMemoryExchange& box, pid_t child) {
     kill(child, SIGKILL);
-    CHECK(why(box).find("is gone") != std::string::npos);  // though nobody has waited for it: it is a zombie
+    CHECK(why(box).find("is gone") != std::string::npos);  // although the parent has not reaped it: it is a zombie
   });
   with_child([](SharedMemoryExchange& box) { return box.close(), pause(); },
              [](SharedMemoryExchange& box, pid_t) { CHECK(why(box).find("rank 1 has left") != std::string::npos); });

@@ -3,11 +3,11 @@
 //   hash_bytes   XXH64 (the published 64-bit algorithm) of the bytes, with a seed.
 //   hash_int     mix64(x + seed * 0x9E3779B97F4A7C15), a bijection of the integers for every seed.
 //   cross        mix64(a ^ rotl(b * 0x9E3779B97F4A7C15, 31)), not symmetric; folds left over more than two keys.
-//   hash_key     mix64(key + 0x9E3779B97F4A7C15): where a key lives. shard_of: its top ten bits, one of 1,024 fixed
-//   shards.
+//   hash_key     mix64(key + 0x9E3779B97F4A7C15): the hash that both indexes use. shard_of: its top ten bits, one of
+//                1,024 fixed shards.
 //
 // The definitions are a format: docs/formats/hashing.md has them in words and tests/features/test_hashing.py has golden
-// values. Changing one orphans every row ever trained.
+// values. Changing a definition makes every trained row unreachable.
 #pragma once
 
 #include <cstddef>

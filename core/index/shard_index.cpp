@@ -82,8 +82,8 @@ void ShardWriter::rebuild(uint32_t lines, uint32_t slot_bits) {
   __atomic_store_n(&index_.lines, lines, __ATOMIC_RELAXED);
   __atomic_store_n(&index_.slot_bits, slot_bits, __ATOMIC_RELAXED);
   index_.deleted = 0;
-  // Entries hold only a few hash bits, so the keys are read from the headers: ask for them some lines ahead. A new line
-  // has no gaps, so its number of entries says where the next one goes.
+  // Entries hold only a few hash bits, so the keys are read from the headers, prefetched some lines ahead. A new line
+  // has no gaps, so the next entry goes at its number of entries.
   constexpr uint32_t kAhead = 4;
   static thread_local std::vector<uint8_t> filled;
   filled.assign(lines, 0);
@@ -131,7 +131,7 @@ void ShardWriter::erase(uint64_t hash, uint32_t slot) {
   for (uint32_t probed = 0; probed < index_.lines; ++probed) {
     uint32_t* entries = index_.entries + size_t{line} * kEntriesPerLine;
     if (const uint32_t found = equal(entries, entry)) {
-      // A line that was never full let nothing pass on to the next, so its entry can simply become empty.
+      // No probe continued past a line that was never full, so its entry can become empty.
       const bool has_empty = equal(entries, kEmptyEntry) != 0;
       store(&entries[std::countr_zero(found)], has_empty ? kEmptyEntry : kDeletedEntry);
       index_.deleted += !has_empty;
@@ -140,7 +140,7 @@ void ShardWriter::erase(uint64_t hash, uint32_t slot) {
     }
     if (++line == index_.lines) line = 0;
   }
-  std::abort();  // a slot without its entry: the index is broken, and going on would spread it
+  std::abort();  // the slot has no entry: the index is corrupt
 }
 
 }  // namespace hotrow

@@ -1,7 +1,7 @@
 // key -> slot, for the keys of one shard.
 //
 // Lines of sixteen 4-byte entries, probed linearly from the line that the hash picks; one cache miss per lookup. An
-// entry is {tag, slot + 2}: a few hash bits filter, the row's header holds the whole key, and that is what decides. 0
+// entry is {tag, slot + 2}. The tag (a few hash bits) filters candidates; the whole key in the row's header decides. 0
 // is an empty entry (a probe stops at the first line that has one), 1 a deleted one.
 //
 // Growth is per shard and by steps of 18%: a table of n rows never stops for more than n / 1024 of them, and it keeps
@@ -11,8 +11,8 @@
 // Threads: one writer per shard at a time. Readers take no lock: they read between two equal, even values of `version`
 // and try again otherwise; dead lines stay readable (line_arena.h).
 //
-// Tried and dropped: a 5-byte entry with a whole tag byte (6.1 bytes a row, over the 20-byte bar with the header), and
-// keys inside the index (14 bytes a row at this load).
+// Tried and dropped: a 5-byte entry with a whole tag byte (6.1 bytes a row; with the header that exceeds the limit of
+// 20 bytes), and keys inside the index (14 bytes a row at this load).
 #pragma once
 
 #include <cstddef>
@@ -51,7 +51,7 @@ struct alignas(32) ShardIndex {
 };
 static_assert(sizeof(ShardIndex) == 32);
 
-// The lines a shard of this many rows should have. Depends on the shard only in where its steps begin.
+// The lines a shard of this many rows should have. The shard number only shifts the sizes at which it grows.
 uint32_t lines_for(uint32_t shard, uint64_t rows);
 // Enough bits for the slots of a table of `slots`, with room for the growth until this shard's next step.
 uint32_t slot_bits_for(uint64_t slots);

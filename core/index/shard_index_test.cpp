@@ -34,7 +34,7 @@ int64_t key_in_shard(testing::Random& random) {
   return key_with_hash((random.bits() >> kShardBits) | uint64_t{kShard} << (64 - kShardBits));
 }
 
-// Same shard, same line at any size, same tag: only bits 44 to 53 differ, which nothing but the whole key looks at.
+// Same shard, same line at any size, same tag: only bits 44 to 53 differ, which only the comparison of whole keys uses.
 int64_t colliding_key(uint64_t which) {
   return key_with_hash(uint64_t{kShard} << (64 - kShardBits) | which << 44 | 0x5a5a5a5aull << 12 | 0xabc);
 }
@@ -63,7 +63,7 @@ class Shard {
     ShardWriteScope guard(index());
     writer().erase(hash_key(key), slot);
   }
-  // The index never goes back below `slot_bits` from here on.
+  // From here on the index uses at least `slot_bits`.
   void rebuild(uint32_t slot_bits) {
     writer().rebuild(lines_for(kShard, index().rows + 1), slot_bits);
     least_bits_ = slot_bits;
@@ -205,7 +205,7 @@ TEST(a_shard_that_was_emptied_is_empty) {
   check_same(shard, {}, keys);
 }
 
-// Expiry replaces rows for months: the index must not run out of addresses for what are only tombstones.
+// Expiry replaces rows for months: tombstones must not make the index run out of address space.
 TEST(steady_churn_does_not_eat_the_address_space) {
   testing::Random random(5);
   constexpr uint32_t kRows = 3000;

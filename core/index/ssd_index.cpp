@@ -25,14 +25,14 @@ uint32_t line_of(uint64_t position, uint32_t lines) { return static_cast<uint32_
 
 bool is_free(uint64_t entry) { return entry + 1 <= 1; }  // empty or deleted
 
-// The first free entry of a line, or kPerLine. Without a branch an entry: where it is cannot be foretold.
+// The first free entry of a line, or kPerLine. Without a branch per entry, which would be mispredicted.
 uint32_t first_free(const uint64_t* entries) {
   uint32_t bits = 1u << kPerLine;
 #if defined(__SSE2__)
   const auto* pairs = reinterpret_cast<const __m128i*>(entries);
   const __m128i one = _mm_set1_epi64x(1);
   for (int half = 0; half < 2; ++half) {
-    // (entry + 1) / 2 is zero, that is both of its words are.
+    // An entry is free if both words of (entry + 1) / 2 are zero.
     const __m128 a = _mm_castsi128_ps(_mm_srli_epi64(_mm_add_epi64(_mm_load_si128(pairs + 2 * half), one), 1));
     const __m128 b = _mm_castsi128_ps(_mm_srli_epi64(_mm_add_epi64(_mm_load_si128(pairs + 2 * half + 1), one), 1));
     const __m128 words = _mm_or_ps(_mm_shuffle_ps(a, b, 0x88), _mm_shuffle_ps(a, b, 0xdd));
@@ -48,7 +48,7 @@ uint32_t first_free(const uint64_t* entries) {
 uint64_t capacity(uint32_t lines) { return static_cast<uint64_t>(lines * double{kPerLine} * kMaxFill); }
 
 uint32_t lines_for_rows(uint32_t shard, uint64_t rows) {
-  // As in the DRAM index: sizes are powers of kGrowth, with a phase of its own for every shard.
+  // As in the DRAM index: sizes are powers of kGrowth, with a different phase for each shard.
   const double phase = static_cast<double>(static_cast<uint32_t>(shard * 2654435769u)) * 0x1p-32;
   const double needed = static_cast<double>(rows) / (kPerLine * kMaxFill);
   const double steps = std::ceil(std::log(std::max(needed, 1.0)) / std::log(kGrowth) - phase);
@@ -113,14 +113,15 @@ void SsdIndex::rebuild(uint32_t number, uint32_t lines) {
   Shard& shard = shards_[number];
   const Shard old = shard;
   auto fresh = reinterpret_cast<uint64_t*>(arena_.allocate(lines));
-  // A reader that sees one of the two changed sees the version change too; both arrays stay readable.
+  // A reader that sees only one of the two changes discards its result (the version has changed); both arrays stay
+  // readable.
   if (lines < shard.lines) __atomic_store_n(&shard.lines, lines, __ATOMIC_RELAXED);
   __atomic_store_n(&shard.entries, fresh, __ATOMIC_RELAXED);
   __atomic_store_n(&shard.lines, lines, __ATOMIC_RELAXED);
   shard.deleted = 0;
   shard.most = static_cast<uint32_t>(capacity(lines));
-  // A new line has no gaps, so its number of entries says where the next one goes. Old lines in their order fill new
-  // lines nearly in theirs: both arrays pass by once.
+  // A new line has no gaps, so the next entry goes at its number of entries. Old lines fill new lines nearly in order,
+  // so each array is scanned about once.
   static thread_local std::vector<uint8_t> filled;
   filled.assign(lines, 0);
   for (size_t i = 0; i < size_t{old.lines} * kPerLine; ++i) {
@@ -169,7 +170,7 @@ void SsdIndex::erase(uint64_t hash, uint64_t place) {
   const uint64_t* line = shard.entries + (entry - shard.entries) / kPerLine * kPerLine;
   bool has_empty = false;
   for (uint32_t i = 0; i < kPerLine; ++i) has_empty |= line[i] == kEmpty;
-  // A line that was never full let nothing pass on to the next, so its entry can simply become empty.
+  // No probe continued past a line that was never full, so its entry can become empty.
   store(entry, has_empty ? kEmpty : kDeleted);
   shard.deleted += !has_empty;
   --shard.rows;

@@ -9,7 +9,7 @@
 // Shards and thread rules are those of the DRAM index (shard_index.h): one writer per shard; a reader's result counts
 // if the DRAM shard's version was even and equal before and after.
 //
-// Replaceable: no other file knows more than the calls below. docs/architecture.md says what 10^9 to 10^11 rows need.
+// Replaceable: other files use only the calls below. docs/architecture.md says what 10^9 to 10^11 rows need.
 #pragma once
 
 #include <cstdint>

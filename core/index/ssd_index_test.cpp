@@ -1,4 +1,4 @@
-// Against std::multimap: keys that share all hash bits the index keeps, growth, erased entries used again.
+// Against std::multimap: keys that share all hash bits of an entry, growth, reuse of erased entries.
 #include "index/ssd_index.h"
 
 #include <algorithm>

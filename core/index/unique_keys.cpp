@@ -105,7 +105,7 @@ void UniqueKeys::partition(const int64_t* keys, int partitions) {
 }
 
 // Writes the part's unique keys in order of appearance, and for each position the number of its key within the part.
-// (Tried and dropped: no branch on whether a key is new. The extra stores cost more than the mispredictions.)
+// Tried and dropped: no branch on whether a key is new. The extra stores cost more than the mispredictions.
 size_t UniqueKeys::deduplicate(const int64_t* keys, const Part& part, int64_t* unique_keys, uint64_t* hashes,
                                uint32_t* lengths) {
   const size_t capacity = std::bit_ceil(std::max<size_t>(2 * (part.end - part.begin), 16));
@@ -135,7 +135,8 @@ size_t UniqueKeys::deduplicate(const int64_t* keys, const Part& part, int64_t* u
 }
 
 void UniqueKeys::build_runs(const Part& part, size_t base, size_t unique, size_t run_base, const uint32_t* lengths) {
-  // Fill with cursors one entry late, so that when the runs are laid the cursors have become the runs' ends.
+  // The cursor of run u is stored at run_begin_[u + 1]. After filling it has advanced to the end of run u, which is the
+  // begin of run u + 1.
   uint32_t* cursor = run_begin_.data() + base + 1;
   uint32_t next = static_cast<uint32_t>(run_base);
   for (size_t u = 0; u < unique; ++u) {

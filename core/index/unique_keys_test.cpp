@@ -60,7 +60,7 @@ void check_partitions(const UniqueKeys& unique_keys, const Keys& keys) {
 
 TEST(groups_of_any_size_match_a_map) {
   testing::Random random(1);
-  UniqueKeys unique_keys;  // one for all, as a plan uses it: what an earlier batch left must not show
+  UniqueKeys unique_keys;  // reused, as a plan does: an earlier batch must not affect the result
   for (size_t size : {8193, 0, 1, 2, 15, 8191, 8192, 16385, 100000, 7, 0}) {
     for (uint64_t variety : {uint64_t{3}, size / 4 + 1, uint64_t{1} << 60}) {
       const Keys keys = random.keys(size, variety);

@@ -1,4 +1,4 @@
-// What goes for any Files: the words of an error, the helpers over the calls, and which Files are in use.
+// Error texts and helpers for any implementation of Files, and the implementation in use.
 #include "io/files.h"
 
 #include <algorithm>
@@ -51,7 +51,7 @@ std::string folder_of(const std::string& path) {
   return slash == 0 ? "/" : path.substr(0, slash);
 }
 
-// For what a failed helper leaves behind: the first error is the one to tell.
+// Cleans up after a failed helper. Its own error is ignored: the first error is the one to report.
 void remove_quietly(Files& files, const std::string& path) {
   try {
     if (files.exists(path)) files.remove(path);
@@ -118,7 +118,7 @@ Files& files() {
 void set_files(std::shared_ptr<Files> replacement) {
   std::lock_guard lock(replacing);
   current.store(replacement.get(), std::memory_order_release);
-  replaced.swap(replacement);  // the one before lives to the end of this call
+  replaced.swap(replacement);  // the previous one lives until this call returns
 }
 
 }  // namespace hotrow

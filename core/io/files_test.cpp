@@ -240,7 +240,7 @@ TEST(replacing_leaves_only_the_new_bytes) {
   CHECK_EQ(error_of([&] { files().replace(folder / "none/file", "", 0); }).code(), ENOENT);
 }
 
-// Whether a child process gets the lock; it dies with it.
+// Whether a child process gets the lock. The child exits with the lock held.
 bool child_can_lock(const std::string& folder) {
   const pid_t child = ::fork();
   if (child == 0) {
@@ -266,7 +266,7 @@ TEST(a_folder_is_locked_once_by_anyone_until_the_lock_is_gone) {
   CHECK(!child_can_lock(folder.path()));
   lock.reset();
   CHECK(child_can_lock(folder.path()));
-  lock = files().lock(folder.path());  // the child died with it
+  lock = files().lock(folder.path());  // the child exited with the lock held
   CHECK_EQ(error_of([&] { files().lock(folder / "none"); }).code(), ENOENT);
 }
 

@@ -1,4 +1,4 @@
-// Which reader: io_uring unless the environment, a test's faults or the kernel say otherwise.
+// Chooses the reader: io_uring, unless the environment, a test's faults or the kernel rule it out.
 #include "io/reader.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ bool posix_requested() {
   const std::string choice = value ? value : "";
   if (choice == "posix") return true;
   if (choice.empty() || choice == "io_uring") return false;
-  throw std::invalid_argument("HOTROW_IO is '" + choice + "'; set it to io_uring or posix, or leave it out");
+  throw std::invalid_argument("HOTROW_IO is '" + choice + "'; set it to io_uring or posix, or unset it");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Reads by a few threads that each sit in one read at a time.
+// Reads by a few threads, each with one blocking read at a time.
 //
 // The owner puts requests into a ring of `depth` places; a place is taken until its read is finished, so submit()
 // blocks when `depth` reads are unfinished. The threads read with File::read(), and its IoError becomes the request's
@@ -37,7 +37,7 @@ class PosixReader : public Reader {
         threads_.emplace_back([this] { work(); });
       } catch (const std::system_error&) {
         if (threads_.empty()) throw;
-        return;  // fewer do as well
+        return;  // fewer threads are enough
       }
     }
   }
@@ -74,7 +74,7 @@ class PosixReader : public Reader {
   }
 
  private:
-  // The number is told to the threads, so that they wake the owner once and not after every read.
+  // The threads compare with this number, so that they wake the owner once and not after every read.
   void wait_until_at_most(size_t unfinished, std::unique_lock<std::mutex>& lock) {
     wanted_ = unfinished;
     finished_enough_.wait(lock, [&] { return unfinished_ <= wanted_; });
@@ -95,7 +95,7 @@ class PosixReader : public Reader {
     }
   }
 
-  std::mutex mutex_;  // for all below but the threads
+  std::mutex mutex_;  // guards all members below except the threads
   std::condition_variable queued_more_, finished_enough_;
   std::vector<ReadRequest*> ring_;  // queued_ of them from first_ on
   size_t first_ = 0, queued_ = 0;

@@ -36,7 +36,7 @@ Memory aligned(size_t bytes) {
 constexpr size_t kBlocks = 700;
 constexpr size_t kOdd = 1234;  // bytes after the last whole block
 
-// A file of random bytes, open in both ways, and what plain pread says about it.
+// A file of random bytes, opened buffered and direct, with its contents by plain pread.
 struct Sample {
   Sample() {
     Random random(11);
@@ -250,7 +250,7 @@ TEST(an_error_of_the_system_reaches_its_request_and_no_other) {
   });
 }
 
-// A pipe gives what it has, so a read of more is continued piece by piece.
+// A pipe returns the bytes it has, so a longer read is continued in pieces.
 TEST(a_read_in_pieces_is_put_together) {
   const auto reader = open_uring_reader(4);
   if (!reader) return;
@@ -278,7 +278,7 @@ TEST(a_read_in_pieces_is_put_together) {
   ::close(ends[0]);
 }
 
-// Sets HOTROW_IO for a scope; null takes it away.
+// Sets HOTROW_IO for a scope; null unsets it.
 class WithChoice {
  public:
   explicit WithChoice(const char* value) {
@@ -323,7 +323,7 @@ TEST(threads_read_where_the_kernel_refuses_a_ring) {
   Batch batch(sample, random, 30);
   rlimit before;
   ::getrlimit(RLIMIT_NOFILE, &before);
-  const rlimit none{3, before.rlim_max};  // a ring wants a descriptor
+  const rlimit none{3, before.rlim_max};  // a ring needs a descriptor
   ::setrlimit(RLIMIT_NOFILE, &none);
   const auto reader = open_reader();
   ::setrlimit(RLIMIT_NOFILE, &before);

@@ -1,9 +1,9 @@
-// Reads by io_uring: two rings that are shared with the kernel, one of reads to do and one of reads that are done.
+// Reads by io_uring: a submission ring and a completion ring, both shared with the kernel.
 //
 // Every read holds one of `depth` slots from submit() until it is finished, over as many tries as it takes; the slot's
 // number is the user_data of each try. A read is staged (its entry is in the submission ring) and then handed over with
-// all other staged ones in one io_uring_enter. The kernel looks at the submission ring only inside that call (there is
-// no SQPOLL), and the completion ring has at least twice `depth` entries, so neither can overflow.
+// all other staged ones in one io_uring_enter. The kernel reads the submission ring only inside that call (there is no
+// SQPOLL), and the completion ring has at least twice `depth` entries, so neither can overflow.
 //
 // Nothing here throws once the ring is open: an exception would let the caller free memory that the kernel still
 // writes.
@@ -14,7 +14,8 @@
 #include <sys/syscall.h>
 #endif
 
-// The flag came with IORING_OP_READ, in Linux 5.6; it stands for both in the headers and in the running kernel.
+// The flag and IORING_OP_READ were both added in Linux 5.6, so the flag's presence in the headers, and in the running
+// kernel, implies the operation.
 #if defined(IORING_FEAT_RW_CUR_POS) && defined(SYS_io_uring_setup) && defined(SYS_io_uring_enter)
 
 #include <sched.h>
@@ -61,7 +62,7 @@ class RingMemory {
 
 class UringReader : public Reader {
  public:
-  // Throws IoError where the kernel does not let us.
+  // Throws IoError if the kernel refuses io_uring.
   explicit UringReader(int depth) : slots_(static_cast<size_t>(depth)) {
     io_uring_params params{};
     ring_ = Descriptor(static_cast<int>(::syscall(SYS_io_uring_setup, depth, &params)));
@@ -123,7 +124,7 @@ class UringReader : public Reader {
 
   unsigned unfinished() const { return static_cast<unsigned>(slots_.size() - free_.size()); }
 
-  // There is always room: a slot is staged at most once, and there are no more slots than entries.
+  // The ring cannot be full: a slot is staged at most once, and there are no more slots than entries.
   void stage(unsigned slot) {
     const ReadRequest& request = *slots_[slot].request;
     const uint32_t done = slots_[slot].done;
@@ -144,8 +145,8 @@ class UringReader : public Reader {
     return ::syscall(SYS_io_uring_enter, ring_.get(), staged_, least, flags, nullptr, 0);
   }
 
-  // One try to hand over what is staged and then to wait for `least` completions. The caller reaps and looks again:
-  // a signal or a shortage in the kernel may have cut it short.
+  // One attempt to submit the staged reads and to wait for `least` completions. The caller reaps and checks again,
+  // because a signal or a lack of kernel memory may end the call early.
   void enter(unsigned least) {
     const long taken = call_enter(least);
     if (taken >= 0) {
@@ -164,7 +165,7 @@ class UringReader : public Reader {
   }
 
   void reap() {
-    unsigned head = *done_head_;  // only we write it
+    unsigned head = *done_head_;  // the kernel only reads it
     const unsigned tail = std::atomic_ref(*done_tail_).load(std::memory_order_acquire);
     for (; head != tail; ++head) {
       const io_uring_cqe& result = done_[head & done_mask_];
@@ -196,13 +197,13 @@ class UringReader : public Reader {
   RingMemory rings_, entries_memory_;
   std::vector<Slot> slots_;
   std::vector<unsigned> free_;  // slots
-  // Reads to do: we write the tail, the kernel the head.
+  // Submission ring: this object writes the tail, the kernel the head.
   io_uring_sqe* entries_ = nullptr;
   unsigned entries_mask_ = 0;
   unsigned* shared_tail_ = nullptr;
   unsigned tail_ = 0;
   unsigned staged_ = 0;  // entries before the tail that the kernel has not taken yet
-  // Reads that are done: the kernel writes the tail, we the head.
+  // Completion ring: the kernel writes the tail, this object the head.
   io_uring_cqe* done_ = nullptr;
   unsigned done_mask_ = 0;
   unsigned *done_head_ = nullptr, *done_tail_ = nullptr;

@@ -1,8 +1,8 @@
-// Files by the POSIX calls. A call that the system cuts short is continued, one that a signal interrupts is repeated,
-// and every descriptor is closed in a program that this process starts.
+// Files by POSIX calls. Partial reads and writes are continued, and calls that a signal interrupts are repeated.
+// Descriptors are close-on-exec.
 //
-// Direct I/O is asked for after the open and not by it: where a file system refuses O_DIRECT, an open with O_CREAT
-// fails with EINVAL and leaves the file behind on some kernels. Refused, the file is simply buffered.
+// Direct I/O is requested after the open and not by it: on a file system without O_DIRECT, an open with O_CREAT fails
+// with EINVAL and leaves the file behind on some kernels. If direct I/O is refused, the file uses the page cache.
 #include "io/system_files.h"
 
 #include <dirent.h>
@@ -103,7 +103,7 @@ class SystemFile : public File {
 class SystemLock : public FolderLock {
  public:
   explicit SystemLock(Descriptor descriptor) : descriptor_(std::move(descriptor)) {}
-  // Closing is not enough: a child that was forked meanwhile shares the lock, and would keep it.
+  // Closing is not enough: a child that was forked in the meantime shares the lock and would keep it.
   ~SystemLock() override { ::flock(descriptor_.get(), LOCK_UN); }
 
  private:
@@ -170,7 +170,8 @@ class SystemFiles : public Files {
   void sync_folder(const std::string& path) override {
     const Descriptor folder = open_descriptor(path, O_RDONLY | O_DIRECTORY, "sync");
     if (uninterrupted([&] { return ::fsync(folder.get()); }) == 0) return;
-    // Some network file systems have no such thing for folders: their names are safe, or nothing makes them so.
+    // Some network file systems cannot sync folders: either names are durable without it, or nothing makes them
+    // durable.
     require(errno == EINVAL || errno == ENOTSUP, "sync", path);
   }
 
@@ -186,7 +187,7 @@ class SystemFiles : public Files {
       const std::string parent = std::filesystem::path(path).parent_path().string();
       return sync_folder(parent.empty() ? "." : parent);
     }
-    const int code = errno;  // not always EEXIST: a read-only disk refuses to make what is already there
+    const int code = errno;  // not always EEXIST: a read-only disk refuses even a folder that exists
     struct stat info;
     if (::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode)) return;
     throw IoError(code, "make folder", path);

@@ -94,7 +94,8 @@ HOTROW_INLINE uint32_t find_slot(const ProbeStart& start, const HeaderGroup* hea
     const uint32_t* entries = line_at(start, line);
     for (uint32_t bits = candidates(start, entries); bits; bits &= bits - 1) {
       uint32_t entry = __atomic_load_n(&entries[__builtin_ctz(bits)], __ATOMIC_RELAXED);
-      // A racing writer may have erased it, or given the line to another shard: then it is not a slot of this shard.
+      // A racing writer may have erased it, or another shard may have reused the line: then it is not a slot of this
+      // shard.
       if ((entry & ~start.mask) < kFirstSlotCode) continue;
       uint32_t slot = slot_in(start, entry);
       if (key_at(headers, slot) == key) return slot;

@@ -176,7 +176,7 @@ void update_rows(const UpdateArgs& args) {
   const int dim = kDim ? kDim : args.dim;
   const RowView& view = args.view;
   const bool plain = args.grad_scale == 1.0f && args.clip_value == 0.0f && args.clip_norm == 0.0f;
-  // Always inlined: GCC takes a function of prefetches alone for one without effects and drops the call.
+  // Always inlined: GCC drops calls of functions that only prefetch.
   auto prefetch = [&](size_t unique) __attribute__((always_inline)) {
     if (unique >= args.end) return;
     const HeaderGroup* group = &view.headers[args.slots[unique] / 4];

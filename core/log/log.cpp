@@ -18,7 +18,7 @@ namespace {
 
 constexpr size_t kManySmall = 16;  // sealed segments under a quarter of the full size, before they are joined
 
-// Different for every log that is ever opened.
+// A different number for each log that is opened.
 uint64_t draw_origin() {
   std::random_device device;
   const uint64_t now = static_cast<uint64_t>(std::chrono::system_clock::now().time_since_epoch().count());
@@ -33,7 +33,7 @@ uint32_t most_records_of(const Geometry& geometry, uint64_t segment_bytes) {
 
 [[noreturn]] void no_record(const std::string& table, RecordAddress place) {
   throw std::out_of_range("table '" + table + "' has no record " + std::to_string(record_of(place)) + " in segment " +
-                          std::to_string(place >> kRecordBits) + " (it never had, or the segment was dropped)");
+                          std::to_string(place >> kRecordBits) + " (it never existed, or its segment was removed)");
 }
 
 }  // namespace
@@ -82,7 +82,7 @@ Log::Log(LogOptions options) : options_(std::move(options)) {
   records_per_block_ = geometry.records_per_block;
   state_ = std::make_unique<State>(options_, geometry);
 
-  // MANIFEST goes first: without it what is left after a crash here is no snapshot.
+  // MANIFEST is removed first, so that the files left by a crash here are no snapshot.
   files().make_folder(options_.folder);
   if (files().exists(manifest_path(options_.folder))) files().remove(manifest_path(options_.folder));
   for (const std::string& name : files().list(options_.folder)) {
@@ -212,7 +212,7 @@ int64_t Log::pick_for_compaction() const {
   const LogSegment *emptiest = nullptr, *smallest = nullptr;
   size_t small = 0;
   for (const auto& [number, segment] : state_->segments) {
-    if (!segment.sealed || segment.live == 0) continue;  // a dead one is dropped, not rewritten
+    if (!segment.sealed || segment.live == 0) continue;  // remove_dead_segments() removes a dead one
     const auto share_is_less = [&] { return segment.live * emptiest->records < emptiest->live * segment.records; };
     if (segment.live * 2 < segment.records && (!emptiest || share_is_less())) emptiest = &segment;
     if (segment.bytes >= options_.segment_bytes / 4) continue;

@@ -14,7 +14,7 @@ using testing::small_log;
 using testing::Stamps;
 using testing::TempFolder;
 
-// A snapshot of three segments, of which about half of the blocks count.
+// A snapshot of three segments; about half of the blocks have live records.
 struct Sample {
   Sample() {
     Log log(small_log(folder / "log", 400));
@@ -41,7 +41,7 @@ struct Sample {
   Stamps expected;
 };
 
-// The words of the CorruptFile, or nothing when all rows came as they should.
+// The text of the CorruptFile, or empty if all rows were read correctly.
 std::string load(const Sample& sample) {
   try {
     CHECK(rows_of(sample.path, 1000) == sample.expected);
@@ -139,7 +139,7 @@ TEST(exchanged_blocks_and_segments_are_noticed) {
   sample.put(first, b);
   CHECK(load(sample).find(base(first)) != std::string::npos);
   std::vector<char> mixed = a;
-  for (size_t block = 1; block < 8; ++block) {  // some of them count
+  for (size_t block = 1; block < 8; ++block) {  // some of them have live records
     std::copy_n(b.begin() + static_cast<std::ptrdiff_t>(block * 4096), 4096,
                 mixed.begin() + static_cast<std::ptrdiff_t>(block * 4096));
   }

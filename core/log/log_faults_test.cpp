@@ -1,5 +1,5 @@
-// Each call to the disk fails once, or from then on; then the disk works again. A log in memory loses no record, and a
-// snapshot exists completely or not at all.
+// Each disk call fails, either once or together with all later calls; then the disk works again. An open log loses no
+// record, and a snapshot exists completely or not at all.
 #include <cerrno>
 #include <functional>
 
@@ -22,7 +22,7 @@ using testing::words_of;
 
 bool is_sync(const std::string& words) { return words.starts_with("cannot sync"); }
 
-// A table's work with a log, step by step. A step that fails is tried again once the disk is well.
+// A table's calls to its log, step by step. A failed step is repeated once the disk works again.
 struct Work {
   explicit Work(const TempFolder& folder_) : folder(folder_), mirror(small_log(folder / "log")) {
     for (int64_t key = 0; key < 70; ++key) mirror.put(key);
@@ -90,7 +90,7 @@ void sweep_work(bool repeat) {
       disk->heal();
       work.mirror.check(random);
       CHECK(rows_of(folder / "old") == work.old);
-      // When even the cleaning up failed, a folder is left: no snapshot, or one that is whole but not synced.
+      // If the cleanup failed too, a folder is left: without a snapshot, or with a complete one that is not synced.
       const bool left = std::string(name) == "publish" && files().exists(folder / "new");
       CHECK(!left || repeat);
       if (left && files().exists(folder / "new/MANIFEST")) CHECK(rows_of(folder / "new") == work.mirror.stamps());
@@ -127,9 +127,9 @@ TEST(an_append_that_fails_has_appended_nothing) {
   Random random(2);
   ReferenceLog mirror(small_log(folder / "log"));
   for (int64_t key = 0; key < 16; ++key)
-    mirror.put(key);  // the first half of the buffer has set out, the other is full
+    mirror.put(key);  // the first half of the buffer is being written, the other is full
   disk->fail(1, ENOSPC, /*repeat=*/true);
-  // A write in the background tells nobody; the append that needs its room does.
+  // A background write reports no error; the append that needs its half does.
   int64_t key = 16;
   while (words_of<IoError>([&] { mirror.put(key); }).empty()) ++key;
   CHECK(key <= 24);

@@ -22,8 +22,8 @@ TEST(readers_see_whole_records_while_the_log_is_written_and_compacted) {
   constexpr int64_t kKeys = 200;
   for (int64_t key = 0; key < kKeys; ++key) mirror.put(key);
 
-  // What the readers may ask for: the places of this moment. A place can be dropped after it was looked up; then the
-  // reader looks again, as the table does.
+  // The current addresses, for the readers. A segment may be removed after an address was looked up; then the reader
+  // repeats the lookup, as the table does.
   std::mutex mutex;
   std::map<int64_t, ReferenceLog::Row> index = mirror.rows();
   std::atomic<bool> stop{false};

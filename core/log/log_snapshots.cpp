@@ -10,7 +10,7 @@
 namespace hotrow {
 namespace {
 
-// Whether the older snapshot's file is this very segment. One that is damaged is simply not used.
+// Whether the older snapshot's file is the same segment. A damaged file is not used.
 bool is_same_segment(const std::string& path, const Geometry& geometry, const SegmentId& id, uint32_t records) {
   if (!files().exists(path)) return false;
   try {
@@ -48,8 +48,9 @@ uint64_t Log::export_snapshot(const LiveSet& set, const std::string& folder, con
       if (part.live == 0) continue;
       const LogSegment& segment = state.segment(number);
       if (!segment.sealed || part.records > segment.records)
-        throw std::logic_error("segment " + std::to_string(number) + " of table '" + options_.table +
-                               "' is not sealed with all that the snapshot counts; call seal() before publish()");
+        throw std::logic_error(
+            "segment " + std::to_string(number) + " of table '" + options_.table +
+            "' is not sealed with all records of the snapshot; call seal() before export_snapshot()");
       manifest.set.segments.emplace(number, part);
       manifest.origin.emplace(number, segment.id.origin);
     }
@@ -82,7 +83,7 @@ uint64_t Log::export_snapshot(const LiveSet& set, const std::string& folder, con
 
 void Log::import_snapshot(const std::string& folder) {
   State& state = *state_;
-  if (!state.segments.empty()) throw std::logic_error("adopt() into a log that has records already");
+  if (!state.segments.empty()) throw std::logic_error("import_snapshot() into a log that has records");
   const Manifest manifest = read_manifest(folder);
   if (manifest.row_bytes != options_.row_bytes)
     throw std::invalid_argument("table '" + options_.table + "' has rows of " + std::to_string(options_.row_bytes) +
@@ -99,7 +100,7 @@ void Log::import_snapshot(const std::string& folder) {
   std::map<uint64_t, LogSegment> adopted;
   uint64_t next = state.next;
   try {
-    // Before the first link, so that a reader of the folder that finds the files also finds which records are live.
+    // Written before the first link, so that a reader of the folder that finds the files also finds their live bits.
     const std::vector<char> bytes = encode(manifest);
     files().replace(adopted_path(state.folder), bytes.data(), bytes.size());
     for (const auto& [number, part] : manifest.set.segments) {
@@ -107,7 +108,7 @@ void Log::import_snapshot(const std::string& folder) {
       const SegmentId id = manifest.id(number);
       open_segment(from, state.geometry, id, part.records);
       LogSegment& segment = adopted[number] = {id, to, nullptr, true, 0, part.records, part.live, part.bits};
-      if (files().exists(to)) files().remove(to);  // an earlier try's
+      if (files().exists(to)) files().remove(to);  // left by a failed attempt
       if (!files().link(from, to)) files().copy(from, to);
       segment.file = open_segment(to, state.geometry, id, part.records);
       segment.bytes = segment.file->size();

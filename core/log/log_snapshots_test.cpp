@@ -21,7 +21,7 @@ using testing::small_log;
 using testing::Stamps;
 using testing::TempFolder;
 
-// Folders with another letter first are on another disk.
+// Folders whose names begin with different letters are on different disks.
 class TwoDisks : public FaultyFiles {
  public:
   explicit TwoDisks(const TempFolder& folder) : FaultyFiles(system_files()), at_(folder.path().size() + 1) {}
@@ -43,7 +43,7 @@ uint64_t inode(const std::string& path) {
   return info.st_ino;
 }
 
-// Publishes what is alive now.
+// Exports a snapshot of the live records.
 uint64_t export_snapshot(Log& log, const std::string& folder, const std::string& previous = "") {
   const LiveSet set = log.begin_snapshot();
   log.seal();
@@ -65,7 +65,7 @@ TEST(a_snapshot_keeps_what_was_alive_and_survives_its_log) {
     mirror.log().seal();
     CHECK(mirror.log().remove_dead_segments() > 0);
   }
-  Log other(small_log(folder / "log"));  // takes the segment files away
+  Log other(small_log(folder / "log"));  // removes the segment files
   CHECK(rows_of(folder / "a/b/snapshot") == expected);
   CHECK(rows_of(folder / "a/b/snapshot", 1) == expected);
   CHECK(rows_of(folder / "a/b/snapshot", size_t{1} << 40) == expected);

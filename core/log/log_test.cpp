@@ -172,7 +172,7 @@ TEST(a_random_life_of_a_log_agrees_with_a_map) {
           mirror.compact(static_cast<uint64_t>(worst));
       if (what < 995) continue;
 
-      // A snapshot of this moment, published after the table went on.
+      // A snapshot begun now and exported after further changes.
       const std::string name = folder / "snapshot-" + std::to_string(step);
       const testing::Stamps now = mirror.stamps();
       LiveSet set = mirror.log().begin_snapshot();

@@ -28,7 +28,7 @@ void put(std::vector<char>& bytes, const void* from, size_t count) {
   throw CorruptFile("'" + path + "' " + fact + "; restore it from another copy or use another checkpoint");
 }
 
-// Takes a manifest apart from front to back, and never reads behind its end.
+// Reads a manifest from front to back, and never past its end.
 class Parts {
  public:
   Parts(const std::vector<char>& bytes, const std::string& path) : bytes_(bytes), path_(path) {}
@@ -56,7 +56,8 @@ void check_part(const LiveSet::Part& part, uint32_t live, const std::string& pat
   uint64_t counted = 0;
   for (uint64_t word : part.bits) counted += static_cast<uint64_t>(std::popcount(word));
   const bool bit_behind_the_end = part.records % 64 != 0 && part.bits.back() >> (part.records % 64) != 0;
-  if (counted != live || counted == 0 || bit_behind_the_end) damaged(path, "has bits that do not fit its counts");
+  if (counted != live || counted == 0 || bit_behind_the_end)
+    damaged(path, "has live bits that do not match its counts");
 }
 
 }  // namespace
@@ -94,10 +95,10 @@ Manifest decode(const std::vector<char>& bytes, const std::string& path) {
   if (head.version != kManifestVersion && head.version != kTypedManifestVersion)
     throw CorruptFile("'" + path + "' has version " + std::to_string(head.version) + " but this HotRow reads up to " +
                       std::to_string(kTypedManifestVersion) + "; use a newer HotRow");
-  if (head.checksum != checksum_of(bytes)) damaged(path, "is damaged (its checksum does not fit)");
+  if (head.checksum != checksum_of(bytes)) damaged(path, "is damaged (its checksum does not match)");
   if (head.name_bytes > kMostNameBytes || head.row_bytes == 0 || head.row_bytes > kMostRowBytes ||
       (head.version == kTypedManifestVersion) != (head.row_type != 0))
-    damaged(path, "has sizes that cannot be");
+    damaged(path, "has impossible sizes");
 
   Manifest manifest;
   manifest.row_bytes = head.row_bytes;
@@ -107,7 +108,7 @@ Manifest decode(const std::vector<char>& bytes, const std::string& path) {
   for (uint32_t i = 0; i < head.segments; ++i) {
     const auto entry = parts.take<ManifestEntry>();
     if (entry.segment < after || entry.segment >= kMostSegments || entry.records == 0 || entry.records > kMostRecords)
-      damaged(path, "lists segments that cannot be");
+      damaged(path, "lists impossible segments");
     after = entry.segment + 1;
     LiveSet::Part part{entry.records, entry.live, std::vector<uint64_t>((entry.records + 63) / 64)};
     const size_t bits_bytes = part.bits.size() * sizeof(uint64_t);
@@ -116,7 +117,7 @@ Manifest decode(const std::vector<char>& bytes, const std::string& path) {
     manifest.set.segments.emplace(entry.segment, std::move(part));
     manifest.origin.emplace(entry.segment, entry.origin);
   }
-  if (!parts.at_end() || manifest.set.live() != head.live) damaged(path, "has counts that do not fit together");
+  if (!parts.at_end() || manifest.set.live() != head.live) damaged(path, "has inconsistent counts");
   return manifest;
 }
 

@@ -14,17 +14,17 @@
 
 namespace hotrow {
 
-inline constexpr uint32_t kManifestVersion = 1, kTypedManifestVersion = 2;  // the latter where row_type is not 0
+inline constexpr uint32_t kManifestVersion = 1, kTypedManifestVersion = 2;  // 2 if row_type is not 0
 
 struct ManifestHead {
   char magic[8];
-  uint64_t checksum;  // of everything behind it
+  uint64_t checksum;  // of every byte after it
   uint32_t version;
   uint32_t row_bytes;
-  uint16_t name_bytes;  // of the table's name behind this head, zeros up to a multiple of 8
+  uint16_t name_bytes;  // of the table's name, which follows this head, with zeros up to a multiple of 8
   uint16_t row_type;
-  uint32_t segments;  // one ManifestEntry with its bits each, behind the name
-  uint64_t live;      // records that count, of all segments
+  uint32_t segments;  // ManifestEntries after the name, each followed by its bits
+  uint64_t live;      // live records of all segments
 };
 static_assert(sizeof(ManifestHead) == 40);
 
@@ -39,7 +39,7 @@ static_assert(sizeof(ManifestEntry) == 24);
 struct Manifest {
   std::string table;
   uint32_t row_bytes = 0;
-  LiveSet set;                          // without segments that have nothing alive
+  LiveSet set;                          // without segments that have no live record
   std::map<uint64_t, uint64_t> origin;  // of each segment in the set
   uint32_t row_type = 0;
 

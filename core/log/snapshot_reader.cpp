@@ -33,14 +33,14 @@ struct SnapshotReader::State {
                         manifest.set.segments.at(number).records);
   }
 
-  // Where the next record is looked for.
+  // Where the search for the next live record continues.
   struct Position {
     Segments::const_iterator at;
     uint32_t record = 0;
     std::shared_ptr<const File> file = nullptr;  // once a record of the segment was taken
   };
 
-  // Adds the current segment's next records that count, so that there are at most `most` in all.
+  // Adds the current segment's next live records, until `places` has `most`.
   void take(size_t most, std::vector<RecordAddress>& places) {
     const LiveSet::Part& part = position.at->second;
     uint32_t& record = position.record;

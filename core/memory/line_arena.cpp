@@ -22,9 +22,9 @@ void for_each_page(size_t first_line, size_t lines, Fn fn) {
   }
 }
 
-// A reader of a dead block may be looking, so to the thread sanitizer these are stores that it may race with. Fresh
-// memory is zero already, but a page that is read before it is written is faulted twice, the second time with an
-// interrupt of every core.
+// A reader may still read a released block, so the thread sanitizer sees atomic stores. Fresh memory is zero already,
+// but is cleared too: a page that is read before it is written faults twice, the second time with an interrupt of every
+// core.
 void clear(char* block, size_t lines) {
 #if defined(__SANITIZE_THREAD__)
   auto words = reinterpret_cast<uint32_t*>(block);
@@ -88,7 +88,7 @@ void LineArena::release(char* block, size_t lines) {
   add_free_range(first, lines);
 }
 
-// Joins the hole with its neighbours.
+// Merges the range with its neighbours.
 void LineArena::add_free_range(size_t first, size_t lines) {
   auto next = std::lower_bound(free_ranges_.begin(), free_ranges_.end(), first,
                                [](const FreeRange& h, size_t at) { return h.first < at; });
@@ -105,7 +105,7 @@ void LineArena::add_free_range(size_t first, size_t lines) {
     try {
       free_ranges_.insert(next, {first, lines});
     } catch (const std::bad_alloc&) {
-      // Its addresses are lost to us, its memory is not; a release must not fail.
+      // A release must not fail. The range's addresses are not reused; its memory is still returned to the system.
     }
   }
 }

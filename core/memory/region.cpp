@@ -14,7 +14,7 @@ namespace {
 constexpr size_t kSmallStep = size_t{64} << 10;
 constexpr size_t kHugeFrom = size_t{4} << 20;
 
-constexpr size_t kAddressSpace = size_t{96} << 40;  // of 128 TiB; the rest is for the rest of the program
+constexpr size_t kAddressSpace = size_t{96} << 40;  // of 128 TiB; the remainder is left to the rest of the program
 std::atomic<size_t> taken_addresses{0};
 
 size_t round_up(size_t bytes, size_t step) { return (bytes + step - 1) / step * step; }
@@ -31,13 +31,13 @@ size_t machine_memory() {
 }
 
 Region::Region(size_t reserve, bool huge_pages) : huge_pages_(huge_pages) {
-  // Every region takes at most a thirty-second of the address space that is left, so there is always room for more.
+  // A region takes at most 1/32 of the address space that is left, so a further region can always be reserved.
   const size_t taken = taken_addresses.load(std::memory_order_relaxed);
   const size_t share = (kAddressSpace - std::min(kAddressSpace, taken)) / 32;
   for (size_t want = round_up(std::min(reserve, share), kHugePage) + kHugePage; want >= 2 * kHugePage; want /= 2) {
     void* p = reserve_range(want);
     if (!p) continue;
-    // Align to a huge page and give the ends back.
+    // Align to a huge page and unmap both ends.
     auto start = reinterpret_cast<uintptr_t>(p);
     uintptr_t aligned = round_up(start, kHugePage);
     size_t usable = (want - (aligned - start)) / kHugePage * kHugePage;
@@ -65,7 +65,8 @@ size_t Region::rounded(size_t bytes) const {
   return std::max(committed_, round_up(bytes, huge_pages_ && bytes > kHugeFrom ? kHugePage : kSmallStep));
 }
 
-// Opens addresses well ahead of what is used (a system call per step would show): only what is touched takes memory.
+// Makes addresses accessible well ahead of use, because a system call per step would be slow. Only pages that are
+// touched take memory.
 void Region::commit(size_t bytes) {
   const size_t want = rounded(bytes);
   if (want <= committed_) return;

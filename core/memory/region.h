@@ -15,7 +15,7 @@ inline constexpr size_t kHugePage = size_t{2} << 20;
 
 class Region {
  public:
-  // Reserves up to `reserve` bytes of address space (less where the machine gives less).
+  // Reserves up to `reserve` bytes of address space (less if the machine allows less).
   explicit Region(size_t reserve, bool huge_pages = true);
   ~Region();
   Region(const Region&) = delete;

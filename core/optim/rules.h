@@ -14,7 +14,7 @@ namespace hotrow {
 
 namespace {
 
-// Eight floats at any address. The compiler makes one AVX register or two SSE ones of it; the operations are the same.
+// Eight floats at any address. The compiler uses one AVX register or two SSE registers; the operations are the same.
 typedef float Lanes __attribute__((vector_size(32), aligned(4), may_alias));
 
 inline __attribute__((always_inline)) Lanes& lanes(float* p) { return *reinterpret_cast<Lanes*>(p); }

@@ -276,7 +276,7 @@ bool Plan::slots_reassigned() const {
 }
 
 void Plan::slot_metadata(uint32_t* slots, uint32_t* steps, uint32_t* counts) const {
-  require(state_ == State::kFetched, "places: fetch first");
+  require(state_ == State::kFetched, "slot_metadata: fetch first");
   size_t base = 0;
   for (size_t j = 0; j < job_count_; ++j) {
     const Job& job = jobs_[j];
@@ -299,7 +299,7 @@ void Plan::slot_metadata(uint32_t* slots, uint32_t* steps, uint32_t* counts) con
 }
 
 void Plan::pin_for_device() {
-  require(state_ == State::kFetched, "hold: fetch first");
+  require(state_ == State::kFetched, "pin_for_device: fetch first");
   for (size_t j = 0; j < job_count_; ++j) {
     Job& job = jobs_[j];
     SsdTier* tier = job.table->tier();

@@ -22,7 +22,7 @@ using testing::rows_of;
 constexpr RuleKind kRules[] = {RuleKind::kSgd,  RuleKind::kAdagrad, RuleKind::kRowWiseAdagrad,
                                RuleKind::kAdam, RuleKind::kAdamW,   RuleKind::kFtrl};
 
-// Three features of one table: single ids, weighted bags, a sequence; `pooling` is what the bags do.
+// Three features of one table: single ids, weighted bags, a sequence; `pooling` is that of the bags.
 Batch some_batch(testing::Random& random, size_t size, uint64_t variety, Pooling pooling, int dim) {
   Batch batch;
   batch.add_single(random, size, variety, Pooling::kSum);

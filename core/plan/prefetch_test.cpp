@@ -104,8 +104,8 @@ uint64_t prefetched(const Store& store) {
   return store.tables[0]->tier()->report().prefetched + store.tables[1]->tier()->report().prefetched;
 }
 
-// A table takes what its index and its readers need, and lets rows go for it before the same call ends: whoever looks
-// meanwhile from another thread may see too much, but not for long.
+// A call may exceed the budget for its index and readers, and evicts rows for that before it returns. So another thread
+// may see an exceeded budget for a short time.
 bool within_budget(const Store& store) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   while (store.budget->used() > store.budget->limit()) {
@@ -168,7 +168,7 @@ TEST(batches_fetched_ahead_give_the_same_rows) {
     }
 }
 
-// Compaction that gives a row another place while it is being read leaves it to fetch.
+// If compaction moves a row while prefetch reads it, fetch reads it again.
 struct NoCompaction {
   NoCompaction() { CompactionThread::shared().set_rate(0); }
   ~NoCompaction() { CompactionThread::shared().set_rate(rate); }
@@ -201,7 +201,7 @@ TEST(a_row_that_was_fetched_ahead_stays_until_its_batch_has_it) {
   CHECK(store.tables[0]->tier()->report().arrivals - before < 100);
   for (const auto& table : store.tables) {
     std::lock_guard lock(table->write_mutex());
-    CHECK(table->tier()->evict(100000) >= 1);  // nothing is held any more
+    CHECK(table->tier()->evict(100000) >= 1);  // no row is protected any more
     CHECK_EQ(testing::rows_of(*table).size(), 0u);
   }
 }
@@ -221,7 +221,7 @@ TEST(prefetch_creates_admits_and_counts_nothing) {
   const uint64_t hits = store.tables[0]->tier()->report().hits, size = store.tables[0]->size();
   route(plan, store, keys[1]);
   plan.prefetch();
-  plan.prefetch();  // again: what is held is let go of first
+  plan.prefetch();  // again: it first releases the rows that are protected
   plan.release();
   const auto after = all_rows(store);
   CHECK(testing::same_bits(before[0], after[0]) && testing::same_bits(before[1], after[1]));
@@ -265,7 +265,7 @@ TEST(a_row_that_expires_between_prefetch_and_fetch_reads_as_new) {
   }
 }
 
-// The row is read before the sweep and put into its slot after it: Table::bring must look again.
+// The row is read before the sweep and put into its slot after it: Table::promote must check expiry again.
 TEST(a_row_that_expires_while_it_is_being_fetched_reads_as_new) {
   for (int round = 0; round < 20; ++round) {
     testing::TempFolder folder;

@@ -14,7 +14,7 @@ constexpr size_t kLongestLine = 4096;
   throw std::runtime_error("not a reply of a Redis server: " + std::string(at, std::min<size_t>(end - at, 40)));
 }
 
-// A line's number, the '\r' of its end behind it. Null: not all there yet.
+// Parses a number and the "\r\n" after it. Null: the line is incomplete.
 const char* take_number(const char* at, const char* end, int64_t& number) {
   const char* start = at;
   const bool negative = at < end && *at == '-';
@@ -64,7 +64,7 @@ size_t RedisRowReplies::feed(char* buffer, size_t size) {
   return left;
 }
 
-// The beginning of a reply: an array's length, an error, or a line that says nothing.
+// The beginning of a reply: an array's length, an error, or a line without content.
 const char* RedisRowReplies::take_line(const char* at, const char* end) {
   if (at == end) return nullptr;
   const Command& command = commands_[next_];

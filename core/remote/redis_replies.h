@@ -6,7 +6,7 @@
 // the caller's arrays as the bytes arrive, without an object per row (redis-py makes two: benchmarks
 // `online/redis_read` compares).
 //
-// Nothing here knows sockets, TLS or clusters: src/hotrow/tiers/remote/redis_connection.py does.
+// Sockets, TLS and clusters are handled by src/hotrow/tiers/remote/redis_connection.py.
 // Threads: a RedisRowReplies has one user at a time; the functions have no state.
 #pragma once
 

@@ -39,7 +39,7 @@ uint64_t RecordReader::read(const std::vector<RecordRequest>& wanted, const std:
       finish(buffers_[finished++ % kBuffers], wanted, records);
     }
   } catch (...) {
-    for (ReadBuffer& each : buffers_) each.reader->wait();  // the memory is used again
+    for (ReadBuffer& each : buffers_) each.reader->wait();  // the reads write to the buffers' memory
     throw;
   }
   ram_bytes_ = buffers_.size() * buffer_bytes() + this->wanted.capacity() * sizeof(RecordRequest);
@@ -65,7 +65,7 @@ RecordReader::ReadBuffer& RecordReader::buffer(size_t number) {
   return buffers_.back();
 }
 
-// Takes from the cursor what one lane holds, and begins to read it.
+// Takes as many requests from the cursor as fit into one buffer, and starts their reads.
 void RecordReader::start(ReadBuffer& buffer, const std::vector<RecordRequest>& wanted,
                          const std::vector<SegmentRequests>& runs, Cursor& cursor) {
   buffer.requests.clear();

@@ -22,7 +22,7 @@ static_assert(offsetof(BlockHead, block) == 8 && offsetof(BlockHead, records) ==
 constexpr char kMagic[9] = "HOTROWSG";
 constexpr uint32_t kMostBlockBytes = 64 << 10;  // unless a single record is larger
 
-// Behind the magic and the checksum itself.
+// Over the bytes after the magic and the checksum.
 uint64_t header_checksum(const char* block) { return hash_bytes(block + 16, kSegmentHeadBytes - 16, 0); }
 
 uint64_t block_checksum(const Geometry& geometry, uint64_t seed, const char* block) {
@@ -110,9 +110,9 @@ SegmentHead read_header(const char* block, const std::string& path) {
   const Geometry geometry = possible ? geometry_of(header.row_bytes, header.row_type) : Geometry{};
   if (header.record_bytes != geometry.record_bytes || header.block_bytes != geometry.block_bytes ||
       header.records_per_block != geometry.records_per_block || header.name_bytes > kMostNameBytes || !possible)
-    damaged(path, "has a header with sizes that do not fit together");
+    damaged(path, "has a header with inconsistent sizes");
   if ((header.version == kTypedSegmentVersion) != (header.row_type != 0))
-    damaged(path, "has a row type that does not go with its version");
+    damaged(path, "has a row type that its version does not allow");
   return {geometry, {std::string(header.name, header.name_bytes), header.segment, header.origin}};
 }
 
@@ -130,7 +130,7 @@ void check_block(const Geometry& geometry, uint64_t seed, uint32_t block, uint32
   BlockHead head;
   std::memcpy(&head, bytes, sizeof(head));
   if (head.checksum != block_checksum(geometry, seed, bytes))
-    damaged(path, "is damaged in block " + std::to_string(block) + " (its checksum does not fit)");
+    damaged(path, "is damaged in block " + std::to_string(block) + " (its checksum does not match)");
   if (head.block != block)
     damaged(path, "has block " + std::to_string(head.block) + " in the place of block " + std::to_string(block));
   if (head.records < records || head.records > geometry.records_per_block)

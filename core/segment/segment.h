@@ -1,11 +1,10 @@
-// A segment file as bytes: a header block, then blocks of records. docs/formats/segments.md is the page for it.
+// A segment file as bytes: a header block, then blocks of records. docs/formats/segments.md specifies it.
 //
-// Everything that places or checks a byte of a segment is here: the sizes that follow from a row's size, the header, a
-// block's checksum, the file's name. The writer (segment_writer.h) and the reader (record_reader.h) both use it, so
-// they cannot disagree.
+// Layout and checks are only here: the sizes that follow from a row's size, the header, a block's checksum, the file's
+// name. The writer (segment_writer.h) and the reader (record_reader.h) both use these functions.
 //
-// A block's checksum is seeded by what the block belongs to: table, segment number and origin. Origin is a number drawn
-// when a log is opened. It tells apart two files of the same name and number that come from two lives of a folder, as
+// A block's checksum is seeded by its table, segment number and origin. The origin is a random number, drawn when a log
+// is opened. It distinguishes two files of the same table and number that different runs wrote into one folder, as
 // after a resume from an older checkpoint.
 //
 // Threads: functions of their arguments.
@@ -21,7 +20,7 @@
 
 namespace hotrow {
 
-inline constexpr uint32_t kSegmentVersion = 1, kTypedSegmentVersion = 2;  // the latter where row_type is not 0
+inline constexpr uint32_t kSegmentVersion = 1, kTypedSegmentVersion = 2;  // 2 if row_type is not 0
 inline constexpr size_t kSegmentHeadBytes = 4096;
 inline constexpr uint32_t kMostRecords = uint32_t{1} << kRecordBits;  // in a segment
 inline constexpr uint64_t kMostSegments = kMaxAddresses >> kRecordBits;
@@ -30,7 +29,7 @@ inline constexpr size_t kMostNameBytes = 256;
 
 struct SegmentHeader {  // at the start of the file; zeros up to kSegmentHeadBytes
   char magic[8];
-  uint64_t checksum;  // of everything behind it in the header block
+  uint64_t checksum;  // of every byte after it in the header block
   uint32_t version;
   uint32_t row_bytes;
   uint32_t record_bytes;
@@ -41,12 +40,12 @@ struct SegmentHeader {  // at the start of the file; zeros up to kSegmentHeadByt
   uint64_t origin;
   uint32_t row_type;  // LogOptions::row_type
   uint32_t zero;
-  char name[kMostNameBytes];  // the table's, zeros behind it
+  char name[kMostNameBytes];  // the table's, then zeros
 };
 static_assert(sizeof(SegmentHeader) == 320);
 
 struct BlockHead {
-  uint64_t checksum;  // of everything behind it in the block
+  uint64_t checksum;  // of every byte after it in the block
   uint32_t block;     // its number in the segment, from 0
   uint32_t records;
 };

@@ -16,7 +16,7 @@ using testing::TempFolder;
 const std::string kGolden = std::string(HOTROW_GOLDEN) + "/segments";
 constexpr uint64_t kSegment = 41, kOrigin = 0x0123456789ABCDEF;
 constexpr uint32_t kRowBytes = 256;
-constexpr int64_t kRecords = 20;  // a full block and a part of one; every third is dead, the last does not count
+constexpr int64_t kRecords = 20;  // a full and a partial block; every third is dead, the last is not in the snapshot
 
 bool counts(int64_t key) { return key % 3 != 0 && key < kRecords - 1; }
 

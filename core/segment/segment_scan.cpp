@@ -13,7 +13,7 @@ constexpr size_t kBufferBytes = size_t{4} << 20;
 SegmentScan::SegmentScan(const std::string& path) : file_(files().open(path, OpenMode::kReadDirect)) {
   bytes_ = file_->size();
   if (bytes_ < kSegmentHeadBytes)
-    throw CorruptFile("segment '" + path + "' has " + std::to_string(bytes_) + " bytes: not even its header is whole");
+    throw CorruptFile("segment '" + path + "' has " + std::to_string(bytes_) + " bytes, less than a header");
   const Aligned block = allocate_aligned(kSegmentHeadBytes);
   file_->read(0, block.get(), kSegmentHeadBytes);
   head_ = read_header(block.get(), path);

@@ -36,7 +36,7 @@ struct Sample {
   std::vector<char> bytes;
 };
 
-// The numbers of the records that come, each checked.
+// The numbers of the returned records; checks each record.
 std::vector<uint32_t> scan(SegmentScan& scan) {
   std::vector<uint32_t> all, numbers;
   std::vector<RecordHead> heads;
@@ -105,7 +105,7 @@ TEST(a_segment_without_a_good_header_is_named) {
   sample.bytes[21] ^= 1;  // row_bytes
   CHECK(words().find(segment_name(0) + "' has a damaged header") != std::string::npos);
   sample.bytes.resize(100);
-  CHECK(words().find("not even its header is whole") != std::string::npos);
+  CHECK(words().find("less than a header") != std::string::npos);
 }
 
 TEST(a_log_that_began_with_a_snapshot_says_which_records_counted) {
@@ -115,7 +115,7 @@ TEST(a_log_that_began_with_a_snapshot_says_which_records_counted) {
     for (int64_t key = 0; key < 10; ++key) append(log, key, 5);
     log.mark_dead(3);
     const LiveSet set = log.begin_snapshot();
-    append(log, 4, 6);  // what a resumed run will not have seen
+    append(log, 4, 6);  // a record that a resumed run does not have
     log.seal();
     log.export_snapshot(set, folder / "snapshot");
   }

@@ -33,7 +33,7 @@ void SegmentWriter::append(const RecordHead& head, const void* values) {
   std::memcpy(into, &head, sizeof(head));
   std::memcpy(into + sizeof(head), values, geometry_.row_bytes);
   ++buffered_;
-  // A full block gets its checksum while it is in the cache, and the disk does not wait for it.
+  // A full block gets its checksum now, while it is in the CPU cache, so that the write does not wait for it.
   const uint32_t each = geometry_.records_per_block;
   if (buffered_ % each == 0)
     finish_block(geometry_, seed_, records() / each - 1, each, block(filling_, buffered_ / each - 1));
@@ -79,8 +79,8 @@ uint64_t SegmentWriter::finish_write() {
   return bytes;
 }
 
-// Records of a half, behind `from` others of the segment. Only the last block may still lack its head. Returns the
-// bytes.
+// Writes `records` records of a half, after the segment's first `from` records. Only the last block may lack its head.
+// Returns the bytes.
 uint64_t SegmentWriter::write_half(int half, uint32_t from, uint32_t records) {
   const uint32_t each = geometry_.records_per_block, first = from / each;
   const uint32_t blocks = static_cast<uint32_t>(geometry_.blocks(records));

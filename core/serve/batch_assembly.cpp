@@ -16,14 +16,14 @@ void check(const RequestView& view, const RequestSlice& piece, const BatchLayout
     throw FrameError("frame has " + std::to_string(head.dense) + " dense columns, the model " +
                      std::to_string(layout.dense));
   if (piece.rows == 0 || piece.first > head.rows || piece.rows > head.rows - piece.first)
-    throw FrameError("piece is not inside its request");
+    throw FrameError("a slice's rows are outside of its request");
 }
 
 struct Source {
   RequestView view;
   uint32_t first, rows;
 
-  // How many ids a feature brings, and whether they are one for each row.
+  // A feature's number of ids in this slice, and whether each row has exactly one.
   uint64_t ids(uint32_t feature) const {
     if (view.is_packed()) return rows;
     const FeatureView& ids = view.features[feature];
@@ -89,7 +89,7 @@ void put_weights(const Source& source, uint32_t feature, float* out) {
   std::memcpy(out, ids.weights + 4 * skip, 4 * count);
 }
 
-// The offsets behind the first one, from `at` ids on.
+// The slice's offsets without the first one; its ids begin at `at`.
 void put_offsets(const Source& source, uint32_t feature, int64_t at, int64_t* out) {
   const bool jagged = !source.view.is_packed() && source.view.features[feature].kind == IdsKind::kJagged;
   if (jagged) {
@@ -112,7 +112,7 @@ void put_dense(const Source& source, uint32_t columns, float* out) {
   }
 }
 
-// Sizes of everything, before anything is allocated.
+// Computes all sizes before memory is allocated.
 void measure(const std::vector<Source>& sources, const BatchLayout& layout, AssembledBatch& joined) {
   for (uint32_t feature = 0; feature < layout.features; ++feature) {
     Column column;
@@ -146,7 +146,8 @@ AssembledBatch assemble(std::span<const RequestSlice> pieces, const BatchLayout&
     sources[i].rows = pieces[i].rows;
     joined.rows += pieces[i].rows;
   }
-  if (joined.rows > layout.most_ids) throw FrameError("the joined batch has far too many rows");
+  if (joined.rows > layout.most_ids)
+    throw FrameError("the joined batch has more rows than the limit of " + std::to_string(layout.most_ids) + " ids");
   measure(sources, layout, joined);
   joined.values.reset(new int64_t[joined.ids]);
   joined.offsets.reset(new int64_t[joined.offset_count]);

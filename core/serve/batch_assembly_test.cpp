@@ -71,7 +71,7 @@ TEST(piece_outside_of_its_request_is_an_error) {
 TEST(every_cut_of_a_frame_is_an_error) {
   const auto frame = a_frame();
   for (size_t size = 0; size < frame.size(); ++size) {
-    // A copy of just these bytes, so that the address sanitizer sees a read behind them.
+    // A copy of exactly these bytes, so that the address sanitizer detects a read past them.
     std::vector<uint8_t> cut(frame.begin(), frame.begin() + static_cast<ptrdiff_t>(size));
     const auto length = static_cast<uint32_t>(size);
     if (size >= sizeof length) std::memcpy(cut.data(), &length, sizeof length);

@@ -19,7 +19,8 @@ bool supports_dot_interaction(size_t count, size_t dim) {
 void dot_interaction(const std::vector<StridedVectors>& vectors, size_t dim, StridedVectors lead, size_t lead_width,
                      size_t rows, float* out) {
   const size_t count = vectors.size();
-  if (!supports_dot_interaction(count, dim)) throw std::invalid_argument("pair_dots: too many vectors, or too wide");
+  if (!supports_dot_interaction(count, dim))
+    throw std::invalid_argument("dot_interaction: too many vectors, or dim is too large");
   std::vector<const float*> data;
   std::vector<size_t> strides;
   for (const StridedVectors& vector : vectors) {

@@ -11,7 +11,7 @@ float value(size_t row, size_t vector, size_t d) {
   return static_cast<float>(static_cast<int>((row * 131 + vector * 17 + d * 7) % 29) - 14) * 0.37f;
 }
 
-// The plain way, summed in the same order.
+// The plain reference, summed in the same order.
 std::vector<float> plainly(size_t count, size_t dim, size_t rows, size_t lead) {
   std::vector<float> out;
   for (size_t row = 0; row < rows; ++row) {

@@ -39,7 +39,7 @@ void check_offsets(const uint8_t* offsets, uint32_t rows, uint32_t count) {
   if (read_int64(offsets) != 0) throw FrameError("offsets do not start at 0");
   for (uint32_t row = 1; row <= rows; ++row) {
     const int64_t here = read_int64(offsets + 8 * uint64_t{row});
-    if (here < before) throw FrameError("offsets fall");
+    if (here < before) throw FrameError("offsets decrease");
     before = here;
   }
   if (before != count) throw FrameError("offsets do not end at the number of ids");
@@ -88,8 +88,8 @@ void RequestView::parse(const uint8_t* data, size_t size) {
       features.push_back(take_feature(bytes, load<FeatureHead>(heads + sizeof(FeatureHead) * uint64_t{i}), head.rows));
       const bool shared = features.back().kind == IdsKind::kShared;
       joined_ids += uint64_t{features.back().count} * (shared ? head.rows : 1);
-      // 2^32 features of 2^64 ids would wrap; nothing near it is ever joined.
-      if (joined_ids > uint64_t{1} << 40) throw FrameError("shared ids times rows are far too many");
+      // 2^32 features of 2^64 ids would overflow. No valid request is near this limit.
+      if (joined_ids > uint64_t{1} << 40) throw FrameError("shared ids times rows are more than 2^40");
     }
   }
   if (head.dense) {
@@ -97,7 +97,7 @@ void RequestView::parse(const uint8_t* data, size_t size) {
     if (rows * head.dense > bytes.left() / 4) throw FrameError("frame ends inside its dense features");
     dense = bytes.take(padded(4 * rows * head.dense), "dense features");
   }
-  if (bytes.left()) throw FrameError(std::to_string(bytes.left()) + " bytes behind the end of a request");
+  if (bytes.left()) throw FrameError(std::to_string(bytes.left()) + " bytes after the end of a request");
 }
 
 }  // namespace hotrow::serve

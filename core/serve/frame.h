@@ -3,13 +3,12 @@
 // Every frame begins with a FrameHead and is a multiple of 8 bytes long. A request's body is
 //
 //   packed:      int64 keys, [rows, features] or (kColumns) [features, rows]: one id per row in every feature
-//   otherwise:   a FeatureHead for each feature; then for each its int64 values, int64 offsets [rows + 1] if jagged,
-//   and
-//                float weights (to the next 8 bytes) if it has them
+//   otherwise:   a FeatureHead for each feature; then for each its int64 values, its int64 offsets [rows + 1] if
+//                jagged, and its float weights (to the next 8 bytes) if it has any
 //   then:        float dense [rows, dense], or [1, dense] with kDenseShared, to the next 8 bytes
 //
-// The parser trusts nothing in a frame: RequestView::parse checks every length and offset against the bytes that
-// are there, so a malformed frame is an error and never a read outside of it.
+// Frames are untrusted input: RequestView::parse checks every length and offset against the frame's size, so a
+// malformed frame is an error and never an out-of-bounds read.
 #pragma once
 
 #include <bit>
@@ -61,15 +60,15 @@ struct AnswerHead {
   FrameHead frame;
   uint32_t version;      // the engine's number for the version that answered
   uint32_t late;         // ids answered by policy
-  uint64_t publication;  // the oldest that a part of the answer is from
-  uint64_t highest;      // the newest; the same unless a remote store or several batches answered
+  uint64_t publication;  // the oldest publication that a part of the answer was read from
+  uint64_t highest;      // the newest; equal to it unless a remote store or several batches answered
   int64_t watermark;     // event time of `publication`, milliseconds; INT64_MIN: not known
   uint32_t rows;
   uint32_t tasks;  // 0: logits are [rows]
 };
 static_assert(sizeof(AnswerHead) == 56);
 
-// A frame that does not fit its own lengths, or not the model.
+// A malformed frame, or one that does not match the model.
 struct FrameError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -82,16 +81,16 @@ struct FeatureView {
   IdsKind kind;
 };
 
-// A request frame whose every length has been checked. The bytes need not be aligned.
+// A request frame with all lengths checked. The bytes need not be aligned.
 struct RequestView {
   RequestHead head;
   const uint8_t* packed = nullptr;    // the matrix, if it is one
   std::vector<FeatureView> features;  // otherwise
   const uint8_t* dense = nullptr;
-  uint64_t joined_ids = 0;  // how many ids the request has once shared features are spread
+  uint64_t joined_ids = 0;  // number of ids after shared features are expanded
 
   bool is_packed() const { return head.frame.flags & kPacked; }
-  // Requires nothing of the bytes. Throws FrameError.
+  // Accepts any bytes. Throws FrameError.
   void parse(const uint8_t* data, size_t size);
 };
 

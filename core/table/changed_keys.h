@@ -1,8 +1,8 @@
 // The keys of a table that changed since the last take(): the input of a publication.
 //
 // Every path that changes a row records its key here: update, GPU write-back, creation, assign, erase, sweep. A bit per
-// slot prevents recording a row twice. The bit is cleared when another row takes the slot, so a row that left for SSD
-// and came back may be recorded twice; take() removes duplicates. Keys that admission rejected are not recorded. take()
+// slot prevents recording a row twice. The bit is cleared when another row takes the slot, so a row that was evicted
+// and read back may be recorded twice; take() removes duplicates. Keys that admission rejected are not recorded. take()
 // returns keys only; the caller looks up the current row, or finds that there is none.
 //
 // Off until begin(): a table that is not published pays one branch a batch. Memory: 8 bytes per changed row and one bit

@@ -49,7 +49,7 @@ std::vector<float> values_of(const Keys& keys) {
   return values;
 }
 
-// What must be read of those values.
+// The expected result of reading those values.
 std::vector<float> converted(RowType type, const std::vector<float>& values) {
   std::vector<float> result(values.size());
   std::vector<uint32_t> row(words_of(type, kDim));
@@ -204,7 +204,7 @@ TEST(a_row_that_is_read_stays_in_dram_and_others_leave) {
   CHECK_EQ(table->on_ssd(all.data(), all.size(), nullptr), 3000u);
 }
 
-// Few rows in many slots, so that the hand goes round, and takes its time, while readers warm what it has chosen.
+// Few rows in many slots, so that the hand goes round slowly while readers raise the heat of its victims.
 TEST(rows_that_are_read_while_they_are_chosen_to_leave_leave_once) {
   testing::TempFolder folder;
   auto table = make(RowType::kHalf, std::make_shared<Budget>(size_t{64} << 20), folder / "ssd");
@@ -235,8 +235,8 @@ TEST(rows_that_are_read_while_they_are_chosen_to_leave_leave_once) {
   CHECK_EQ(table->size(), more.size());
 }
 
-// Lanes read while others bring rows up, rows leave, and new values are assigned: every row is one of the two that its
-// key ever had, whole, whatever its tier.
+// Lanes read while other threads prefetch, evict and assign rows. Each row that is read must be one of the two that its
+// key ever had, whole, in any tier.
 TEST(lanes_read_whole_rows_beside_prefetch_eviction_and_assignment) {
   for (RowType type : kTypes) {
     testing::TempFolder folder;

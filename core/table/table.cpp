@@ -12,12 +12,11 @@
 namespace hotrow {
 namespace {
 
-constexpr size_t kIndexBytes = 5, kIndexGrowth = 8;  // bytes a row, and how much more address space its growth spends
+constexpr size_t kIndexBytes = 5, kIndexGrowth = 8;  // bytes a row; factor of address space that its growth uses up
 
 int row_width(const TableOptions& options) {
-  if (options.type == RowType::kByte && !options.frozen)
-    throw std::invalid_argument("rows of type int8 can only be read");
-  if (options.frozen && !options.state.empty()) throw std::invalid_argument("rows that are only read have no state");
+  if (options.type == RowType::kByte && !options.frozen) throw std::invalid_argument("rows of type int8 are read-only");
+  if (options.frozen && !options.state.empty()) throw std::invalid_argument("read-only rows have no optimizer state");
   int width = words_of(options.type, options.dim);
   for (const StatePart& part : options.state) width += part.width;
   return width;
@@ -71,7 +70,7 @@ void Table::attach(std::unique_ptr<Log> log, bool evicts, bool cache_only) {
   if (log->options().row_bytes != view_.row_bytes) throw std::logic_error("the log is for rows of another width");
   if (log->options().row_type != static_cast<uint32_t>(options_.type))
     throw std::logic_error("the log is for rows of another type");
-  if (evicts && slots_ != 0) throw std::logic_error("an SSD tier is given to a table before its first row");
+  if (evicts && slots_ != 0) throw std::logic_error("an SSD tier must be attached before the table's first row");
   auto tier = std::make_unique<SsdTier>(*this, std::move(log), evicts, cache_only);
   if (!evicts && slots_ != 0) {
     const size_t bytes = slots_ * SlotState::kBytes;
@@ -237,7 +236,7 @@ void Table::erase_slot(uint64_t hash, uint32_t slot) {
   ShardWriteScope guard(index);
   ShardWriter(index, view_.headers, index_memory_).erase(hash, slot);
   view_.headers[slot / 4].stamp[slot % 4] = 0;
-  if (!tier_ || tier_->slot_state().pins(slot) == 0) free_.push_back(slot);  // else its last holder frees it
+  if (!tier_ || tier_->slot_state().pins(slot) == 0) free_.push_back(slot);  // otherwise the last unpin frees it
 }
 
 void Table::start_tracking_changes(bool all) {
@@ -251,7 +250,7 @@ void Table::start_tracking_changes(bool all) {
   std::vector<float> rows;
   for (uint32_t shard = 0; all && shard < kShards; ++shard) {
     scan_cold(shard, heads, rows);
-    for (const RecordHead& head : heads) changes_.mark_removed(head.key);  // from its slot; it is on SSD
+    for (const RecordHead& head : heads) changes_.mark_removed(head.key);  // recorded by key: a row on SSD has no slot
   }
   recharge_budget();
 }

@@ -7,7 +7,7 @@
 namespace hotrow {
 
 void Table::set_admission(const AdmissionOptions& options) {
-  require_trainable("admission is for rows that are trained");
+  require_trainable("admission needs a table that is trained");
   std::lock_guard lock(write_mutex_);
   auto admission = std::make_unique<Admission>(
       options,
@@ -19,7 +19,7 @@ void Table::set_admission(const AdmissionOptions& options) {
 }
 
 uint64_t Table::sweep(const SweepRules& rules, uint64_t rows_on_other_ranks) {
-  require_trainable("expiry is for rows that are trained");
+  require_trainable("expiry needs a table that is trained");
   std::lock_guard lock(write_mutex_);
   expiry_.raise_cutoffs(rules);
   if (rules.max_rows && live_ + rows_on_other_ranks > rules.max_rows) cap_rows(rules.max_rows, rows_on_other_ranks);
@@ -95,8 +95,9 @@ Table::LastStepsByShard Table::surviving_steps() const {
   return steps;
 }
 
-// Each shard keeps its share of the newest rows, once the table as a whole is over the cap. Only unexpired rows count,
-// also on SSD. The SSD is read for that, but only when there may be too many rows (live_ includes expired rows on SSD).
+// When the whole table exceeds the cap, each shard keeps its share of the newest rows. Only unexpired rows count, in
+// DRAM and on SSD. The SSD is read for that, but only if there may be too many rows (live_ includes expired rows on
+// SSD).
 void Table::cap_rows(uint64_t max_rows, uint64_t rows_on_other_ranks) {
   const uint64_t share = std::max<uint64_t>(1, max_rows / kShards);
   LastStepsByShard steps = surviving_steps();
@@ -105,7 +106,7 @@ void Table::cap_rows(uint64_t max_rows, uint64_t rows_on_other_ranks) {
   if (total <= max_rows) return;
   for (uint32_t shard = 0; shard < kShards; ++shard) {
     if (steps[shard].size() <= share) continue;
-    // The smallest step of which no more than `share` rows are at least as new.
+    // The smallest cutoff that at most `share` rows survive.
     auto nth = steps[shard].begin() + static_cast<std::ptrdiff_t>(share);
     std::nth_element(steps[shard].begin(), nth, steps[shard].end(), std::greater<>());
     expiry_.cap(shard, *nth + 1);

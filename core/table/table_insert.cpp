@@ -88,7 +88,7 @@ Table::InsertPlan Table::plan_insert(const uint64_t* hashes, const uint32_t* slo
   if (slots_after >= kNoSlot - kFirstSlotCode)
     throw BudgetExceeded("table '" + options_.name + "' would pass 4 billion rows in one process; use more ranks");
   size_t rebuilds = 0;
-  size_t growth = 0;  // lines of the index; an old array lives beside its successor for a moment
+  size_t growth = 0;  // lines of the index; during a rebuild the old and the new array exist together
   for (uint32_t shard = 0; shard < kShards; ++shard)
     if (uint32_t more = inserts.more[shard]; more && ShardWriter::full(shards_[shard], more, slots_after)) {
       growth += lines_for(shard, uint64_t{shards_[shard].rows} + more);
@@ -98,8 +98,8 @@ Table::InsertPlan Table::plan_insert(const uint64_t* hashes, const uint32_t* slo
   const size_t row_bytes = slots_after * view_.row_bytes, header_bytes = (slots_after + 3) / 4 * sizeof(HeaderGroup);
   if (row_bytes > rows_.reserved() || header_bytes > headers_.reserved() ||
       index_memory_.address_space_used() + growth * kLine > index_memory_.reserved())
-    throw BudgetExceeded("table '" + options_.name + "' outgrows the address space it was given; use fewer tables in " +
-                         "one process, or more ranks");
+    throw BudgetExceeded("table '" + options_.name + "' exceeds its reserved address space; use fewer tables in one " +
+                         "process, or more ranks");
   const size_t index_bytes = index_memory_.resident() + growth * kLine + rebuilds * kPage;
   size_t need = rows_.rounded(row_bytes) + headers_.rounded(header_bytes) + index_bytes;
   if (admission_) need += admission_->bytes();
@@ -110,7 +110,7 @@ Table::InsertPlan Table::plan_insert(const uint64_t* hashes, const uint32_t* slo
                : need + tier_->memory_bytes() + (slots_after - slots_) * SlotState::kBytes + (size_t{3} << 16);
   if (need > charged_) {
     if (tier_ && tier_->evicts())
-      budget_->charge(need - charged_);  // small, and made up for by restore_free_reserve()
+      budget_->charge(need - charged_);  // small; restore_free_reserve() evicts rows for it
     else if (!budget_->try_charge(need - charged_))
       throw_budget_exceeded(inserts.at.size(), need - charged_);
     charged_ = need;
@@ -233,7 +233,7 @@ void Table::create(const UniqueKeys& unique_keys, uint32_t* slots) {
   FetchedRows fetched;
   try {
     if (tier_ && tier_->evicts() && missing) {
-      // What ensure_free_slots evicts must not be what was just found.
+      // Pins the found rows, so that ensure_free_slots does not evict them.
       tier_->pin_found(slots, unique_keys.size());
       try {
         tier_->fetch(unique_keys, slots, fetched);
@@ -260,7 +260,7 @@ size_t Table::bulk_part() const {
 }
 
 void Table::find_or_create(const int64_t* keys, size_t count, uint32_t* slots) {
-  require_trainable("a row cannot be created by asking for it");
+  require_trainable("a lookup cannot create its rows");
   create_in_parts(keys, count, slots);
 }
 

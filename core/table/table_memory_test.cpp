@@ -55,7 +55,7 @@ TEST(a_row_costs_less_than_20_bytes_over_its_values) {
   CHECK((report.header_bytes + report.index_bytes) / static_cast<double>(report.rows) < 20);
 }
 
-// Grows until the budget says no; then everything is as it was before the refused call, and small calls still work.
+// Grows until the budget refuses a call; the table is then as it was before that call, and small calls still work.
 TEST(a_refused_growth_leaves_everything_as_it_was) {
   testing::Random random(3);
   auto budget = std::make_shared<Budget>(size_t{12} << 20);

@@ -23,7 +23,7 @@ constexpr float kStride = 4096;  // values of key k lie in [k * kStride, (k + 1)
 constexpr int64_t kOwnable = 4000;
 static_assert(kKeys <= kOwnable && kOwnable * 4096 < (1 << 24));
 
-// Runs `write` until the time is up, and `read` in two threads beside it. Both get a random source of their own.
+// Runs `write` until the time is up, and `read` in two other threads. Each thread has its own random source.
 template <class Write, class Read>
 void race(Write write, Read read) {
   testing::WithThreads threads(3);
@@ -57,7 +57,7 @@ std::vector<int64_t> some_keys(Random& random, size_t most) {
   return keys;
 }
 
-// A gradient of -1 at learning rate 1: every touched row rises by the number of its sightings.
+// A gradient of -1 at learning rate 1: the values of each updated row rise by its number of occurrences.
 void add_one(Plan& plan, const std::shared_ptr<Table>& table, const std::vector<int64_t>& keys) {
   std::vector<float> gradient(keys.size() * kDim, -1.0f);
   plan.route({{table, {{keys.data(), keys.size(), nullptr, keys.size(), nullptr, Pooling::kSum}}}});

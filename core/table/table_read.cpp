@@ -56,10 +56,11 @@ size_t Table::read_chunk(const int64_t* keys, const uint64_t* hashes, size_t cou
 }
 
 void Table::read_encoded(const int64_t* keys, size_t count, uint32_t* out, bool* found) const {
-  if (!options_.frozen) throw std::logic_error("read_raw: rows that are trained have their own way to a GPU");
+  if (!options_.frozen)
+    throw std::logic_error("read_encoded: only read-only tables; trained rows are staged through a Plan");
   for_hashed_chunks(keys, nullptr, count, [&](size_t begin, size_t end, const uint64_t* hashes) {
     std::array<uint32_t, kChunk> slots;
-    auto* words = reinterpret_cast<float*>(out + begin * width_);  // copied as words, whatever they are
+    auto* words = reinterpret_cast<float*>(out + begin * width_);  // copied as 4-byte words, whatever the row type
     kernels().read({{view_, keys + begin, hashes, end - begin, slots.data()}, width_, words, RowType::kFloat});
     for (size_t i = begin; i < end; ++i) {
       found[i] = slots[i - begin] != kNoSlot;

@@ -1,7 +1,7 @@
 // Snapshots of a table's rows.
 //
-// A snapshot folder holds the rows in the log's form (log.h) and STATE: the sketch's counters and the cutoffs of the
-// last sweep. Both decide about rows as much as the rows themselves.
+// A snapshot folder has the rows in the log's form (log.h) and STATE: the sketch's counters and the cutoffs of the last
+// sweep. A resumed run needs both to make the same admission and expiry decisions.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -104,8 +104,7 @@ void Table::load_snapshot(const std::string& folder) {
       recharge_budget();
       if (budget_->limit() && budget_->used() > budget_->limit())
         throw BudgetExceeded("table '" + options_.name + "' has " + std::to_string(reader.rows()) + " rows in " +
-                             folder +
-                             ", and the index of so many does not fit into dram=; raise it (16 bytes a row at most)");
+                             folder + ", and their index does not fit into dram=; raise it (16 bytes a row at most)");
     }
   } else {
     if (tier_) {
@@ -163,7 +162,7 @@ void Table::load_state(const std::string& folder, uint32_t begin, uint32_t end_s
   std::memcpy(&checksum, bytes.data() + bytes.size() - sizeof(checksum), sizeof(checksum));
   if (std::memcmp(bytes.data(), kStateMagic, sizeof(kStateMagic)) != 0 ||
       checksum != hash_bytes(bytes.data(), bytes.size() - sizeof(checksum), 0))
-    throw CorruptFile(path + " is corrupt: its checksum does not fit");
+    throw CorruptFile(path + " is corrupt: its checksum does not match");
   const char *at = bytes.data() + sizeof(kStateMagic), *end = bytes.data() + bytes.size() - sizeof(checksum);
   if (get<uint32_t>(at, end, path) != kStateVersion) throw CorruptFile(path + " is of another version");
   const auto rules = get<SweepRules>(at, end, path);

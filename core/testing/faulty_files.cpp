@@ -16,7 +16,7 @@ class FaultyFiles::Faults {
   enum Kind { kReads, kChanges };
 
   void fail(uint64_t at, int code, bool repeat) {
-    if (at == 0) throw std::invalid_argument("call 0 from now is already over; 1 is the next");
+    if (at == 0) throw std::invalid_argument("at must be 1 or more; 1 is the next call");
     std::lock_guard lock(mutex_);
     at_ = calls_ + at;
     code_ = code;
@@ -64,7 +64,8 @@ namespace {
 
 using Faults = FaultyFiles::Faults;
 
-// A quarter of the torn writes leave nothing and a quarter everything: the borders are where recovery goes wrong.
+// A quarter of the torn writes leave nothing and a quarter leave everything, because these limits are the likeliest to
+// break recovery.
 size_t torn_bytes(uint64_t call, size_t bytes, bool direct) {
   const uint64_t bits = mix64(call + kGolden);
   if (bits % 4 == 0) return 0;

@@ -137,7 +137,7 @@ TEST(a_failed_write_leaves_any_prefix_of_its_bytes) {
   }
 }
 
-// The sweep that users of faulty_files.h make, over the helpers of Files.
+// Makes each call of a Files helper fail in turn, as users of faulty_files.h do.
 TEST(replace_is_all_or_nothing_whichever_call_fails) {
   const std::string before(5000, 'b'), after(70000, 'a');
   for (bool repeat : {false, true}) {

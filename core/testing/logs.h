@@ -99,7 +99,7 @@ class ReferenceLog {
     CHECK(!log_->alive(found->second.place));
     rows_.erase(found);
   }
-  // Rewrites what is alive in a segment, as the table does.
+  // Rewrites a segment's live records, as the table does.
   void compact(uint64_t segment) {
     const std::vector<RecordAddress> places = log_->live_places(segment);
     std::vector<char> records(places.size() * log_->record_bytes());

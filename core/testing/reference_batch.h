@@ -1,4 +1,5 @@
-// One table's batch, and what a plan should make of it: loops over examples and ids, one float operation at a time.
+// One table's batch, and the expected results of a plan, computed by loops over examples and ids, one float operation
+// at a time.
 #pragma once
 
 #include <cmath>
@@ -48,7 +49,7 @@ struct Batch {
                         {},
                         0});
   }
-  // Rows of every second feature are apart, as slices of a wider matrix are.
+  // Every second feature's rows have a stride, as slices of a wider matrix have.
   void fill_gradients(Random& random, int dim) {
     for (size_t f = 0; f < features.size(); ++f) {
       features[f].stride = dim + (f % 2 ? 3 : 0);
@@ -73,7 +74,7 @@ struct Batch {
     return result;
   }
 
-  // All features' vectors, one behind the other.
+  // All features' vectors, concatenated.
   std::vector<float> gather(Plan& plan, int dim) const {
     size_t total = 0;
     for (const BatchFeature& f : features) total += f.outputs() * dim;

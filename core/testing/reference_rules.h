@@ -35,8 +35,8 @@ inline std::vector<float> some_coefficients(RuleKind rule) {
   }
 }
 
-// A value as a multiple of its type's last place: the one below, or above with the chance of what is cut off. The
-// lowest of `bits` decide, as many as are cut off.
+// Rounds a value to a multiple of its type's last place: down, or up with the probability of the fraction that is cut
+// off. As many of the lowest `bits` decide as are cut off.
 inline float naive_round(RowType type, float value, uint32_t bits) {
   const bool bfloat = type == RowType::kBFloat;
   const int digits = bfloat ? 7 : 10, lowest = bfloat ? -126 : -14, cut = bfloat ? 16 : 13;
@@ -50,7 +50,7 @@ inline float naive_round(RowType type, float value, uint32_t bits) {
   return static_cast<float>(std::copysign(std::min((whole + up) * place, largest), double{value}));
 }
 
-// `row` is the values and the state behind them.
+// `row` has the values, then the state.
 inline void naive_rule(RuleKind rule, std::vector<float>& row, const std::vector<float>& g,
                        const std::vector<float>& c) {
   const size_t dim = g.size();

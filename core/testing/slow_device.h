@@ -1,6 +1,6 @@
-// A CUDA driver for tests that runs work as late as it may: enqueued work runs only when somebody waits for it. Code
-// that changes memory which a copy or a launch still reads, or that forgets an event, gets wrong bytes. Device memory
-// is host memory.
+// A simulated CUDA driver for tests that runs enqueued work as late as possible: only when a thread waits for it. Code
+// that changes memory which a copy or a launch still reads, or that lacks an event, gets wrong bytes. Device memory is
+// host memory.
 //
 // A captured graph is a std::function<void()>, by its address.
 #pragma once
@@ -75,9 +75,9 @@ class SlowDevice {
   }
   int busy() {
     std::lock_guard lock(mutex_);
-    int asked = 0;
-    for (const auto& [_, stream] : streams_) asked += static_cast<int>(stream.size());
-    return asked;
+    int enqueued = 0;
+    for (const auto& [_, stream] : streams_) enqueued += static_cast<int>(stream.size());
+    return enqueued;
   }
 
  private:

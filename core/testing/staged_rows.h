@@ -37,7 +37,7 @@ inline std::vector<int64_t> keys_from(int64_t first, size_t count) {
   return keys;
 }
 
-// The rows of a batch, table after table.
+// The rows of a batch, in order of tables.
 struct StagedRows {
   std::vector<TableRange> parts;
   std::vector<int64_t> keys;
@@ -47,7 +47,7 @@ struct StagedRows {
   const Table& table(size_t i) const {
     for (const TableRange& part : parts)
       if (i >= part.begin && i < part.end) return *part.table;
-    throw std::logic_error("nobody's");
+    throw std::logic_error("no table has this row");
   }
   size_t widest() const {
     int most = 0;
@@ -71,7 +71,7 @@ struct StagedRows {
     write_back_rows(parts, slots.data(), steps.data(), counts.data(), last_clean_step, begin, end,
                     rows.data() + begin * stride, stride);
   }
-  // New steps and counts, and rows to go with them.
+  // Sets new steps and counts, and returns new rows.
   std::vector<float> change(Random& random, size_t stride, uint32_t step) {
     for (uint32_t& each : steps) each = step;
     for (uint32_t& each : counts) each = static_cast<uint32_t>(random.below(1 << 16));
@@ -105,7 +105,8 @@ inline Tables some_tables(Random& random, const std::vector<int64_t>& keys) {
   return tables;
 }
 
-// Parts as work is cut (256 rows) and around it, empty ones first, between and last. Keys of a part are distinct.
+// Parts of about the size at which work is split (256 rows), with empty parts at both ends and between. Keys of a part
+// are distinct.
 inline StagedRows some_lot(Random& random, const Tables& tables, const std::vector<int64_t>& keys) {
   constexpr size_t kSizes[] = {0, 700, 256, 0, 1, 257, 0};
   constexpr size_t kOf[] = {1, 0, 1, 0, 2, 3, 2};

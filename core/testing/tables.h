@@ -33,7 +33,7 @@ inline std::shared_ptr<Table> make_table(int dim, RuleKind rule = RuleKind::kSgd
                                  std::make_shared<Budget>(dram));
 }
 
-// Rows of 16-bit values, rounded by chance.
+// Rows of 16-bit values, rounded stochastically.
 inline std::shared_ptr<Table> make_typed_table(RowType type, int dim, RuleKind rule, size_t dram = 0) {
   return std::make_shared<Table>(
       TableOptions{"t", dim, rule, state_of(rule, dim), {InitialKind::kUniform, -1, 1}, 42, false, type, type},

@@ -2,9 +2,8 @@
 //
 //   TEST(erased_row_reads_as_new) { CHECK_EQ(table.size(), 0u); }
 //
-// CHECK notes a failure and goes on, so that one run shows everything that is wrong; a test that would flood the screen
-// prints its first few. Checks may be made from any thread. `core_tests words` runs the tests whose file or name
-// contains the words.
+// CHECK records a failure and continues, so that one run shows all failures; a test prints only its first few. Checks
+// may be made from any thread. `core_tests words` runs the tests whose file or name contains the words.
 #pragma once
 
 #include <atomic>

@@ -11,7 +11,7 @@ namespace hotrow {
 namespace {
 
 TEST(a_background_task_runs_once_on_either_thread) {
-  int done = 0;  // no atomic: finish() orders
+  int done = 0;  // not atomic: finish() synchronises
   BackgroundTask task;
   for (int i = 0; i < 2000; ++i) {
     task.start([&] { ++done; });
@@ -46,7 +46,7 @@ TEST(an_owner_does_not_wait_behind_other_owners_tasks) {
   for (BackgroundTask& task : queued) task.start([&] { ++done; });
   for (size_t i : {4, 0, 2}) queued[i].finish();  // the end, the front and the middle of the queue
   CHECK_EQ(done, 3);
-  queued.clear();  // the others are never done
+  queued.clear();  // the other tasks never run
   BackgroundTask last;
   last.start([&] { done += 10; });
   go = true;

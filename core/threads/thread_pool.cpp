@@ -106,7 +106,7 @@ void ThreadPool::run_job(int tasks, Call call, void* context) {
   wake_.notify_all();
   job.run_tasks();
   {
-    // The job lives on this stack: no worker may hold it when we leave, and none can join once it is off the list.
+    // The job is on this stack: wait until no worker uses it. No worker can join after it is removed from the list.
     std::unique_lock lock(mutex_);
     jobs_.erase(std::find(jobs_.begin(), jobs_.end(), &job));
     idle_.wait(lock, [&] { return job.helpers == 0; });

@@ -87,7 +87,7 @@ TEST(a_batch_with_slots_of_a_cleared_table_releases_nothing) {
   old.release();
   young.release();
   evict_all(*table);
-  CHECK_EQ(table->tier()->report().cold_rows, 3u);  // nobody's pin keeps a row in DRAM
+  CHECK_EQ(table->tier()->report().cold_rows, 3u);  // no pin keeps a row in DRAM
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// One batch over tables that share a small budget: slots that were promised to one table are not taken by another.
+// One batch over tables that share a small budget: slots reserved for one table are not taken by another.
 #include "plan/plan.h"
 #include "testing/random.h"
 #include "testing/tables.h"

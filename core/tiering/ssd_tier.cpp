@@ -68,7 +68,7 @@ bool SsdTier::erase_cold(int64_t key, uint64_t hash) {
     if (head.key != key) continue;
     drop_cold(hash, candidates.place[i]);
     if (!table_.expired(hash, head, record.data() + sizeof(head))) return true;
-    __atomic_store_n(&table_.live_, table_.live_ - 1, __ATOMIC_RELAXED);  // it had expired and was found only now
+    __atomic_store_n(&table_.live_, table_.live_ - 1, __ATOMIC_RELAXED);  // it had expired; live_ still counted it
     return false;
   }
   return false;

@@ -85,7 +85,7 @@ size_t SsdTier::evict(size_t want, bool all) {
       continue;
     }
     // The hand is back where this group of victims began. Evict the group now, or a slot would be chosen twice. This
-    // comes before the heat check, because readers may have raised the heat since.
+    // precedes the heat check, because readers may have raised the heat since.
     if (count && victims[0] == slot) {
       evict_slots(victims.data(), count);
       evicted += count;

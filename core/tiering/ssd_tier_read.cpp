@@ -119,7 +119,7 @@ void SsdTier::read(const int64_t* keys, const uint64_t* hashes, const std::vecto
     try {
       log_->read(places.data(), places.size(), records.data());
     } catch (const std::out_of_range&) {
-      left = std::move(asked);  // a segment was removed meanwhile: its live records have moved
+      left = std::move(asked);  // a segment was removed in the meantime: its live records have moved
       continue;
     }
     for (size_t p = 0; p < places.size(); ++p) {

@@ -1,4 +1,4 @@
-"""KeyedBatch: one step's examples, the value that all stages of training and serving pass on.
+"""KeyedBatch: one step's examples, which the stages of training and serving pass to each other.
 
 A batch holds, for `size` examples: jagged ids by feature (any number of 64-bit keys per example), dense features,
 labels and event times. It is frozen, and checked once when it is made. Later stages trust it, so a wrong shape is an
@@ -127,5 +127,5 @@ def _check_offsets(offsets: Tensor, count: int) -> None:
     if offsets.numel() == 0 or int(offsets[0]) != 0 or int(offsets[-1]) != count or bool((offsets.diff() < 0).any()):
         shown = offsets.tolist() if offsets.numel() <= 8 else [*offsets[:4].tolist(), "...", *offsets[-3:].tolist()]
         raise BatchError(
-            f"offsets do not fit: they must start at 0, never fall, and end at the number of ids ({count}); got {shown}"
+            f"offsets are wrong: they must start at 0, never fall, and end at the number of ids ({count}); got {shown}"
         )

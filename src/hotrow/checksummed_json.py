@@ -1,11 +1,11 @@
-"""Small JSON files that carry a checksum over their own fields: manifests of checkpoints and exports, notes of an SSD.
+"""Small JSON files with a checksum over their own fields: manifests of checkpoints, exports and SSD folders.
 
 A file is one JSON object with `format`, `version`, the caller's fields and `checksum`. The checksum covers all other
 fields, written as JSON with sorted keys and no spaces, so that layout and order of the file do not matter. A reader
 compares format and version first: another release may compute the checksum in another way.
 
-A FileFormat is a value; each package has one constant per kind of file. Errors are ValueErrors without a path, and the
-caller adds the path and the cure. Any thread may call any of this.
+A FileFormat is immutable; each package defines one constant per kind of file. Errors are ValueErrors without a path,
+and the caller adds the path and the cure. Any thread may call any of this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def digest(data: bytes) -> str:
 
 
 def fingerprint(data: bytes) -> dict[str, Any]:
-    """What a manifest records of another file."""
+    """What a manifest records about another file: its size and digest."""
     return {"bytes": len(data), "blake2b": digest(data)}
 
 
@@ -37,7 +37,7 @@ class OtherFormatError(ValueError):
 
 @dataclass(frozen=True)
 class FileFormat:
-    """One kind of file: its name, the versions this release reads, and its checksum's function.
+    """One kind of file: its name, the versions that this release reads, and its checksum function.
 
     >>> note = FileFormat("example", (1,))
     >>> note.load(note.dump({"rows": 3}))["rows"]

@@ -7,9 +7,9 @@ Linux sends a process the signal that it requested by prctl(PR_SET_PDEATHSIG) wh
 redis-server do not request one. So this file is also a program: it makes the request and then becomes the command by
 exec. The process id stays the same, and it costs about 20 ms. It imports only the standard library.
 
-Rejected: a pipe on stdin whose end the child reads works only for our own programs, and never for a stopped process. A
-`preexec_fn` runs Python between fork and exec, which may deadlock in a process with threads, and copies the page tables
-of a large one.
+Rejected: a pipe on stdin from which the child reads end-of-file works only for our own programs, and not while a child
+is stopped. A `preexec_fn` runs Python between fork and exec, which may deadlock in a process with threads, and copies
+the page tables of a large process.
 
 Linux treats the end of the *thread* that started a child as the end of its parent. So one thread starts all children,
 and it lives as long as this process. Any thread may call `start` and `run`. A process that multiprocessing starts calls
@@ -59,8 +59,9 @@ def run(command: Sequence[str], timeout: float | None = None, check: bool = Fals
 
 
 def end_with_parent(parent: int, death_signal: signal.Signals = signal.SIGKILL) -> None:
-    """This process gets `death_signal` when the process `parent` ends, or at once if it has ended. Does nothing where
-    the system is not Linux.
+    """Request `death_signal` for this process when the process `parent` ends; send it now if `parent` has ended.
+
+    Does nothing on systems other than Linux.
 
     Requires: the thread of the parent that started this process lives as long as the parent.
     """
@@ -99,7 +100,7 @@ _current: _Starter | None = None
 
 
 def _starter() -> _Starter:
-    """The starter of this process; a forked process makes its own."""
+    """The starter of this process; a forked process creates its own."""
     global _current
     with _lock:
         if _current is None or _current.process != os.getpid():

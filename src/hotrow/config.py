@@ -18,17 +18,17 @@ HBM_POLICIES = ["lfu", "lru"]
 
 @dataclass(frozen=True)
 class Memory:
-    """How much memory rows may take, by tier. Leave a tier out and it is not used; without `dram` there is no limit.
+    """How much memory rows may take in each tier. A tier left out is not used; without `dram`, DRAM has no limit.
 
-    `hbm` is a cache in GPU memory over the rows below; a row that is there keeps its place in DRAM. With `hbm_policy`
-    "lfu" rows stay that were used often lately (a use counts half after 512 batches), with "lru" those that were used
-    last; results are the same.
+    `hbm` is a cache in GPU memory over the lower tiers; a cached row keeps its slot in DRAM. `hbm_policy` decides which
+    rows are evicted: "lfu" the least frequently used (a use counts half after 512 batches), "lru" the least recently
+    used. Results are the same.
 
-    `ssd` is a folder: rows that do not fit into `dram` live there. It belongs to one process at a time, and what is in
-    it matters only as long as that runs; what must survive is in checkpoints.
+    `ssd` is a folder for the rows that exceed `dram`. It belongs to one process at a time, and its contents are needed
+    only while that process runs; durable state is in checkpoints.
 
     `remote` is a store outside the process (`redis://host:6379`, `rocksdb:/folder`, docs/remote.md) that has all rows;
-    `dram` is a cache over it. Rows are then only read: it is for serving.
+    `dram` is a cache over it. Rows are then read-only, so `remote` is for serving.
 
     >>> Memory(dram="4GiB").dram_bytes
     4294967296
@@ -141,7 +141,7 @@ _INITIAL_KINDS = ["zeros", "constant", "uniform", "normal"]
 
 
 def check_options(where: str, given: Mapping[str, Any], known: list[str]) -> None:
-    """Raise for the first option that does not exist, naming the nearest that does."""
+    """Raise for the first unknown option, and name the nearest known one."""
     for option in given:
         if option not in known:
             raise OptionError(f"{where} has no option {option!r}; {choices(option, known)}")

@@ -28,7 +28,7 @@ class DataError(HotRowError, ValueError):
 
 
 class BatchError(HotRowError, ValueError):
-    """A batch whose shapes, types or offsets do not fit."""
+    """A batch with wrong or inconsistent shapes, types or offsets."""
 
 
 class GradientError(HotRowError, ValueError):
@@ -40,7 +40,7 @@ class MemoryBudgetError(HotRowError, MemoryError):
 
 
 class CheckpointError(HotRowError, RuntimeError):
-    """A checkpoint that is missing, corrupt, or does not fit the model it is loaded into."""
+    """A checkpoint that is missing, corrupt, or does not match the model it is loaded into."""
 
 
 class RepositoryError(CheckpointError):
@@ -48,15 +48,15 @@ class RepositoryError(CheckpointError):
 
 
 class StorageError(HotRowError, OSError):
-    """The disk refused: full, read-only, broken. What was committed before is untouched."""
+    """A disk operation failed: the disk is full, read-only or broken. Data committed earlier is unchanged."""
 
 
 class LateError(StorageError):
-    """Rows that did not arrive before the deadline. The same call may work later."""
+    """Rows that did not arrive before the deadline. The same call may succeed later."""
 
 
 class LeftError(LateError):
-    """Rows that were evicted between lookup and read. The same call works at once."""
+    """Rows that were evicted between lookup and read. The same call succeeds if it is repeated at once."""
 
 
 class RankError(HotRowError, RuntimeError):
@@ -64,15 +64,15 @@ class RankError(HotRowError, RuntimeError):
 
 
 class ClusterError(HotRowError, RuntimeError):
-    """A cluster that cannot be reached, or lost work that cannot be redone. What was committed is untouched."""
+    """A Ray cluster cannot be reached, or it lost work that cannot be repeated. Committed data is unchanged."""
 
 
 class PublishError(HotRowError, RuntimeError):
-    """A publication that cannot be made, found or trusted. Training and serving continue without it."""
+    """A publication that cannot be created, found or verified. Training and serving continue without it."""
 
 
 class BusError(HotRowError, OSError):
-    """A bus that cannot be reached or refuses. What is on it is untouched; the same call may work later."""
+    """A bus cannot be reached, or it rejected a call. Its contents are unchanged; the same call may succeed later."""
 
 
 def choices(value: object, options: Iterable[str]) -> str:

@@ -62,7 +62,7 @@ def from_torch(
 
 
 def from_keyed_jagged(kjt: Any, **parts: Tensor) -> KeyedBatch:
-    """A KeyedBatch of a TorchRec KeyedJaggedTensor; `dense=`, `labels=` and `time=` are passed on."""
+    """A KeyedBatch from a TorchRec KeyedJaggedTensor; `dense=`, `labels=` and `time=` become the batch's."""
     ids = {}
     for name in list(kjt.keys()):
         jagged = kjt[name]

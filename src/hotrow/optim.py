@@ -331,7 +331,7 @@ def sum_of_squares(g: Tensor) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
-    """The correctly rounded square root, by way of float64: torch's own is up to one bit off on CPU (MKL)."""
+    """The correctly rounded square root, computed in float64: torch's float32 one is up to one bit off on CPU (MKL)."""
     return x.double().sqrt().to(x.dtype)
 
 

@@ -1,10 +1,10 @@
-"""A progress bar on a terminal. Nothing is shown in the first two seconds, so short work leaves no trace.
+"""A progress bar on a terminal. It appears after two seconds, so short work prints nothing.
 
 One bar has one task at a time; `begin` replaces it. Where the console is not a terminal, or `enabled` is false, nothing
 is printed at all (train/progress_view.py prints lines there instead).
 
 Used by training and evaluation, by exports and fills of remote stores (rows), and by `hotrow inspect` (bytes). The
-thread that entered the block draws; a timer's thread starts the bar after DELAY.
+thread that entered the block updates the bar; a timer thread starts it after DELAY.
 """
 
 from __future__ import annotations

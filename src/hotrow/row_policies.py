@@ -1,8 +1,9 @@
-"""Who may have a row, and how long it stays: values that a table is given, the same in every tier.
+"""Admission and expiry: which keys get a row, and when a row is removed. A table takes both as options.
 
-Both are functions of the batches committed so far. A sweep runs after every `every`-th update; what it removes is gone
-at once wherever the row is: one on SSD is not read for it, it reads as new when it is next met. Time is the event time
-of the batches (their largest so far), never the clock; a row's time is that of the update that last touched it.
+Both are functions of the batches committed so far, and the same in every tier. A sweep runs after every `every`-th
+update and removes rows from all tiers at once. It does not read rows on SSD: an expired row there reads as new at its
+next lookup. Time is the largest event time in the batches so far, never the clock; a row's time is that of the update
+that last touched it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ LEAST_MAX_ROWS = 16_384
 
 @dataclass(frozen=True)
 class Admission:
-    """When a key gets its row: after so many sightings, or with a probability at each batch that has it.
+    """When a key gets a row: after `after` sightings (occurrences in batches), or with `probability` in each batch.
 
-    Until then it reads its initial row and learns nothing. Sightings are counted in a sketch of `sketch` bytes, per
-    shard; it errs only upwards (a key may come in early, never late).
+    Until then the key reads its initial values and gradients to it are dropped. Sightings are counted in a sketch of
+    `sketch` bytes, per shard. The sketch errs only upwards: it may admit a key early, never late.
 
     >>> Admission(after=3).after
     3
@@ -59,9 +60,12 @@ class Admission:
 
 @dataclass(frozen=True)
 class Expiry:
-    """Which rows go at a sweep: not updated for more than `steps` updates, or for `time` of event time (to its 256th);
-    seen less than `min_count` times or with a norm below `min_norm` (once they have not been updated for more than
-    `grace` updates, `every` if not given); the oldest beyond `max_rows` (each of the 1,024 shards keeps its share).
+    """Which rows a sweep removes; a row goes if any rule applies.
+
+    - `steps`, `time`: rows not updated for more than `steps` updates, or for `time` of event time (precise to a 256th).
+    - `min_count`, `min_norm`: rows seen less than `min_count` times, or with a norm below `min_norm`, once they have
+      not been updated for more than `grace` updates (default: `every`).
+    - `max_rows`: the oldest rows beyond `max_rows` (each of the 1,024 shards has an equal part of this limit).
 
     >>> Expiry(steps=100_000, every=1000).every
     1000
@@ -103,10 +107,10 @@ class Expiry:
 
 
 class Clock:
-    """Which update a moment of event time belongs to, for rows that may be `span` milliseconds old.
+    """Maps event time to updates, for an expiry after `span` milliseconds.
 
-    A mark is (update, largest event time so far), made when time has moved on by a 256th of the span. An update between
-    two marks counts as the later one's, so a row may expire a little late, never early.
+    A mark is (update, largest event time so far); one is added when event time has advanced by a 256th of the span. An
+    update between two marks has the time of the later one, so a row may expire a little late, never early.
     """
 
     PARTS = 256
@@ -116,7 +120,7 @@ class Clock:
         self.marks: list[tuple[int, int]] = []
 
     def note(self, step: int, watermark: int | None) -> bool:
-        """The update `step` landed, with events up to `watermark`; whether that moved the clock."""
+        """Record that update `step` has run, with events up to `watermark`. Returns whether that advanced the clock."""
         if watermark is None or (self.marks and watermark < self.marks[-1][1] + max(1, self.span // self.PARTS)):
             return False
         self.marks.append((step, watermark))
@@ -130,12 +134,12 @@ class Clock:
 
     @staticmethod
     def from_json(text: str, span: int = 0) -> Clock:
-        """As it was saved."""
+        """A clock from `to_json`."""
         clock = Clock(span)
         clock.marks = [(int(step), int(time)) for step, time in json.loads(text or "[]")]
         return clock
 
     def last_before(self) -> int:
-        """The last marked update of which every event is at least `span` old; 0 where there is none."""
+        """The last marked update whose events are all at least `span` old; 0 if there is none."""
         limit = self.marks[-1][1] - self.span if self.marks else 0
         return max((step for step, watermark in self.marks if watermark <= limit), default=0)

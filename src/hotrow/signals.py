@@ -1,9 +1,9 @@
 """What SIGINT (Ctrl-C) and SIGTERM do in a command of HotRow.
 
 `exit_on_sigterm` raises SystemExit(143) in the main thread on SIGTERM, so that `with` and `finally` blocks end child
-processes and remove temporary folders. Work that has a better place to stop holds the signals back for a while
-(`StopSignals`): the first one calls a function, which sets a flag for the work to read. A second signal does what it
-would have done without these blocks.
+processes and remove temporary folders. Code that can stop only at certain points uses `StopSignals`: the first signal
+calls a function, which sets a flag that the code polls. A second signal does what it would have done without these
+blocks.
 
 The same signal within DUPLICATE_SECONDS does not count as a second one, because it is often sent twice: `timeout`
 signals its child and then the child's group; systemd signals every process of a service, and a launcher among them

@@ -1,4 +1,4 @@
-"""What a table is: a named space of rows of one dim, one initialiser and one optimizer, fed by one or more features."""
+"""Table: a named space of rows of one dim, one initialiser and one optimizer, used by one or more features."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from hotrow.optim import from_dict as optimizer_from_dict
 from hotrow.row_policies import Admission, Expiry
 
 POOLINGS = ("sum", "mean", "none")
-VALUES = ("fp32", "fp16", "int8")  # of rows that are only read
-DTYPES = ("fp32", "fp16", "bf16")  # of rows that are trained
+VALUES = ("fp32", "fp16", "int8")  # storage types of read-only rows
+DTYPES = ("fp32", "fp16", "bf16")  # storage types of trained rows
 
 
 @dataclass(frozen=True)
 class Table:
     """A named space of rows. Several features may share it.
 
-    `features` is a list of names (their ids are summed), or a mapping of names to pooling: "sum", "mean", or "none" for
-    a sequence, which arrives at the tower as [batch, length, dim] with a mask. Without `features` the table feeds the
+    `features` is a list of names (pooling "sum"), or a mapping of names to pooling: "sum", "mean", or "none" for
+    a sequence, which the tower gets as [batch, length, dim] with a mask. Without `features` the table serves the
     feature of its own name. `optimizer` overrides the collection's. `admission` and `expiry` say which keys get a row
-    and how long it stays. With several ranks, `replicate` keeps all rows on every rank: for a small table whose rows
-    are in most batches, that spares sending them.
+    and when a row is removed. With several ranks, `replicate` keeps all rows on every rank: for a small table whose
+    rows are in most batches, that saves the exchange of rows.
 
     `dtype` is the type in which rows keep their values, in every tier: "fp32", or "bf16" and "fp16" in half the memory
-    (the optimizer's state stays fp32). Updates are computed in fp32 and rounded by chance, so that small ones count.
+    (optimizer state stays fp32). Updates are computed in fp32 and rounded stochastically, so small ones are not lost.
 
-    `values` makes it a table that is only read, as a server has it: rows are values alone, of "fp32", "fp16" or "int8",
-    in every tier, and read as float32; `dtype` is then what they were trained in. `default` is the row (dim numbers,
-    zeros if not given) that a reader may take for one that is still on SSD.
+    `values` makes the table read-only, as on a server: rows have no optimizer state, are stored as "fp32", "fp16" or
+    "int8" in every tier, and are read as float32; `dtype` is then what they were trained in. `default` is the row (dim
+    numbers, zeros if not given) that a reader may use instead of a row that is still on SSD.
 
     >>> Table("item", dim=32, features={"item_id": "sum", "history": "none"}).poolings["history"]
     'none'

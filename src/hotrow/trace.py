@@ -5,18 +5,18 @@
             ...
         trace.counter("ssd", rows_up=812)
 
-A track is a line of the picture: a stage, a stream, an exchange. Spans of one track come from one thread at a time and
+A track is one line in the viewer: a stage, a stream, an exchange. Spans of one track come from one thread at a time and
 follow each other or nest. A counter is a curve. A process has one recording at a time; without one, `span` costs a
 function call (about 0.2 us on a 2-core EPYC) and `counter` less, so callers need not check.
 
-The file is Chrome's JSON array of events, one a line, written as they come. So memory is bounded, and the file of a
-killed process still opens, because the format allows the closing bracket to be missing. The thread that fills the
-buffer writes it, under one lock.
+The file is Chrome's JSON array of events, one per line, written in small batches during the run. So memory is bounded,
+and the file of a killed process still opens, because the format allows the closing bracket to be missing. The thread
+that fills the buffer writes it, under one lock.
 
-Each rank of a job writes a part of its own (`part`), which opens by itself. `join` concatenates the lines of the parts
-in a folder, because all ranks count times from a common `origin` of the wall clock: exact on one machine, and on
-several as exact as their clocks agree. Shifting times in `join` was rejected: it would parse all events of all ranks
-again while training waits.
+Each rank of a job writes a part of its own (`part`), which the viewer opens by itself. `join` only concatenates the
+lines of the parts in a folder, because all ranks count times from a common `origin` of the wall clock. That is exact on
+one machine; across machines it is as exact as their clocks. Shifting times in `join` was rejected: it would parse all
+events of all ranks again while training waits.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ _recording: Recording | None = None
 
 
 def on() -> bool:
-    """Whether there is a recording, for callers whose figures cost time."""
+    """Whether there is a recording, for callers that compute figures only for it."""
     return _recording is not None
 
 

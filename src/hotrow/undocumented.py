@@ -1,6 +1,6 @@
 """Undocumented parts of other projects, which any release may change. They are looked up here and nowhere else.
 
-`find` returns such a part, or None after one warning; the caller then uses a documented way. `look_up` raises instead.
+`find` returns such a part, or None after one warning; the caller then uses documented calls. `look_up` raises instead.
 `is_tested` tells whether a package's version is in the range that pyproject.toml allows; the tests run with both ends
 of it (`make test-oldest`, `make test-newest`). A C interface, where a change would crash instead of raising, is used
 inside that range only. docs/decisions/0006-private-interfaces.md lists every such part.
@@ -40,7 +40,7 @@ def look_up(name: str) -> Any:
 
 
 def find(name: str, instead: str) -> Any:
-    """As `look_up`, but None if there is none, after a warning that says what is done `instead`."""
+    """As `look_up`, but if there is none, warn with the text `instead` (what the caller does then) and return None."""
     try:
         return look_up(name)
     except ChangedError as error:

@@ -1,4 +1,4 @@
-"""Sizes, durations and counts as people write and read them: "8GiB", "50ms", "1.2M".
+"""Parses and formats sizes, durations and counts: "8GiB", "50ms", "1.2M".
 
 Every option, job file, address and command line is parsed here, so that a unit means the same everywhere. A text that
 does not parse raises OptionError with the option's name, the text and an example. Two functions read durations, because
@@ -24,7 +24,7 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
 
 
 def parse_size(text: str | int, option: str = "size") -> int:
-    """Bytes of a size. An integer is a number of bytes already.
+    """A size in bytes. An integer is a number of bytes already.
 
     >>> parse_size("1.5GiB")
     1610612736
@@ -41,7 +41,7 @@ def parse_size(text: str | int, option: str = "size") -> int:
 
 
 def parse_milliseconds(text: str, option: str = "time") -> int:
-    """Milliseconds of a span of event time, from 1 ms up.
+    """A span of event time in milliseconds, at least 1.
 
     >>> parse_milliseconds("1.5h")
     5400000
@@ -53,7 +53,7 @@ def parse_milliseconds(text: str, option: str = "time") -> int:
 
 
 def parse_seconds(text: str, option: str) -> float:
-    """Seconds of a timeout or an interval; 0 is allowed.
+    """A timeout or an interval in seconds; 0 is allowed.
 
     >>> parse_seconds("50ms", "--deadline")
     0.05

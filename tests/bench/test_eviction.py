@@ -104,13 +104,13 @@ def test_clock_equals_a_queue_that_takes_used_rows_back(top: int, trace: list[in
 
 
 def test_clock_in_batches_evicts_several_rows_at_once() -> None:
-    trace = letters("abcd a e c")  # e pushes out b, and with it c
+    trace = letters("abcd a e c")  # inserting e evicts b, and with it c
     assert clock(trace, 4, top=3) == 2
     assert clock(trace, 4, top=3, batches=2) == 1
 
 
 def test_clock_in_batches_passes_over_the_slots_it_has_just_freed() -> None:
-    # The sweep for e frees d at once, and needs three more turns before a follows.
+    # The sweep for e evicts d at once, and needs three more turns to evict a.
     assert clock(letters("abcd aaabbbccc e bc d a"), 4, top=3, batches=2) == 9 + 2
 
 
@@ -137,7 +137,7 @@ def test_sieve_equals_a_list_from_old_to_new(trace: list[int], capacity: int) ->
 def test_lfu_keeps_what_was_used_most_until_its_count_decays() -> None:
     assert lfu(letters("aab c a"), 2) == 2
     assert lru(letters("aab c a"), 2) == 1
-    # After eight accesses a's 7 becomes 3, so four more uses of b beat it: c pushes out a.
+    # After eight accesses a's 7 becomes 3, so four more uses of b exceed it: inserting c evicts a.
     assert lfu(letters("aaaaaaab bbbb c b"), 2) == 6 + 4 + 1
 
 
@@ -146,7 +146,7 @@ def test_rows_used_twice_or_missed_again_soon_outlive_a_scan(policy: Policy) -> 
     fill, walk = list(range(10)), list(range(100, 130))
     assert policy([*fill, 5, 5, *walk, 5], 10, 0) == 3
     assert policy([*fill, 5, *walk, 5], 10, 0) == 1  # once is not enough
-    assert policy([*fill, 10, 0, *walk, 0], 10, 0) == 1  # 10 pushes 0 out, which comes back at once
+    assert policy([*fill, 10, 0, *walk, 0], 10, 0) == 1  # 10 evicts 0, which is inserted again at once
     assert lru([*fill, 10, 0, *walk, 0], 10) == 0
 
 

@@ -37,7 +37,7 @@ def test_recorded_rows_carry_hardware_commit_and_spread(tmp_path: Path) -> None:
 
 
 def test_a_row_costs_at_most_twenty_bytes_over_its_payload() -> None:
-    """In a process of its own: what is measured is all memory of it, and other tests leave some behind."""
+    """In a process of its own, because it measures the whole process's memory and other tests leave some allocated."""
     code = "from hotrow.bench.storage.rows import measure_overhead; print(measure_overhead(2_000_000, 2_400_000))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert float(out) < 22  # 2 MiB pages weigh more here than at 5 million rows

@@ -34,7 +34,7 @@ def test_the_ssd_bench_stands_beside_raw_reads_and_rocksdb(monkeypatch: pytest.M
     run = child_process.run
 
     def run_with_few(command: list[str], **options: Any) -> Any:
-        """The child that measures RAM: enough rows for some of them to be cold."""
+        """The child that measures RAM, with enough rows that some are cold."""
         return run([*command[:-1], "import hotrow.bench.storage.ssd as s; s.ROWS = 500_000; " + command[-1]], **options)
 
     monkeypatch.setattr(child_process, "run", run_with_few)
@@ -51,7 +51,7 @@ def test_the_ssd_bench_stands_beside_raw_reads_and_rocksdb(monkeypatch: pytest.M
 
 
 def small_dram(make: Callable[[str, str], EmbeddingCollection]) -> Callable[..., EmbeddingCollection]:
-    """Less DRAM than rows, though they are few; as much as is asked for where all are to be in DRAM first."""
+    """Fewer bytes of DRAM than of rows, although they are few; the full size if all rows must be in DRAM first."""
     return lambda folder, dram="64MiB": make(folder, "8MiB" if dram == "64MiB" else dram)
 
 

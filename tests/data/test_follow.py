@@ -38,7 +38,7 @@ def arrow(rows: list[dict[str, int]]) -> bytes:
 
 
 class Stream:
-    """Something to follow, and how to put events there."""
+    """A stream to follow, and a function that appends events to it."""
 
     def __init__(self, address: str, put: Callable[[list[dict[str, int]]], None]) -> None:
         self.address, self.put = address, put

@@ -62,7 +62,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def start_cluster(tries: int = 3) -> Cluster:
-    """Ray gives a node thirty seconds, which is too few where its files are read from disk for the first time."""
+    """Ray waits thirty seconds for a node, which is too short if its files are read from disk for the first time."""
     store = {"object_store_memory": 100 << 20}
     made = Cluster()
     try:
@@ -169,7 +169,7 @@ class Slow:
 
 
 def killed(source: Slow, pids: set[int]) -> set[int]:
-    """Kill those that are at work; returns their units. Each is stopped first, so that it does not finish meanwhile."""
+    """Kill the processes that decode a unit; returns the units. Each is stopped first, so that it cannot finish."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     lost = {unit: pid for unit, pid in source.unfinished() if pid in pids}
@@ -351,7 +351,7 @@ def test_training_gives_the_same_losses(cluster: Cluster) -> None:
     assert losses(lambda source: data.on_ray(source, workers=2)) == losses(lambda source: source)
 
 
-# What dies.
+# Failures.
 
 
 def next_batches(stream: Iterator[tuple[KeyedBatch, Cursor]], count: int) -> Stream:
@@ -370,7 +370,7 @@ def test_a_killed_worker_is_replaced_and_no_batch_is_lost_or_repeated(
     found += list(stream)
     assert same(found, list(source.batches()))
     units = [unit for unit, _ in source.started()]
-    assert len(units) > len(set(units))  # somebody else decoded that one again
+    assert len(units) > len(set(units))  # another worker decoded that unit again
 
 
 def test_a_killed_worker_of_a_serial_source_is_replaced(cluster: Cluster, same: Callable[..., bool]) -> None:
@@ -767,7 +767,7 @@ def test_the_command_line_says_in_one_line_that_nobody_answers(tmp_path: Path) -
 
 @pytest.mark.soak
 def test_two_minutes_of_killing_change_nothing(cluster: Cluster, files: Path, same: Callable[..., bool]) -> None:
-    """Every second or so a worker process dies somewhere, now and then a node, while passes of all kinds go on."""
+    """About every second a worker process dies, and sometimes a node, while passes of all kinds run."""
     draw = random.Random(0)
     expected = {kind: list(source.batches()) for kind, source in sources(files).items()}
     passes, deadline = 0, time.monotonic() + 120

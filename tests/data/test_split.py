@@ -1,4 +1,4 @@
-"""Sources whose parts are decoded by others: whatever the units, batches and cursors are those of reading in one go.
+"""Sources whose units other workers decode: for any units, batches and cursors are those of one reader.
 
 All in this process; test_ray.py does the same over a cluster.
 """

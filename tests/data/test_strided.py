@@ -1,4 +1,4 @@
-"""Every N-th batch: the batches and cursors of reading all and dropping the others, for a share of the work."""
+"""Every N-th batch: the same batches and cursors as reading all and dropping the others, with a part of the work."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_one_worker_that_reads_all_sends_a_share(tmp_path: Path, monkeypatch: py
 
 
 def until_error(stream: Iterator[Step]) -> tuple[list[data.Cursor], str | None]:
-    """Cursors until the stream ends, and what ended it; how many rows behind it were bad too is a matter of chunks."""
+    """Cursors until the stream ends, and the error that ended it, without the number of bad rows after it."""
     found: list[data.Cursor] = []
     try:
         for _, cursor in stream:
@@ -297,7 +297,7 @@ def test_a_bad_row_of_a_parquet_file_is_named(tmp_path: Path) -> None:
 def test_a_file_that_does_not_fit_is_reported_by_all_where_reading_all_would_meet_it(
     tmp_path: Path, number: int
 ) -> None:
-    """In the files before it are 25 rows: whether the own batch of the third step is in them or not."""
+    """The files before it have 25 rows, with or without this rank's batch of the third step."""
     spec = FeatureSpec([Key("user")])
     for name, users in (("a", list(range(25))), ("b", ["text"] * 30), ("c", list(range(30)))):
         pq.write_table(pa.table({"user": users}), tmp_path / f"{name}.parquet")

@@ -1,4 +1,4 @@
-"""Spans of a GPU's streams, over events that a test lets come to pass; real ones are made by `pytest -m gpu` alone."""
+"""Spans of a GPU's streams, over events that a test completes; only `pytest -m gpu` uses real ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hotrow.device.stream_trace import StreamTracer
 
 
 class Machine:
-    """A host's clock and a device's, which begins elsewhere and may run faster. Events note what is asked of them."""
+    """A host's clock and a device's, which has another origin and may run faster. Events record calls to them."""
 
     def __init__(self, drift: float = 0.0) -> None:
         self.host, self.drift, self.waits = 1000.0, drift, 0
@@ -27,7 +27,7 @@ class Machine:
 
 
 class Stream:
-    """Work on it ends so many seconds after it was asked for, one piece after the other."""
+    """Its work ends so many seconds after it was enqueued, in order."""
 
     def __init__(self, machine: Machine, number: int) -> None:
         self.machine, self.cuda_stream, self.free = machine, number, 0.0
@@ -37,7 +37,7 @@ class Stream:
 
 
 class Event:
-    """Comes to pass when its stream has done what it was asked before."""
+    """Completes when its stream has done the work enqueued before it."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -118,7 +118,7 @@ def test_every_stream_of_a_kind_has_a_track_and_work_of_another_is_not_waited_fo
 def test_the_devices_time_stays_the_hosts_over_hours(
     shown: Spans, monkeypatch: pytest.MonkeyPatch, drift: float
 ) -> None:
-    """Clocks drift apart by 0.36 s in two hours, and milliseconds since the start are floats: both are made up for."""
+    """Clocks drift apart by 0.36 s in two hours, and milliseconds since the start are floats: both are corrected."""
     machine = machine_of(monkeypatch, drift)
     stream = Stream(machine, 1)
     streams, real = StreamTracer(stream, machine.event), []

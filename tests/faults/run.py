@@ -70,7 +70,7 @@ def over_ssd(folder: Path, options: Options, **more: Any) -> hr.Trainer:
 
 
 def digest(trainer: hr.Trainer) -> dict[str, str]:
-    """`bits` by part, each as a checksum: what two equal runs agree on."""
+    """`bits` by part, each as a checksum; equal in two equal runs."""
     return {name: hashlib.sha256(_canonical(value)).hexdigest() for name, value in bits(trainer).items()}
 
 
@@ -81,7 +81,7 @@ def _canonical(value: Any) -> bytes:
 
 
 def small_segments(patch: Callable[[type, str, Any], None] = setattr, size: int = SEGMENT) -> None:
-    """From here on, a log's segments are small, and so is the buffer before them."""
+    """Makes the segments and buffers of later logs small."""
 
     def attach(store: HostStore, folder: str, evicts: bool, buffer: int = 1 << 20, lock: Any = None) -> None:
         with core_errors():
@@ -101,8 +101,8 @@ def _announce(owner: Any, name: str, say: Callable[[], None]) -> None:
 
 
 def train(folder: Path, options: Options, pipe: Connection | None = None) -> None:
-    """The whole run, resumed where there is something to resume; its result goes to result.json."""
-    warnings.simplefilter("error")  # a kill never damages a checkpoint: nothing may be passed over
+    """The whole run, resumed if there is a checkpoint; writes its result to result.json."""
+    warnings.simplefilter("error")  # a kill never damages a checkpoint: none may be skipped
     warnings.filterwarnings("ignore", message=".*cannot hold the rows of the batches in flight")
     torch.set_num_threads(1)
     _core.set_compaction_rate(1 << 40)
@@ -131,7 +131,7 @@ def train(folder: Path, options: Options, pipe: Connection | None = None) -> Non
 
 
 class Run:
-    """One process that trains, and what it said."""
+    """One process that trains, with its output."""
 
     def __init__(self, folder: Path, options: Options) -> None:
         self.folder = folder
@@ -147,7 +147,7 @@ class Run:
         self.kill()
 
     def reach(self, phase: str, times: int, seconds: float = 60) -> bool:
-        """Wait until it says so for the `times`-th time; False if it came to its end first."""
+        """Wait until it reports the phase for the `times`-th time; False if it ended first."""
         deadline = time.monotonic() + seconds
         try:
             while times:
@@ -159,7 +159,7 @@ class Run:
         return True
 
     def kill(self) -> None:
-        """SIGKILL: no handler, no flush, no goodbye."""
+        """SIGKILL: no handler and no flush."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -173,14 +173,14 @@ class Run:
 
 
 def finish(folder: Path, options: Options) -> dict[str, Any]:
-    """Let a run come to its end."""
+    """Run to the end."""
     folder.mkdir(parents=True, exist_ok=True)
     with Run(folder, options) as run:
         return run.result()
 
 
 def use_folder(folder: Path, kind: str, pipe: Connection) -> None:
-    """Train and save with `folder` for its rows or for its checkpoints, without root's rights; says what was raised."""
+    """Train and save with `folder` for its rows or for its checkpoints, without root's rights; returns the error."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setgid(65534)
@@ -195,7 +195,7 @@ def use_folder(folder: Path, kind: str, pipe: Connection) -> None:
 
 
 def as_nobody(folder: Path, kind: str) -> str:
-    """What `use_folder` says in a process of its own."""
+    """The result of `use_folder` in a process of its own."""
     ours, theirs = forked.Pipe(duplex=False)
     process = forked.Process(target=use_folder, args=(folder, kind, theirs))
     process.start()

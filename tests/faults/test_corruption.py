@@ -1,6 +1,6 @@
-"""Files that were cut, changed or locked away: an error that names the file, or the very same rows.
+"""Files that are truncated, changed or unreadable: an error that names the file, or identical rows.
 
-A checkpoint that cannot be read is passed over by fit(resume=True), with a warning. Folders that cannot be written to,
+fit(resume=True) skips a checkpoint that cannot be read, with a warning. Folders that cannot be written to,
 and an SSD folder that another process uses, are refused with the cure.
 """
 
@@ -41,7 +41,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, A
 
 
 def damages(newest: Path, seed: int, each: int) -> Iterator[tuple[Path, str, Callable[[bytes], bytes]]]:
-    """For every file: cut at random offsets (with nothing and with all but a byte), flipped bits at random places."""
+    """Truncates every file at random offsets (also to nothing, and by one byte), and flips bits at random places."""
     draw = random.Random(seed)
     for path in sorted(path for path in newest.rglob("*") if path.is_file()):
         size = path.stat().st_size
@@ -71,12 +71,12 @@ def sweep_damages(original: tuple[Path, Any], tmp_path: Path, seed: int, each: i
         try:
             trainer.load(work)
         except hr.CheckpointError as error:
-            # A manifest of no version that we know may be a good one of another release: then its folder is named.
+            # A manifest of an unknown version may be a valid one of another release: then the error names its folder.
             named = "this release reads" in str(error) and path.name == "manifest.json"
             assert named or path.name in str(error), f"{path.name} {what}: {error}"
             assert bits(trainer) == untouched, f"{path.name} {what}: loading failed and changed the model"
             noticed += 1
-        else:  # where the byte does not count
+        else:  # the byte is not in a live record
             assert bits(trainer) == expected, f"{path.name} {what}: other rows"
             trainer = make_trainer(memory=hr.Memory(dram="16MiB", ssd=tmp_path / f"ssd-{harmless}"))
             harmless += 1
@@ -130,7 +130,7 @@ def test_resume_passes_over_any_damaged_checkpoint(
 def test_a_folder_that_cannot_be_written_to_is_named_with_the_cure(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "locked"
     folder.mkdir(mode=0o555)
-    for above in (tmp_path, *tmp_path.parents[:3]):  # pytest's own: so that nobody gets as far as that
+    for above in (tmp_path, *tmp_path.parents[:3]):  # pytest's own folder: so that the other user cannot get that far
         above.chmod(above.stat().st_mode | 0o111)
     words = as_nobody(folder, kind)
     assert words.startswith("StorageError: "), words
@@ -151,7 +151,7 @@ def test_one_ssd_folder_belongs_to_one_process(tmp_path: Path) -> None:
 
 
 def test_the_folder_is_held_until_the_last_user_of_its_rows_has_gone(tmp_path: Path) -> None:
-    """Else the compaction of a table that a batch or a save keeps alive would remove the files of the next one."""
+    """Otherwise the compaction of a table that a batch or a save keeps alive would remove the next table's files."""
     trainer = over_ssd(tmp_path, Options(ssd=True))
     left = trainer.model.embeddings.route(next(clicks().batches())[0]).fetch()
     del trainer

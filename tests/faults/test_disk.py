@@ -73,7 +73,7 @@ def scenario(folder: Path, saved: dict[int, Any] | None = None) -> Iterator[int]
 
 
 def play(folder: Path) -> tuple[int, str]:
-    """The scenario to its end or to its error: the last step that was saved, and the error's words."""
+    """Run the scenario to its end or to an error; returns the last saved step and the error's text."""
     last, words = 0, ""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is saved, but what it replaces is still there")
@@ -82,7 +82,7 @@ def play(folder: Path) -> tuple[int, str]:
                 last = step
         except hr.HotRowError as error:
             words = str(error)
-    gc.collect()  # what the error held on to: the trainer, and with it the folder's lock
+    gc.collect()  # the error's traceback referenced the trainer, which holds the folder's lock
     return last, words
 
 
@@ -103,7 +103,7 @@ def check_left(folder: Path, last: int, committed: dict[int, Any]) -> None:
         assert last == 0
         return
     assert (newest := open_checkpoint(found[0]).step) >= last
-    again = open_trainer(folder, torch_seed=7)  # the same SSD folder: what was left there is no hindrance
+    again = open_trainer(folder, torch_seed=7)  # the same SSD folder: left files do not matter
     again.load(folder / "checkpoints")
     assert bits(again) == committed[newest]
 
@@ -211,7 +211,7 @@ def test_a_call_that_fails_once_costs_nothing_that_was_saved(
 def test_a_full_disk_stops_training_and_costs_nothing_that_was_saved(
     tmp_path: Path, uninterrupted: dict[str, Any], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Full from a random call on, whatever evicts, compacts or saves then. Resumed by a new trainer or by the same."""
+    """The disk is full from a random call on, in evictions, compaction or saves. A new trainer or the same resumes."""
     small_segments(monkeypatch.setattr)
     _core.set_compaction_rate(1 << 40)
     faults = _core.install_faults()
@@ -227,7 +227,7 @@ def test_a_full_disk_stops_training_and_costs_nothing_that_was_saved(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the checkpoint of step .* was not written")
         trainer.saver.settle()
-        if seed % 2 == 0:  # else with what the error holds on to still there
+        if seed % 2 == 0:  # otherwise with the trainer that the error still references
             del caught, trainer
             gc.collect()
             trainer = over_ssd(tmp_path, Options(ssd=True), torch_seed=4)
@@ -289,7 +289,7 @@ def test_an_unreadable_disk_is_an_error_of_the_call_that_reads(tmp_path: Path, m
 
 
 def test_a_batch_can_be_released_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Letting go of its rows makes room for others, which may have to write; it is no place for an error."""
+    """Releasing a batch's rows may evict others, which may write; it must not raise."""
     small_segments(monkeypatch.setattr, SMALL)
     faults = _core.install_faults()
     trainer = over_ssd(tmp_path, Options(ssd=True, checkpoints=False))
@@ -302,7 +302,7 @@ def test_a_batch_can_be_released_while_the_disk_is_full(tmp_path: Path, monkeypa
         faults.fail(1, errno.ENOSPC, repeat=True)
         budget.core.take(left)
         del lookup
-        wrote += faults.calls > calls  # or a thread does behind it
+        wrote += faults.calls > calls  # or a background thread does
         faults.heal()
         budget.core.give_back(left)
     assert wrote
@@ -323,7 +323,7 @@ def test_a_background_save_outlives_its_trainer(tmp_path: Path, ssd: bool) -> No
 
 
 def test_a_batch_that_an_error_left_half_done_does_not_disturb_what_is_loaded(tmp_path: Path) -> None:
-    """Its slots are pinned until it goes, and they belong to rows that loading has replaced."""
+    """Its slots are pinned until it is released, and belong to rows that loading has replaced."""
     trainer = open_trainer(tmp_path)
     trainer.fit(few_clicks(), steps=3, progress=False)
     trainer.save()
@@ -342,7 +342,7 @@ def test_a_full_disk_does_not_stop_what_needs_no_disk(tmp_path: Path, monkeypatc
     small_segments(monkeypatch.setattr, SMALL)
     faults = _core.install_faults()
     trainer = open_trainer(tmp_path)
-    trainer.lookahead = 0  # what is left to compact must not depend on what a batch in flight brought up
+    trainer.lookahead = 0  # the records left to compact must not depend on what a batch in flight prefetched
     trainer.fit(Evicting(trainer), steps=12, progress=False)
     expected = bits(trainer)
     faults.fail(1, errno.ENOSPC, repeat=True)

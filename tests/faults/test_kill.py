@@ -1,4 +1,4 @@
-"""SIGKILL at any moment, again and again: the run that is resumed is the run that nobody killed, bit for bit.
+"""SIGKILL at any moment, repeatedly: the resumed run equals an uninterrupted run, bit for bit.
 
 Moments are drawn from a seed: a phase (starting up, loading a checkpoint, training, saving while training goes on), how
 often it has come by, and a delay of some milliseconds into it. Compaction runs beside all of them, as fast as it can.
@@ -16,11 +16,11 @@ import pytest
 from run import PHASES, Options, Run, finish
 from runs import names
 
-MOST = {"start": 1, "load": 2, "step": 9, "save": 6}  # how often a phase may come by before the blow
+MOST = {"start": 1, "load": 2, "step": 9, "save": 6}  # how often a phase may occur before the kill
 
 
 def strike(draw: random.Random, folder: Path, options: Options) -> str | None:
-    """Start or resume the run and kill it; the phase in which it was hit, or None if it got to its end before."""
+    """Start or resume the run and kill it; returns the phase at the kill, or None if the run ended first."""
     folder.mkdir(parents=True, exist_ok=True)
     phase = draw.choice(PHASES)
     times, delay = draw.randint(1, MOST[phase]), draw.choice([0, 0.002, 0.01, 0.04]) * draw.random()
@@ -37,11 +37,11 @@ def check(result: dict[str, Any], expected: dict[str, Any], folder: Path) -> Non
     assert result["digest"] == expected["digest"]
     assert result["compaction_errors"] == 0
     assert not result["over_budget"]
-    assert names(folder / "checkpoints") == ["step-000000000057", "step-000000000060"]  # no draft of those that died
+    assert names(folder / "checkpoints") == ["step-000000000057", "step-000000000060"]  # no temporary folder left
 
 
 def campaign(seed: int, kills: int, folder: Path, options: Options, expected: dict[str, Any]) -> dict[str, Any]:
-    """Kill runs until there were so many kills; every run that comes to its end is compared, the last one always."""
+    """Kill runs until there were so many kills; every run that ends is compared, the last one always."""
     draw, hits, runs, compacted = random.Random(seed), Counter[str](), 0, 0
     while hits.total() < kills:
         home = folder / str(runs)
@@ -64,7 +64,7 @@ def test_killed_at_random_moments(tmp_path: Path, uninterrupted: dict[str, Any],
 
 @pytest.mark.parametrize("ssd", [True, False])
 def test_resumed_over_the_other_memory(tmp_path: Path, uninterrupted: dict[str, Any], ssd: bool) -> None:
-    """Rows that a dead process had on SSD come back in DRAM alone, and the other way round."""
+    """Rows that a dead process had on SSD are restored into DRAM only, and the reverse."""
     with Run(tmp_path, Options(ssd)) as run:
         assert run.reach("save", 14)
     result = finish(tmp_path, Options(not ssd))
@@ -81,7 +81,7 @@ def test_the_log_of_a_dead_process_is_removed_by_a_run_over_ssd(tmp_path: Path) 
 
 
 def test_busy_runs_are_what_the_kills_interrupt(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
-    """The campaign's runs do evict and do compact: else killing them would say little."""
+    """The campaign's runs do evict and compact; otherwise killing them would prove little."""
     result = finish(tmp_path, Options(ssd=True))
     check(result, uninterrupted, tmp_path)
     assert result["evicted"] > 1000

@@ -1,4 +1,4 @@
-"""SIGKILL while batches are in flight: for every lookahead and budget, the resumed run is the one nobody killed."""
+"""SIGKILL while batches are in flight: for every lookahead and budget, the resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def test_killed_in_the_middle_and_resumed(
     assert result["losses"] == uninterrupted["losses"][len(uninterrupted["losses"]) - len(result["losses"]) :]
     assert result["digest"] == uninterrupted["digest"]
     assert not result["over_budget"]
-    if budget == "tiny":  # with more room, few leave in the steps that are left
+    if budget == "tiny":  # with more DRAM, few rows are evicted in the remaining steps
         assert result["evicted"] > 1000

@@ -42,7 +42,7 @@ class Small:
         self.step = 0
 
     def write(self, low: int, high: int) -> None:
-        """New values for some keys, sent down to the log."""
+        """Set new values for some keys and evict them to the log."""
         self.step += 1
         keys = torch.arange(low, high)
         generator = torch.Generator().manual_seed(self.step)
@@ -51,11 +51,11 @@ class Small:
         self.rows.store.core.evict(1 << 30)
 
     def seal(self) -> None:
-        """All that was sent down is in files afterwards; the next records begin a new one."""
+        """Seal the log: all evicted rows are in files, and the next records begin a new one."""
         self.rows.store.begin_snapshot().finish(str(self.snapshots / str(len(list(self.snapshots.iterdir())))))
 
     def expected(self) -> dict[int, tuple[int, int, float]]:
-        """What the process knows: by key, how often it was seen, its last step and its norm."""
+        """The process's own view: by key, its count, its last step and its norm."""
         found = {}
         for chunk in self.rows.scan():
             norms = chunk.values[:, :DIM].double().norm(dim=1)
@@ -148,7 +148,7 @@ def test_compaction_changes_nothing_that_is_shown(small: Small) -> None:
 
 
 def test_steps_that_a_resume_has_undone_are_not_shown(small: Small) -> None:
-    """Their records are in the checkpoint's last segment, behind those that count, with the highest steps of all."""
+    """Their records are in the checkpoint's last segment, after its live records, with the highest steps of all."""
     small.write(0, 50)
     snapshot = small.rows.store.begin_snapshot()
     small.write(0, 40)
@@ -161,7 +161,7 @@ def test_steps_that_a_resume_has_undone_are_not_shown(small: Small) -> None:
     small.write(10, 20)
     small.seal()
     assert read(small.folder)[1] == small.expected()
-    (small.folder / "ADOPTED").unlink()  # else nobody could know
+    (small.folder / "ADOPTED").unlink()  # otherwise it could not be known
     assert read(small.folder)[1] != small.expected()
 
 
@@ -206,12 +206,12 @@ def test_a_folder_of_nothing_is_refused(tmp_path: Path) -> None:
 def test_a_folder_in_use_is_read_and_said_to_be_in_use(small: Small) -> None:
     folder = small.folder.parent
     assert in_use(folder) and in_use(small.folder)
-    assert "in use by a process that runs" in show(folder)
+    assert "in use by a running process" in show(folder)
     assert in_use(folder)
     del small.lock
     assert not in_use(folder)
     assert "of a process that has ended" in show(folder)
-    _core.lock_folder(str(folder))  # looking does not hold it
+    _core.lock_folder(str(folder))  # inspecting does not lock it
 
 
 def test_nothing_is_written(small: Small) -> None:
@@ -220,7 +220,7 @@ def test_nothing_is_written(small: Small) -> None:
         return [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in found]
 
     before: list[tuple[str, int, int]] = []
-    while before != (before := state()):  # full buffers are written behind whoever filled them
+    while before != (before := state()):  # full buffers are written in the background
         time.sleep(0.2)
     show(small.folder.parent)
     assert state() == before

@@ -122,7 +122,7 @@ class Compiler:
         return block
 
     def report(self) -> dict[str, Any]:
-        """The launches that compiled, those that did not, and the statements of kernels that the compiler has not
+        """The launches that compiled, those that did not, and the kernel statements that the compiler has not
         seen."""
         unseen = [f"{file}:{line}" for file, line in statements() if (file, line) not in self.seen]
         return {"triton": triton.__version__, "made": self.made, "errors": self.errors, "unseen": unseen}

@@ -1,4 +1,4 @@
-"""What each kernel must compute, in plain torch and Python: slow, and short enough to be believed."""
+"""What each kernel must compute, in plain torch and Python: slow, but short and easy to check."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def draws(stream: int, key: int, step: int, dim: int) -> list[int]:
 
 
 def stochastic_round(value: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32 to a multiple of the type's last place: the one below, or above with the chance of what is cut off."""
+    """Rounds fp32 to a multiple of the type's last place: down, or up with the probability of the cut-off part."""
     digits, lowest, cut = (7, -126, 16) if dtype == torch.bfloat16 else (10, -14, 13)
     size = value.double().abs()
     exponent = torch.frexp(size).exponent - 1

@@ -1,4 +1,4 @@
-"""Towers by name, as a job file asks for them."""
+"""Towers by name, as in a job file."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ TOWERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Such small layers only lose time to a second thread."""
+    """A second thread only slows down such small layers."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

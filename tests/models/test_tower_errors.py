@@ -1,4 +1,4 @@
-"""Towers refuse what does not fit, when they are built or at the first batch, with the cure in the message."""
+"""Towers refuse options and inputs that do not match, when they are built or at the first batch, and name the cure."""
 
 from __future__ import annotations
 

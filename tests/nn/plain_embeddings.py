@@ -52,5 +52,5 @@ class PlainEmbeddings:
 
 
 def change(rows: TableRows, keys: Tensor, before: Tensor) -> Tensor:
-    """What training with SGD(lr=1) subtracted: the gradient of each row."""
+    """The gradient of each row: what training with SGD(lr=1) subtracted."""
     return before - rows.read(keys)

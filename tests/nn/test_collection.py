@@ -1,4 +1,4 @@
-"""The collection against torch's embedding functions: vectors, gradients, accumulation; and what evaluation leaves."""
+"""The collection against torch's embedding functions: vectors, gradients, accumulation; evaluation changes no row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the collection refuses, with every row as it was before."""
+"""Calls that the collection refuses leave every row unchanged."""
 
 from __future__ import annotations
 

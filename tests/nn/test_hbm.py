@@ -71,7 +71,7 @@ class Tower(nn.Module):
 
 class Clicks:
     """Batches of random keys, the lower ones more often. Bags differ in their lengths; with `even` all batches have the
-    same number of ids, so that missing rows are asked for in one go (tiers/hbm/miss_list.py)."""
+    same number of ids, so that missing rows are requested by one miss list (tiers/hbm/miss_list.py)."""
 
     def __init__(self, batches: int, size: int = SIZE, keys: int = KEYS, seed: int = 1, even: bool = True) -> None:
         self.all = [batch_of(seed * 1000 + i, size, keys, even) for i in range(batches)]
@@ -157,13 +157,13 @@ def fitted(trainer: Trainer) -> tuple[Trainer, Report]:
 
 @functools.cache
 def roomy_run(device: str, accumulate: int = 1) -> tuple[Trainer, Report]:
-    """The run whose rows are all in HBM, for tests that compare with it and leave it as it is."""
+    """The run whose rows are all in HBM, for tests that compare with it and do not change it."""
     return fitted(trainer_of(Memory(hbm=ROOMY), device, accumulate))
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether batches that were asked for in one go were ahead of their turn, one after another."""
+    """For each batch that used a miss list: whether it was ahead of its turn."""
     batches: list[bool] = []
     plain = MissFinder.find_misses
 
@@ -268,7 +268,7 @@ def test_a_bad_gradient_changes_nothing(device: str) -> None:
         known = torch.isin(after[name][0], before[name][0])
         for x, y in zip(before[name], after[name], strict=True):
             assert torch.equal(x, y[known])
-    trainer.fit(Clicks(1, seed=4), progress=False)  # and nothing is held
+    trainer.fit(Clicks(1, seed=4), progress=False)  # and no row is pinned
 
 
 def test_budgets_that_cannot_work_are_refused_with_the_one_that_does(device: str, tmp_path: Path) -> None:
@@ -524,7 +524,7 @@ def test_a_batch_that_was_looked_up_and_dropped_leaves_nothing_behind(device: st
     embeddings.in_flight(3)
     dropped, next_one = (embeddings.route(KeyedBatch({"u": Jagged(others)})) for _ in range(2))
     dropped.prefetch()
-    next_one.prefetch()  # finds the keys of the one before, whose rows have not come
+    next_one.prefetch()  # finds the keys of the batch before, whose rows are not loaded yet
     embeddings.release(dropped)
     next_one.stage()
     embeddings.fetch(next_one)
@@ -554,7 +554,7 @@ def test_a_staged_batch_is_not_collected_while_its_rows_are_on_their_way(
     stage, alive = GroupBatch.stage, []
 
     def collect(part: GroupBatch) -> bool:
-        gc.collect()  # the release of a plan waits for the thread that brings its rows: this one
+        gc.collect()  # the release of a plan waits for the thread that loads its rows: this one
         alive.append(plan() is not None)
         return stage(part)
 
@@ -616,7 +616,7 @@ MANY, FEW = torch.arange(40), [torch.full((40,), 1000 + number) for number in ra
 
 
 def asked_at_once(embeddings: EmbeddingCollection) -> EmbeddingCollection:
-    """After batches of 40 ids that all missed some: the next ones are asked for in one go. Rows of the first have not
+    """After batches of 40 ids that all missed some, the next ones use a miss list. Rows of the first have not
     been used for so long that any batch may take their places."""
     embeddings.in_flight(3)
     for keys in (MANY, *FEW):
@@ -658,7 +658,7 @@ def test_only_the_thread_that_trains_records_what_is_launched_again(
 
     monkeypatch.setattr("hotrow.tiers.hbm.miss_list.CapturedSteps", Noted)
     embeddings = asked_at_once(one_table(Memory(hbm="2KiB"), device))
-    assert recorders and embeddings.hbm_cache is not None  # those that were asked for at their turn
+    assert recorders and embeddings.hbm_cache is not None  # those that were requested at their turn
     recorders.clear()
     embeddings.train()
     for number in range(3):
@@ -697,7 +697,7 @@ def test_a_tower_with_dropout_trains_while_batches_come_ahead(monkeypatch: pytes
         torch.manual_seed(0)
         embeddings = EmbeddingCollection(tables(), optim.Adam(lr=0.01), Memory(hbm=TINY), seed=4, device="cuda")
         trainer = Trainer(Recommender(embeddings, Dropping()), lookahead=lookahead)
-        sizes = [Clicks(10, size=size).all for size in (SIZE, SIZE // 2, SIZE)]  # each of them is recorded anew
+        sizes = [Clicks(10, size=size).all for size in (SIZE, SIZE // 2, SIZE)]  # each of them is captured again
         many = Clicks(0)
         many.all = [batch for batches in sizes for batch in batches]
         losses.append(trainer.fit(many, epochs=2, progress=False).losses)
@@ -730,7 +730,7 @@ def test_keys_that_took_places_of_rows_that_could_not_leave_are_an_error(
 def test_an_error_while_rows_move_loses_none_or_says_so(
     device: str, failing: str, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ahead of a batch's turn and at it, step by step: what had not been taken from its place is still there."""
+    """Ahead of a batch's turn and at it, step by step: rows that were not moved yet are unchanged."""
     embeddings, plain = one_table(Memory(hbm="2KiB"), device), one_table(None, None)
     others = torch.arange(1000, 1030)
     for each in (embeddings, plain):
@@ -786,7 +786,7 @@ def test_rows_that_the_gpu_cannot_reach_are_gathered(device: str, monkeypatch: p
 
 
 def test_few_rows_wait_to_be_written_back_however_slow_that_is(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The write-back thread is replaced by one that runs a task only when somebody waits for it."""
+    """The write-back thread is replaced by one that runs a task only when a caller waits for it."""
     monkeypatch.setattr("hotrow.tiers.hbm.row_transfer.CHUNK_BYTES", 64)
     embeddings = one_table(Memory(hbm="64KiB"), device)
     train_on(embeddings, torch.arange(300))
@@ -813,7 +813,7 @@ def test_few_rows_wait_to_be_written_back_however_slow_that_is(device: str, monk
         return behind
 
     monkeypatch.setattr(group, "begin_write_back", begin_write_back)
-    monkeypatch.setattr(group, "_submit_write_back", group._store)  # ours is the only thread behind
+    monkeypatch.setattr(group, "_submit_write_back", group._store)  # this test's thread is the only background thread
     group.flush()
     assert most == 2 and not waiting
 

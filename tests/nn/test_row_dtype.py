@@ -1,4 +1,4 @@
-"""Rows that are trained in 16 bits: the rule in fp32, rounded by chance, the same bits in every tier and budget."""
+"""Rows trained in 16 bits: the rule in fp32, rounded stochastically, the same bits in every tier and budget."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_new_rows_are_what_unseen_keys_read(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_updates_too_small_for_the_type_add_up(dtype: str) -> None:
-    """A tenth of the last place each, which rounding to nearest would never let through."""
+    """Updates of a tenth of the last place, which rounding to nearest would always drop."""
     keys, place = torch.arange(500), 2.0**-8 if dtype == "bf16" else 2.0**-11
     embeddings = one_table(dtype, optim.SGD(lr=1.0))
     embeddings.tables[0].assign(keys, torch.full((500, 5), 0.75))

@@ -117,7 +117,7 @@ def test_every_budget_gives_the_losses_and_rows_of_dram_alone(dram: str, accumul
         assert torch.equal(ours, theirs)
     assert embeddings.budget.used <= embeddings.budget.limit
     if dram == SMALL:
-        gone = evicted(embeddings)  # whose rows, depends on how far the stages ahead were
+        gone = evicted(embeddings)  # which batch's rows, depends on how far the earlier stages were
         assert sum(gone) > 5000
     elif dram == GENEROUS:
         assert evicted(embeddings) == [0, 0, 0]
@@ -191,7 +191,7 @@ def test_a_prefetched_row_is_there_when_the_batch_comes(tmp_path: Path) -> None:
     assert rows.store.tier()["cold_rows"] == 1000
     ticket = rows.prefetch(torch.cat([torch.arange(500), torch.arange(5000, 5100)]))
     assert ticket.wait() == 500 and ticket.done
-    assert len(rows) == 1000  # what has no row gets none
+    assert len(rows) == 1000  # keys without a row get none
     collection(KeyedBatch({"t": Jagged(torch.arange(500))}))
     assert rows.store.tier()["misses"] == 0 and rows.store.tier()["hits"] == 500
     assert rows.prefetch(torch.arange(500)).wait() == 0
@@ -246,7 +246,7 @@ def test_a_batch_that_cannot_fit_is_refused_and_everything_stays_usable(tmp_path
 def test_a_budget_too_small_for_its_tables_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(MemoryBudgetError, match=r"dram=1\.0 MiB is too small for 3 tables over ssd=; give at least"):
         trainer_of(Memory(dram="1MiB", ssd=tmp_path))
-    trainer_of(Memory(dram=SMALL, ssd=tmp_path))  # the folder was not left locked
+    trainer_of(Memory(dram=SMALL, ssd=tmp_path))  # the folder is unlocked
     sketch = [Table("t", dim=4, admission=Admission(after=2, sketch="16MiB"))]
     with pytest.raises(
         MemoryBudgetError, match=r"dram=16\.0 MiB is too small for 1 tables over ssd=; give at least 19MiB"
@@ -293,7 +293,7 @@ print(worst - before, len(collection.tables[0]) * collection.tables[0].store.wid
 
 
 def test_rows_indexes_and_buffers_stay_inside_the_budget_as_the_system_counts_them(tmp_path: Path) -> None:
-    """Rows are nearly 5 times dram=. The allowance is for what is not rows: a batch's keys, vectors and gradients."""
+    """Rows are nearly 5 times dram=. The allowance is for other memory: a batch's keys, vectors and gradients."""
     allowance = 24 << 20
     run = subprocess.run(
         [sys.executable, "-c", CHILD, str(tmp_path)], capture_output=True, text=True, timeout=120, env={**os.environ}
@@ -336,7 +336,7 @@ def test_a_folder_belongs_to_one_collection_at_a_time(tmp_path: Path) -> None:
     assert first.tables[0].contains(torch.arange(100)).all()
     del first
     again = EmbeddingCollection([Table("t", dim=8)], memory=Memory(dram="16MiB", ssd=tmp_path))
-    assert len(again.tables[0]) == 0  # what must survive is in checkpoints
+    assert len(again.tables[0]) == 0  # all state that must survive is in checkpoints
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

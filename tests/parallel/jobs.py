@@ -17,7 +17,7 @@ from hotrow import child_process
 from hotrow.train.checkpoint.manifest import list_checkpoints
 
 TIMEOUT = 4  # seconds that ranks wait for each other
-BOUND = TIMEOUT + 20  # until the job is gone; looking at hearts takes a few seconds, and machines are busy
+BOUND = TIMEOUT + 20  # until the job has ended; checking heartbeats takes a few seconds, and machines are busy
 JOB = """
 [data]
 examples = {examples}

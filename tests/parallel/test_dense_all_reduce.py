@@ -1,4 +1,4 @@
-"""The tower's gradients over ranks: fixed buckets that leave during backward, and sums in rank order, to the bit."""
+"""The tower's gradients over ranks: fixed buckets, sent during backward, and bit-exact sums in rank order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOWHERE, ONLY_ON_1 = 2, 1  # parameters without a gradient, on every rank and on
 
 
 def gradient(rank: int, turn: int, number: int) -> Tensor:
-    """Its numbers are of very different sizes, so that another order of additions gives other bits."""
+    """Its numbers differ widely in size, so that another order of additions gives other bits."""
     draw = np.random.default_rng([rank, turn, number])
     values = draw.standard_normal(SIZES[number]) * 10.0 ** draw.integers(-3, 4, SIZES[number])
     return torch.from_numpy(values.astype(np.float32))
@@ -30,7 +30,7 @@ def has(rank: int, number: int) -> bool:
 
 
 def sums(ranks: hr.Ranks, accumulate: int) -> dict[str, Any]:
-    """Two steps: the buckets, how many had left when backward came to its last gradient, and the sums."""
+    """Two steps: the buckets, how many were sent when backward reached its last gradient, and the sums."""
     parameters = [nn.Parameter(torch.zeros(size)) for size in SIZES]
     dense = DenseGradients(parameters, ranks, BUCKET)
     begun: list[int] = []
@@ -71,7 +71,7 @@ def expected(world: int, turns: range, number: int, backwards: bool = False) -> 
 def test_buckets_leave_during_backward_and_are_added_up_in_rank_order(crew: Crew, accumulate: int) -> None:
     for ours in crew.run(sums, accumulate):
         assert ours["buckets"] == [2, 1, 2, 1]
-        # The third waits for a parameter that gets no gradient. Before the last backward of a step none may leave.
+        # The third waits for a parameter that gets no gradient. Before the last backward of a step none may be sent.
         assert ours["begun"] == ([0] * (accumulate - 1) + [2]) * 2
         for step, results in enumerate(ours["results"]):
             turns = range(step * accumulate, (step + 1) * accumulate)
@@ -83,7 +83,7 @@ def test_buckets_leave_during_backward_and_are_added_up_in_rank_order(crew: Crew
 
 
 def test_the_order_of_ranks_matters_to_these_gradients() -> None:
-    """Else the test above would say nothing about it. Two numbers have one sum."""
+    """Otherwise the test above would prove nothing. Two numbers have only one sum."""
     assert not torch.equal(expected(3, range(1), 3), expected(3, range(1), 3, backwards=True))
 
 

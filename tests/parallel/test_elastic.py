@@ -1,4 +1,4 @@
-"""A checkpoint of N ranks, loaded by M ranks or by one process: every row once, and the run goes on as before."""
+"""A checkpoint of N ranks, loaded by M ranks or by one process: every row once, and the run continues as before."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_any_number_of_ranks_goes_on_from_any_other(
 
 
 def test_the_cases_rules_matter(uninterrupted: tuple[Rows, Rows]) -> None:
-    """Else the test above would say nothing about sketches and cutoffs."""
+    """Otherwise the test above would prove nothing about sketches and cutoffs."""
     trainer = make(None)
     go_on(None, trainer, 10)
     fresh = make(None)

@@ -1,4 +1,4 @@
-"""What must be the same on every rank and is not: an error on every rank that says where, and none of them waits."""
+"""State that must be equal on every rank and is not: every rank raises an error that names it, and none waits."""
 
 from __future__ import annotations
 

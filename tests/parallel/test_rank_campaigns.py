@@ -33,7 +33,7 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_job_by_its_name(tmp_path: Pat
     wait_for_checkpoints(tmp_path / "run", process)
     ranks = ranks_of(process)
     ranks[1].send_signal(number)
-    if number == signal.SIGSTOP:  # as soon as rank 0 has said so and ended, the launcher ends the stopped one
+    if number == signal.SIGSTOP:  # the launcher ends the stopped rank when rank 0 has reported it and ended
         output, _ = end_of(process, BOUND + 40)
     else:
         output, _ = end_of(process, BOUND)
@@ -89,7 +89,7 @@ def test_under_torchrun_a_signal_saves_and_ends_all_ranks(tmp_path: Path, number
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """All that a run has come to: its newest checkpoint, without times and numbers of publication."""
+    """A run's result: its newest checkpoint, without times and numbers of publication."""
     checkpoint = open_checkpoint(folder)
     rows = {}
     for table in checkpoint.tables:
@@ -154,14 +154,14 @@ job.run(progress=False)
 
 @pytest.mark.parametrize("dying", ["rows 0", "rows 1", "publish 0"])
 def test_a_rank_that_is_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_path: Path, dying: str) -> None:
-    """The save behind step 8: half of a rank's rows are written, or all of them and no manifest."""
+    """The save after step 8: half of a rank's rows are written, or all of them and no manifest."""
     whole, home = write_job(tmp_path / "whole", examples=20 * 64), tmp_path / "killed"
     job, port, dead = write_job(home, examples=20 * 64), free_port(), int(dying[-1])
     env = [environment(rank, 2, port) for rank in (0, 1)]
     ranks = [forked.python(DIES, str(job), dying, log=home / f"{i}", env=one) for i, one in enumerate(env)]
     assert ranks[dead].wait(BOUND) == -signal.SIGKILL
     assert ranks[1 - dead].wait(BOUND) != 0
-    if dead == 1:  # else the store at which they met has died with it
+    if dead == 1:  # otherwise their rendezvous store died with it
         assert re.search(r"rank 1 \(process \d+ on .*\) died or was stopped", ranks[0].text()), ranks[0].text()
     assert [path.name for path in list_checkpoints(home / "run")] == ["step-000000000004"]
     open_checkpoint(home / "run").verify()

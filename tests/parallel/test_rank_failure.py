@@ -1,4 +1,4 @@
-"""Ranks that die, fail or do not fit: the job ends in bounded time, says which rank it was, and can go on."""
+"""Ranks that die, fail or differ: the job ends in bounded time, names the rank, and can be resumed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Start = Callable[[int, dict[str, str]], forked.Forked]
 
 
 class Launched:
-    """Ranks as a launcher starts them: it holds the store at which they meet, so that any of them may die."""
+    """Ranks as a launcher starts them: the launcher has the rendezvous store, so that any rank may die."""
 
     def __init__(self, begin: Start, worlds: Sequence[int] = (2, 2)) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -32,7 +32,7 @@ class Launched:
         ]
 
     def end(self, within: float = BOUND) -> list[tuple[int, str]]:
-        """Exit code of each, and what it said, without line breaks."""
+        """Each one's exit code and output, without line breaks."""
         return [(rank.wait(within), re.sub(r"\s+", " ", rank.text())) for rank in self.ranks]
 
 

@@ -1,4 +1,4 @@
-"""Who it was: what an exchange that failed has to say."""
+"""A failed exchange names the rank that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C or SIGTERM on one rank: all stop behind the same step, with one checkpoint from which a run goes on to the
+"""Ctrl-C or SIGTERM on one rank: all stop after the same step, with one checkpoint from which a run continues to the
 same bits."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The launcher of `hotrow train --ranks`: what signals and deaths come to. Its ranks here are small programs."""
+"""The launcher of `hotrow train --ranks` handles signals and deaths. Its ranks here are small programs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ while True:
 
 
 class Launched:
-    """A launcher whose two ranks do not care for signals."""
+    """A launcher whose two ranks ignore signals."""
 
     def __init__(self, home: Path) -> None:
         self.launcher = forked.python(LAUNCHER, STUBBORN, log=home / "log")

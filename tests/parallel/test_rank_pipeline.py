@@ -1,4 +1,4 @@
-"""However far ranks run ahead, and whether their rows fit into DRAM or not: the bits of one batch at a time."""
+"""For every lookahead, with and without enough DRAM for all rows: the bits of one batch at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tower(nn.Module):
 
 
 def fit(ranks: hr.Ranks, lookahead: int, ssd: Path | None) -> tuple[dict[str, Any], int, int]:
-    """Everything that two equal runs agree on, and how many rows went down to SSD and came up ahead of their turn."""
+    """Everything that is equal in two equal runs, and how many rows were evicted to SSD and prefetched."""
     tables = [
         hr.Table("user", dim=DIM, admission=hr.Admission(probability=0.8, sketch="64KiB")),
         hr.Table("item", dim=DIM, expiry=hr.Expiry(steps=10, min_count=2, grace=3, every=4)),

@@ -1,4 +1,4 @@
-"""Rows over ranks are the rows of one process that is given all ranks' batches as one."""
+"""Rows over ranks equal those of one process that gets all ranks' batches as one."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_replicated_table_is_the_same_on_every_rank(crew: Crew) -> None:
 
 
 def test_tables_that_are_all_replicated_are_the_same_on_every_rank(crew: Crew) -> None:
-    """The part of the tables that are spread is then empty."""
+    """The part of the sharded tables is then empty."""
     case = Case(replicate_all=True, silent=True)
     parts = crew.run(rows_after, case)
     check_equal(put_together(parts, ("user", "item", "place")), rows_after(None, case, crew.world))

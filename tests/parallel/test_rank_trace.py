@@ -1,4 +1,4 @@
-"""What is seen of a run of several ranks: one trace with all of them, one table, a bar that speaks for the job."""
+"""Reports of a run of several ranks: one trace with all ranks, one table, one progress bar for the job."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_exchanges_are_traced_with_the_bytes_that_were_sent(run: tuple[Path, lis
 
 
 def test_the_ranks_clocks_are_one(run: tuple[Path, list[dict[str, Any]]]) -> None:
-    """Nobody's exchange of rows ends before all have begun it."""
+    """No rank's exchange of rows ends before all have begun it."""
     spans = spans_of(json.loads((run[0] / "run.json").read_text()))
     ours, theirs = ([e for e in spans[rank, "exchange rows"] if e["name"] == "rows"] for rank in (0, 1))
     assert len(ours) == len(theirs) > 10
@@ -131,7 +131,7 @@ def test_a_run_that_fails_leaves_the_ranks_parts_and_each_opens(crews: dict[int,
 
 
 def slow_second(ranks: hr.Ranks, seconds: float) -> dict[str, Any]:
-    """Rank 1 takes its time. What the bar was told meanwhile, and the report."""
+    """Rank 1 is slow. Returns the progress bar's updates and the report."""
     trainer, told = make(ranks), []
     real = trainer._forward_backward
 
@@ -175,7 +175,7 @@ def test_the_stages_of_all_ranks_are_reported_and_waiting_for_one_is_not_work(cr
 
 def test_the_bar_counts_the_examples_of_all_ranks_and_says_whose_the_metrics_are(crews: dict[int, Crew]) -> None:
     first, second = crews[2].run(slow_second, 0.0)
-    assert second["told"] == []  # one speaks
+    assert second["told"] == []  # only rank 0 prints
     *during, end = first["told"]
     assert [figures[0] for figures in during] == [2 * BATCH * step for step in range(1, 11)]
     assert {(figures[1], figures[5]) for figures in during} == {(None, "rank 0: ")}

@@ -201,7 +201,7 @@ def test_a_loss_that_is_nan_on_one_rank_stops_all_at_the_same_step(crew: Crew) -
 
 
 def poisoned_while_others_are_ahead(ranks: hr.Ranks, batch: int) -> tuple[float, list[str]]:
-    """The same while rank 0 is late to read the batch after it, which the others have begun to route."""
+    """The same while rank 0 reads the batch after it late; the others have begun to route it."""
     trainer, source = make(ranks), WithSequences(320, 16, poison=batch)
     if ranks.first:
         source.late = (batch // ranks.world + 1) * ranks.world
@@ -213,7 +213,7 @@ def poisoned_while_others_are_ahead(ranks: hr.Ranks, batch: int) -> tuple[float,
 
 
 def test_ranks_that_raise_at_the_same_step_leave_no_route_behind(crew: Crew) -> None:
-    """A rank would wait for ten seconds for its thread, and the next run would meet the route that was left over."""
+    """Otherwise a rank would wait ten seconds for its thread, and the next run would find the leftover route."""
     for seconds, said in crew.run(poisoned_while_others_are_ahead, 2 * crew.world + 1):
         assert seconds < 9
         assert said == []

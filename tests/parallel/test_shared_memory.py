@@ -1,4 +1,4 @@
-"""Exchanges of ranks on one machine: through shared memory what Gloo carries, unless a rank cannot or will not."""
+"""Exchanges of ranks on one machine use shared memory instead of Gloo, unless a rank cannot or does not want to."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Event:
 
 
 class Pair:
-    """Rank 0 with a watch, and rank 1 that is watched."""
+    """Rank 0 with a watchdog, and rank 1 that it watches."""
 
     def __init__(self, timeout: float) -> None:
         store = HashStore()
@@ -45,7 +45,7 @@ class Pair:
         self._done.set()
 
     def words(self, within: float = 10.0) -> str:
-        """What rank 0 ends with."""
+        """Rank 0's last error."""
         assert self._done.wait(within), "the process did not end"
         return str(self.ended[0])
 
@@ -128,7 +128,7 @@ def test_exchanges_that_come_to_their_end_are_let_be(pairs: Any) -> None:
 
 
 def watched(ranks: hr.Ranks) -> list[str]:
-    """Exchanges of a channel whose device is the CPU, and what is asked of its watch; sums of what came."""
+    """Exchanges of a channel whose device is the CPU; returns the calls to its watchdog, and sums of received data."""
     seen: list[str] = []
 
     class Noting(Watchdog):

@@ -1,4 +1,4 @@
-"""What ranks are asked to do in tests, and what one process makes of the same batches."""
+"""Functions that ranks run in tests, and one process's results for the same batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Case:
     accumulate: int = 1
     whole: bool = False  # whole numbers and SGD: every sum is exact, so any number of ranks gives the same bits
     silent: bool = False  # the feature "liked" gets no gradient
-    often: int = 0  # sightings of one key in one batch
+    often: int = 0  # occurrences of one key in one batch
     memory: dict[str, Any] = field(default_factory=dict)
 
     def collection(self, ranks: hr.Ranks | None, ssd: Path | None = None) -> hr.EmbeddingCollection:
@@ -227,7 +227,7 @@ def routes_ahead(ranks: hr.Ranks, case: Case) -> Rows:
 
     thread = threading.Thread(target=ahead)
     thread.start()
-    thread.join(0.2)  # rank 0 routes none, so nobody's comes to its end
+    thread.join(0.2)  # rank 0 routes none, so no rank's route ends
     embeddings.settle(lambda: thread.join(20))
     assert not thread.is_alive()
     assert len(refused) == (ranks.rank > 1)

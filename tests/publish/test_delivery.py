@@ -1,4 +1,4 @@
-"""A bus that does not answer: training goes on, publications wait on disk and are sent later, in order, none lost."""
+"""A bus that does not answer: training continues; publications wait on disk and are sent later, in order, none lost."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ SPEC = FeatureSpec([Key("user", hash="none")], label="click")
 
 @pytest.fixture(scope="module")
 def locked(redis_installed: None) -> Iterator[RedisServers]:
-    """A Redis that asks for the password."""
+    """A Redis that requires the password."""
     pytest.importorskip("redis", reason="pip install hotrow[redis]")
     with RedisServers(options=["--requirepass", SECRET], access=NodeAccess(password=SECRET)) as servers:
         yield servers
@@ -113,7 +113,7 @@ def test_a_journal_that_named_its_stream_with_the_login_is_still_its_own(tmp_pat
 
 
 class LockedBroker:
-    """A Kafka broker that knows how to ask for a login, and refuses every one with what it was sent."""
+    """A Kafka broker that requests a login, and refuses each with an error that contains what it received."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server((HOST, 0))

@@ -1,4 +1,4 @@
-"""From a trainer to a reader: after everything, the reader's rows are the trainer's."""
+"""From a trainer to a reader: in the end the reader's rows equal the trainer's."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from hotrow.publish.message import PART, Message
 
 
 def train(ranks: hr.Ranks, bus: str, folder: str, steps: int) -> dict[str, Any]:
-    """What each rank does: its rows at the end, and its counters."""
+    """Runs on each rank: returns its rows at the end, and its counters."""
     tables = [hr.Table("user", dim=4), hr.Table("item", dim=4)]
     embeddings = hr.EmbeddingCollection(tables, optimizer=hr.optim.Adam(lr=0.01), seed=3, ranks=ranks)
     torch.manual_seed(0)

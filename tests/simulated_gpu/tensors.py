@@ -1,11 +1,11 @@
-"""Tensors that say they are on a GPU, and lie in the host's memory.
+"""Tensors that report a GPU as their device and are stored in host memory.
 
-Every operation of torch comes by `dispatch`: from tensors of ours and, through a mode on each thread, from factories
-and from plain tensors, which may be pinned. It is done on what lies below, and what it reads and writes, by its schema,
-is noted for the stream of now, or the host. Views touch nothing. Results are new memory of that stream.
+`dispatch` gets every operation of torch: from these tensors and, through a mode on each thread, from factories and from
+plain tensors, which may be pinned. It runs the operation on the host tensors. It records what the operation reads and
+writes, by its schema, for the current stream or the host. Views access nothing. Results are new memory of that stream.
 
-While a stream is captured, what changes something is only remembered; what makes something is done once, for its shape,
-and again into the same memory at every replay.
+While a stream is captured, an operation that writes to existing memory is only recorded. One that allocates its result
+runs once, for the shape, and again into the same memory at every replay.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FACTORIES = {"empty", "zeros", "ones", "full", "arange", "empty_strided", "rand"
 
 
 class CudaTensor(Tensor):
-    """A tensor on the pretended device; `inner` is where it lies."""
+    """A tensor on the simulated device; `inner` is its host tensor."""
 
     inner: Tensor
 
@@ -100,7 +100,7 @@ def device() -> Device:
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, kind: str, home: int) -> Tensor:
-    """Memory that is watched."""
+    """Tracked memory."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     array = np.zeros(-(-max(size, 1) // 64) * 64 + 64, dtype=np.uint8)
     array[:] = 0x5A
@@ -111,7 +111,7 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, kind: str, home: int) -> 
 
 
 def _moved(made: Tensor, kind: str, home: int) -> Tensor:
-    """A result into memory that is watched, with its strides."""
+    """Copies a result into tracked memory, with its strides."""
     device().order.settle()
     if made.numel() == 0 or device().order.block_of(made.data_ptr()) is not None:
         return made
@@ -120,7 +120,7 @@ def _moved(made: Tensor, kind: str, home: int) -> Tensor:
 
 
 def words_of(tensor: Tensor) -> np.ndarray:
-    """Addresses of its elements."""
+    """Returns its elements' addresses."""
     at = np.zeros((), dtype=np.int64)
     for size, step in zip(tensor.shape, tensor.stride(), strict=True):
         at = at[..., None] + np.arange(size if step else 1) * step

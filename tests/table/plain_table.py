@@ -1,6 +1,6 @@
 """The oracle of a table: a dict of rows, and training written as loops over ids.
 
-Nothing here knows of slots, tiers or threads. Gradients of one key are added in batch order, one float32 addition at a
+There are no slots, tiers or threads here. Gradients of one key are added in batch order, one float32 addition at a
 time, and the optimizer's own `rule` changes the rows, so the store must agree bit for bit.
 """
 

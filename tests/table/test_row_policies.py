@@ -84,7 +84,7 @@ def test_policies_go_through_json_with_their_table() -> None:
     span=st.integers(1, 500),
 )
 def test_the_clock_never_calls_an_update_old_too_early(steps: list[int | None], span: int) -> None:
-    """And too late only because an update between two marks counts as the later one's."""
+    """A row may expire late only because an update between two marks counts for the later mark."""
     clock = Clock(span)
     highest = [-1]  # event time by update
     marks: list[tuple[int, int]] = []
@@ -178,7 +178,7 @@ def test_rows_expire_that_have_become_small(tmp_path: Path) -> None:
 
 
 def test_rows_expire_by_the_event_time_of_their_last_update(tmp_path: Path) -> None:
-    """Times are shuffled inside batches; a batch in five is late, and moves nothing."""
+    """Times are shuffled inside batches; one batch in five is late and does not advance the clock."""
     table = Table("t", DIM, expiry=Expiry(time="10m", every=4))
     two, seen = TwoTiers(table, SGD(lr=0.1), tmp_path), Seen()
     watermarks = [0]
@@ -209,7 +209,7 @@ def test_batches_without_a_time_move_no_clock(tmp_path: Path) -> None:
     two.train(torch.tensor([], dtype=torch.int64), time=torch.tensor([], dtype=torch.int64))
     assert set(two.same_rows()) == {1, 2}
     two.train(torch.tensor([3]), time=torch.tensor([5000]))
-    assert set(two.same_rows()) == {2, 3}  # 2 has no time of its own: it counts as the next one's
+    assert set(two.same_rows()) == {2, 3}  # 2 has no event time: it counts as the next one's
 
 
 def test_rows_that_were_imported_expire_when_the_first_updates_do(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_an_expired_row_reads_as_new_even_when_it_was_fetched_ahead(tmp_path: Pa
 
 
 def test_rows_made_or_set_between_sweeps_live_until_the_next_one(tmp_path: Path) -> None:
-    """On SSD too, where whether a row has expired is told from the record alone."""
+    """On SSD too, where only the record tells whether a row has expired."""
     table = Table("t", DIM, expiry=Expiry(steps=3, min_count=2, min_norm=1e-3, every=10))
     two = TwoTiers(table, SGD(lr=0.1), tmp_path)
     for _ in range(10):
@@ -313,7 +313,7 @@ def test_a_key_is_admitted_at_its_third_sighting_and_learns_nothing_before(tmp_p
     two = TwoTiers(table, SGD(lr=0.1), tmp_path)
     initial = two.dram.tables[0].read(torch.arange(4))
     two.train(torch.tensor([0, 1, 1, 2, 2, 2]))
-    assert set(two.same_rows()) == {2}  # three sightings in one batch are three
+    assert set(two.same_rows()) == {2}  # three occurrences in one batch count as three
     two.train(torch.tensor([0, 1]))
     assert two.same_rows() == {1: (1, 2), 2: (3, 1)}
     for collection in two.both:
@@ -321,7 +321,7 @@ def test_a_key_is_admitted_at_its_third_sighting_and_learns_nothing_before(tmp_p
         assert torch.equal(values[[0, 3]], initial[[0, 3]])
         assert not torch.equal(values[1], initial[1])
         with torch.no_grad():
-            collection(KeyedBatch({"t": Jagged(torch.tensor([0, 0, 0]))}))  # evaluation is no sighting
+            collection(KeyedBatch({"t": Jagged(torch.tensor([0, 0, 0]))}))  # evaluation does not count occurrences
     assert 0 not in two.same_rows()
 
 
@@ -392,7 +392,7 @@ def test_another_seed_admits_other_keys() -> None:
 
 
 def test_admission_and_expiry_work_together(tmp_path: Path) -> None:
-    """A row that expired has to be admitted anew; its sightings are not forgotten."""
+    """A row that expired must be admitted again; its earlier occurrences still count."""
     table = Table("t", DIM, admission=Admission(after=2, sketch="1MiB"), expiry=Expiry(steps=1, every=1))
     two = TwoTiers(table, SGD(lr=0.1), tmp_path)
     two.train(torch.tensor([5]))

@@ -1,4 +1,4 @@
-"""Any sequence of operations over SSD leaves the rows that a dict would have: moved, compacted, saved, put back."""
+"""Any sequence of operations over SSD leaves the rows that a dict would have: evictions, compaction, saves, loads."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SsdMachine(StoreMachine):
     @precondition(lambda self: self.snapshot is not None)
     @rule(load=st.booleans())
     def finish(self, load: bool) -> None:
-        """Whatever happened since it began, it has the rows of that moment; any budget can load them."""
+        """A snapshot has the rows of the moment it began, whatever happened since; any budget can load them."""
         assert self.snapshot is not None
         snapshot, rows, steps = self.snapshot
         self.snapshot = None

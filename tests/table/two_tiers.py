@@ -1,4 +1,4 @@
-"""One training in two stores: all rows in DRAM, and a small DRAM over SSD. What one holds the other must hold."""
+"""The same training in two stores: all rows in DRAM, and a small DRAM over SSD. Both must have equal rows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TwoTiers:
         self.random = torch.Generator().manual_seed(5)
 
     def train(self, keys: Tensor, time: Tensor | None = None, decay: float = 0.1) -> None:
-        """One update, after which some rows are pushed out of DRAM."""
+        """One update, after which some rows are evicted from DRAM."""
         gradient = torch.randn(keys.numel(), self.dram.tables[0].table.dim, generator=self.random)
         for collection in self.both:
             vectors = collection(KeyedBatch({"t": Jagged(keys)}, time=time))["t"]

@@ -17,7 +17,7 @@ SHAPE = hr.data.Shape(sparse={"user": None, "item": None}, dense=3, history_leng
 
 
 class Crash(Exception):  # noqa: N818
-    """Stands for a crash of the process."""
+    """Simulates a crash of the process."""
 
 
 class DropoutTower(nn.Module):
@@ -93,7 +93,7 @@ def all_rows(trainer: hr.Trainer) -> dict[str, dict[int, bytes]]:
 
 
 def bits(trainer: hr.Trainer) -> dict[str, Any]:
-    """All that decides what the trainer does next."""
+    """The complete state that determines what the trainer does next."""
     return {
         "rows": all_rows(trainer),
         "steps": trainer.steps,
@@ -124,5 +124,5 @@ def trained(folder: Path | None = None, steps: int = 5, **options: Any) -> hr.Tr
 
 
 def names(folder: Path) -> list[str]:
-    """What a person sees, and what a crash left; not the logs of trainers that live."""
+    """Visible names and what a crash left, without the logs of live trainers."""
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".rows-"))

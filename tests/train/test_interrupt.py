@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while training: a whole step, a valid checkpoint, no thread left; the run goes on from there."""
+"""Ctrl-C and SIGTERM while training: a whole step, a valid checkpoint, no thread left; the run can continue."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def make(
     tower = DropoutTower(16, DIM)
     optimizer = torch.optim.Adam(tower.parameters(), lr=0.01)
     trainer = hr.Trainer(hr.Recommender(embeddings, tower), optimizer, lookahead=lookahead, **options)
-    if options.get("precision") == "fp16":  # some steps are skipped: batches ahead of them keep their turn
+    if options.get("precision") == "fp16":  # some steps are skipped: later batches keep their order
         trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=4)
     return trainer
 
@@ -124,7 +124,7 @@ def test_evaluation_in_the_middle_sees_and_changes_nothing_of_what_is_ahead(tmp_
 
 
 class Watched:
-    """A source that notes what was asked of it."""
+    """A source that records the calls made to it."""
 
     def __init__(self, source: SyntheticClicks) -> None:
         self.source, self.examples, self.made = source, source.examples, 0
@@ -143,7 +143,7 @@ class Watched:
 
 
 def slow_down(trainer: hr.Trainer, seconds: float, after: Callable[[], None] = lambda: None) -> None:
-    """Training takes its time, and the stages before it have all the time they want."""
+    """Training is slow, so the stages before it are never the bottleneck."""
     real = trainer._forward_backward
 
     def compute(lookup: Any) -> Any:
@@ -180,7 +180,7 @@ def stage_threads() -> list[str]:
 
 
 class BadStage(Exception):  # noqa: N818
-    """A stage broke."""
+    """A stage failed."""
 
 
 def break_at(trainer: hr.Trainer, stage: str, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,12 +232,12 @@ def test_an_error_of_a_stage_ends_the_run_with_its_own_traceback(
     assert not stage_threads()
     monkeypatch.undo()
     trainer.forget()
-    trainer.fit(clicks(), cursor=trainer.cursor, progress=False)  # nothing is held by those that were dropped
+    trainer.fit(clicks(), cursor=trainer.cursor, progress=False)  # dropped batches pin no row
     assert bits(trainer)["rows"] == expected("plain")[1]["rows"]
 
 
 class Uniform:
-    """Batches of keys that all have rows, none more often than others: nothing stays in a small DRAM by itself."""
+    """Batches of keys that all have rows, all equally often: no row stays in a small DRAM by itself."""
 
     def __init__(self, steps: int, size: int, keys: int) -> None:
         self.steps, self.size, self.keys, self.examples = steps, size, keys, steps * size

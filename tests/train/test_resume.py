@@ -13,7 +13,7 @@ from hotrow.train.checkpoint.manifest import list_checkpoints
 
 
 def crash(folder: Path, after: int, *, steps: int | None = None, epochs: int = 1, **options: object) -> None:
-    """Train until the source dies, and leave what a process leaves that is gone: its checkpoints."""
+    """Train until the source dies, and leave only what a dead process leaves: its checkpoints."""
     trainer = make_trainer(folder, **options)  # type: ignore[arg-type]
     with pytest.raises(Crash):
         trainer.fit(CrashAfter(clicks(), after), steps=steps, epochs=epochs, progress=False)
@@ -182,7 +182,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(tmp_path: Pat
     assert report.losses == losses[8:]
     assert bits(resumed) == expected
     assert [path.name for path in list_checkpoints(tmp_path)] == [f"step-{step:012d}" for step in (20, 16, 12)]
-    make_trainer().load(tmp_path / "step-000000000012")  # the run came by again and put a good one there
+    make_trainer().load(tmp_path / "step-000000000012")  # the run saved this step again, with a valid checkpoint
 
 
 def test_when_no_checkpoint_can_be_read_each_one_is_named(tmp_path: Path) -> None:

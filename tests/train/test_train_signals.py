@@ -1,4 +1,4 @@
-"""`hotrow train` and signals: exit codes, what it says, and the evaluation at its end."""
+"""`hotrow train` and signals: exit codes, output, and the evaluation at its end."""
 
 from __future__ import annotations
 

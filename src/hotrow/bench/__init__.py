@@ -1,4 +1,4 @@
-"""Benchmarks for users: `hotrow bench NAME`. Each compares with a peer or a target ("bar") in the same run.
+"""Benchmarks for users: `hotrow bench NAME`. Each compares with a peer or a target (called "bar") in the same run.
 
     harness.py   the list of benchmarks, Result, timing, output
     storage/     rows in DRAM, on SSD and in Redis; tiers; eviction policies; reading on Ray

@@ -1,7 +1,7 @@
-"""Harness: what all benchmarks share: results, timing of two sides in turns, a table, JSON.
+"""Harness: shared by all benchmarks: results, timing of two sides in turns, a table, JSON.
 
-The machines are noisy and shared. So our steps and the peer's alternate in one process, a side's figure is its median,
-and the spread (half the interquartile range, over the median) is shown beside it.
+The machines are noisy and shared. So our steps and the peer's alternate in one process. A side's figure is its median;
+the spread (half the interquartile range, divided by the median) is shown beside it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ BENCHES = {
     "rows": "W-rows: rows in DRAM against FBGEMM and torch on the CPU; creation speed; bytes a row",
     "ssd": "rows on SSD against the raw device and RocksDB; RAM of a cold row",
     "tiers": "training with a table ten times the DRAM budget, against all rows in DRAM",
-    "pipeline": "stages that overlap: over SSD against DRAM, ahead against one batch at a time",
+    "pipeline": "overlapping stages: SSD against DRAM, lookahead against one batch at a time",
     "serve": "hotrow serve under load, beside LitServe, Ray Serve and the bare tower (extras serve, bench)",
     "serve_gpu": "a served model with a tenth of its rows in HBM against plain PyTorch on the cores (needs a GPU)",
     "hbm": "hot rows in HBM against FBGEMM TBE and HierarchicalKV (needs a GPU)",
-    "kernels": "each kernel of the HBM tier beside what its bytes take at full bandwidth (needs a GPU)",
-    "ranks": "two ranks against one, a core each; bytes that travel",
+    "kernels": "each kernel of the HBM tier against the time of its bytes at full bandwidth (needs a GPU)",
+    "ranks": "two ranks against one, a core each; bytes sent",
     "read": "decoding and features on Ray workers against in-process (needs the extra ray)",
     "online": "live against frozen on a drifting log; freshness on each bus; rows from a Redis cluster",
     "eviction": "which rows to keep in DRAM: hit rates of eviction policies on Zipf traces",
@@ -92,9 +92,9 @@ class Timing:
 
 
 def alternate(sides: Sequence[Callable[[int], object]], warmup: int, repeats: int) -> list[Timing]:
-    """Time each side's step(i) in turns, so that noise on the machine falls on both.
+    """Time each side's step(i) in turns, so that noise on the machine affects both.
 
-    A pause before each step lets the other side's threads sleep: OpenMP threads spin for a while after their work.
+    A pause before each step lets the other side's threads go to sleep: OpenMP threads spin for a while after work.
     """
     seconds: list[list[float]] = [[] for _ in sides]
     for i in range(warmup + repeats):
@@ -124,7 +124,7 @@ def run(name: str, json_file: str | None = None, record: str | None = None) -> l
     results: list[Result] = []
     with console.status("setting up") as status:
         produced: Generator[Result | str, None, None] = module.results()
-        with closing(produced):  # so that Ctrl-C and SIGTERM here also end the processes that the benchmark started
+        with closing(produced):  # on Ctrl-C and SIGTERM, end the processes that the benchmark started
             for item in produced:
                 if isinstance(item, str):
                     status.update(item)

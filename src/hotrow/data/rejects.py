@@ -40,7 +40,7 @@ class Rejects:
         if self.on_error == "raise":
             more = f" (and {rows - 1} more {self.unit}s)" if rows > 1 else ""
             message = self._format(reject)
-            raise DataError(f'{message}{more}; mend the file, or pass on_error="skip" to leave such rows out')
+            raise DataError(f'{message}{more}; repair the file, or pass on_error="skip" to leave such rows out')
         self.first = self.first or reject
         self.count += rows
 

@@ -13,8 +13,8 @@ batch. A unit of a file is a range of it, because the byte at which batch 1,000 
 
 `strided(number, of)` (strided.py) gives the same three steps for every N-th batch, for one rank.
 
-A source without these methods (your own, or gzip files) is decoded by `SerialDecoder`: a unit is the next few batches
-after a cursor, and the following unit is known only after it. One worker at a time reads ahead of the trainer.
+`SerialDecoder` decodes a source without these methods (your own, or gzip files): a unit is the next few batches after a
+cursor, and the following unit is known only after it. One worker at a time reads ahead of the trainer.
 """
 
 from __future__ import annotations

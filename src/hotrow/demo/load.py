@@ -3,9 +3,9 @@
     python demo/load.py ADDRESS requests.json out.jsonl SECONDS RATE
 
 It runs as a file and imports only the standard library, because importing the package takes longer than its work. It
-sends the bodies of requests.json in turn at a steady rate. A request that is due while the one before is unanswered is
-sent right after, and its latency counts from when it was due. Each reply is a line of the output: time, milliseconds,
-version, publication and freshness if the server reports them, or the error.
+sends the bodies of requests.json in turn at a steady rate, one request at a time. A request that becomes due before the
+previous one is answered is sent right after that answer, and its latency counts from when it was due. Each reply is a
+line of the output: time, milliseconds, version, publication and freshness if the server reports them, or the error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The demo's report: one HTML file with its plots as inline SVG, which any browser opens from disk. No scripts.
 
-A plot is a list of lines (name, colour, points); axes get round numbers. Colours have enough contrast on white, lines
-are labelled where they end, and every plot has a description in words.
+A plot is a list of lines (name, colour, points); axis ticks are round numbers. Colours have enough contrast on white,
+lines are labelled at their ends, and every plot has a description in words.
 """
 
 from __future__ import annotations

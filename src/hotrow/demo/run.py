@@ -3,14 +3,14 @@
     measure    how fast this machine trains, to choose the length of the log's days
     learn      train on a drifting click log, with rows beyond the memory budget on SSD
     serve      export the model and start `hotrow serve`; a load generator sends requests until the end
-    follow     training continues as clicks happen and publishes; the server applies updates while it serves
+    follow     training continues on the live click stream and publishes; the server applies updates while it serves
     look back  evaluate the first model, frozen, on the same clicks; write a report page
 
-Training uses one thread; the other core is for the server and the load. Two threads that synchronise at every layer
-were several times slower on two busy cores.
+Training uses one thread; the other core is for the server and the load generator. Two threads that synchronise at every
+layer were several times slower on two busy cores.
 
-Times are shares of HOTROW_DEMO_SECONDS (110). Everything is written below `output`; the
-files of an earlier demo there are removed first.
+Phase lengths are fractions of HOTROW_DEMO_SECONDS (110). Everything is written below `output`; the files of an earlier
+demo there are removed first.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Run:
         return time.monotonic() - self.begun
 
     def sample(self, examples: int) -> None:
-        """Note the tiers, at most twice a second."""
+        """Record the state of the tiers, at most twice a second."""
         if self.samples and self.now - self.samples[-1].at < 0.5:
             return
         tiers = [rows.store.tier() for rows in self.embeddings.tables]
@@ -167,7 +167,7 @@ def demo(
 
 
 def _clear(home: Path) -> Path:
-    """Empty the folder; refuse one that is not of an earlier demo."""
+    """Empty the folder; raise if it has files that are not of an earlier demo."""
     if home.exists() and any(home.iterdir()) and not (home / ".hotrow-demo").exists():
         raise OptionError(f"--output {home}: there is something that is not an earlier demo; give another folder")
     shutil.rmtree(home, ignore_errors=True)
@@ -193,7 +193,7 @@ def _model(log: SyntheticClicks, memory: Memory) -> Recommender:
 
 
 def _measure(home: Path) -> float:
-    """Examples a second of training alone, on a model that is thrown away."""
+    """Examples per second of training without a server, on a model that is discarded."""
     log = SyntheticClicks(examples=1 << 40, batch_size=BATCH, keys=KEYS, drift=DRIFT)
     trainer = Trainer(_model(log, Memory(dram=DRAM, ssd=str(home / "measured"))))
     trainer.fit(log, steps=2, progress=False)
@@ -243,7 +243,7 @@ def _follow(
     repository: Path,
     load: Load,
 ) -> dict[str, Any]:
-    """Training as it happens, with publications; what it did."""
+    """Train on the live stream, with publications; returns a report."""
     publish = Publish(bus, every_seconds=0.25, spool=str(repository.parent / "spool"))
     trainer = _trainer(model, window, run, publish)
     assert trainer.publisher is not None
@@ -313,7 +313,7 @@ def _figures(
 
 
 def _ages(answers: list[dict[str, Any]], watermarks: dict[str, int], until: float) -> list[tuple[float, float]]:
-    """When, and the age in ms: of answers from the first publication that the server took up to the last click."""
+    """Time and age (ms) of each answer, from the first publication that the server applied until the last click."""
     fresh = [answer for answer in answers if (answer.get("publication") or answer.get("version") in watermarks)]
     found = [(answer["at"], _age(answer, watermarks)) for answer in fresh if answer["at"] <= until]
     return [(at, age) for at, age in found if age is not None]
@@ -416,7 +416,7 @@ def _rates(samples: list[Sample]) -> tuple[list[tuple[float, float]], list[tuple
 
 
 def _smooth(points: list[tuple[float, float]], most: int = 150) -> list[tuple[float, float]]:
-    """Means of stretches."""
+    """Means over stretches of consecutive points."""
     step = max(1, len(points) // most)
     return [
         (part[-1][0], statistics.fmean(y for _, y in part))

@@ -1,7 +1,7 @@
 """The demo's server and load generator as child processes, and how updates reach the server.
 
-If `hotrow serve` follows a bus (--bus), publications reach it. Otherwise new versions are exported every few seconds
-and found by --poll: `update_options` and `Versions` are the only code that knows the difference.
+If `hotrow serve` has the option --bus, it follows publications. Otherwise new versions are exported every few seconds
+and found by --poll. Only `update_options` and `Versions` depend on which it is.
 
 Both processes end with this process, however it ends (child_process.py).
 """

@@ -1,4 +1,4 @@
-"""The demo's click log as it happens: examples of a synthetic log, at a rate, with the clock as event time.
+"""The demo's click log as a live stream: examples of a synthetic log, at a rate, with the clock as event time.
 
 The log's own time, in which tastes drift, advances by examples. The event time of an example is the clock's, because
 freshness is measured against the clock.
@@ -31,7 +31,7 @@ class Live:
         """Batches until the time is up."""
         begin, self.given = time.monotonic(), 0
         for batch, after in self.log.batches(cursor):
-            if self.rate is not None:  # a batch is complete when its last example has happened
+            if self.rate is not None:  # a batch is complete at the time of its last example
                 due = begin + (self.given + batch.size) / self.rate
                 time.sleep(max(0.0, min(due - time.monotonic(), 1.0)))
             if time.monotonic() - begin > self.seconds:

@@ -98,8 +98,8 @@ def on() -> bool:
 
 
 def span(track: str, stream: Any, name: str, **args: Any) -> AbstractContextManager[None]:
-    """Trace the work that is enqueued on a stream inside the block: `with span("gpu: rows up", self.up, "rows",
-    rows=n): ...`.
+    """Trace the work that is enqueued on a stream inside the block: `with span("gpu: rows up",
+    self.upload_stream, "rows", rows=n): ...`.
 
     Without a stream (None) nothing is measured.
     """
@@ -109,7 +109,7 @@ def span(track: str, stream: Any, name: str, **args: Any) -> AbstractContextMana
 
 
 def computing(device: torch.device, name: str) -> AbstractContextManager[None]:
-    """The same, for compute on the training thread's stream."""
+    """As `span`, for compute on the training thread's stream."""
     if _streams is None:
         return nullcontext()
     return _streams.span("gpu: compute", torch.cuda.current_stream(device), name, {})

@@ -192,7 +192,7 @@ def _check_crosses(features: Many[Feature]) -> None:
 
     def visit(feature: Feature, above: tuple[str, ...]) -> None:
         if feature.name in above:
-            raise OptionError(f"crosses go in a circle: {' of '.join([*above, feature.name])}; break it")
+            raise OptionError(f"crosses form a cycle: {' of '.join([*above, feature.name])}; break it")
         if isinstance(feature, Cross):
             for part in feature.of:
                 if part in named:

@@ -24,7 +24,7 @@ _TOP = ("format", "version", "label", "time", "features")
 
 
 class Parts(NamedTuple):
-    """What a spec is made of."""
+    """The parts of a spec."""
 
     features: list[Feature]
     label: Any
@@ -79,18 +79,18 @@ def _feature(where: str, entry: object) -> Feature:
         raise DataError(f'{where}a feature is {entry!r}; it must be an object with "kind" and "name"')
     fields = {name: value for name, value in entry.items() if name != "kind"}
     kind = entry.get("kind")
-    who = f"feature {entry.get('name')!r}"
+    subject = f"feature {entry.get('name')!r}"
     if not isinstance(kind, str) or kind not in KINDS:
-        raise OptionError(f"{where}{who} has the unknown kind {kind!r}; {choices(kind, KINDS)}")
+        raise OptionError(f"{where}{subject} has the unknown kind {kind!r}; {choices(kind, KINDS)}")
     names = [field.name for field in dataclasses.fields(KINDS[kind])]
-    _check_fields(where, f"{who} of kind {kind!r}", fields, names)
+    _check_fields(where, f"{subject} of kind {kind!r}", fields, names)
     if "name" not in fields:
         raise OptionError(f'{where}a feature of kind {kind!r} has no name; add "name"')
     feature: Feature = KINDS[kind](**fields)
     return feature
 
 
-def _check_fields(where: str, who: str, fields: dict[str, Any], known: list[str] | tuple[str, ...]) -> None:
+def _check_fields(where: str, subject: str, fields: dict[str, Any], known: list[str] | tuple[str, ...]) -> None:
     for name in fields:
         if name not in known:
-            raise OptionError(f"{where}{who} has the unknown field {name!r}; {choices(name, known)}")
+            raise OptionError(f"{where}{subject} has the unknown field {name!r}; {choices(name, known)}")

@@ -151,7 +151,7 @@ def _read_segment(
             segment = _core.SegmentScan(str(path))
     except CheckpointError as error:
         if last and _is_blank(path):
-            findings.torn.append(f"{path}: its {size:,} bytes were never written whole, and do not count")
+            findings.torn.append(f"{path}: its {size:,} bytes were never written completely and are ignored")
         else:
             findings.damaged.append(str(error))
         advance(size)
@@ -168,7 +168,7 @@ def _read_segment(
         advance(size)
         return
     if path.name != f"segment-{segment.segment:010d}.hrs":
-        findings.damaged.append(f"{path} is segment {segment.segment} by its header; give it its name back")
+        findings.damaged.append(f"{path} is segment {segment.segment} by its header; restore that name")
         advance(size)
         return
     origin, records, bits = adopted.get(segment.segment, (None, 0, None))
@@ -198,7 +198,7 @@ def _report_bad_blocks(path: Path, segment: Any, open_ended: bool, records: int,
     if end < segment.bytes:
         tail = f"{path}: its last {segment.bytes - end:,} bytes"
         if open_ended:
-            findings.torn.append(f"{tail} are of a write that was cut short, and do not count")
+            findings.torn.append(f"{tail} are of a write that was cut short and are ignored")
         else:
             findings.damaged.append(f"{tail} are no block")
     if bad:

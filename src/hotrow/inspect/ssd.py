@@ -30,11 +30,11 @@ def inspect_ssd(folder: Path, table: str | None, top: int, console: Console) -> 
     shown = [each for each in found if table in (None, each.table)]
     whole = table is not None or sum(each.bytes for each in shown) <= CHEAP_BYTES
     results = _scan(shown, top, console) if whole else {}
-    state = "in use by a process that runs, as it is at this moment" if used else "of a process that has ended"
+    state = "in use by a running process, as of now" if used else "of a process that has ended"
     written = max(each.written for each in shown)
     last = f", last written {datetime.fromtimestamp(written, timezone.utc).isoformat(timespec='seconds')}"
     console.print(
-        f"[bold]{folder}[/]: the SSD tier {state}{last if written else ''}; checkpoints have what is committed",
+        f"[bold]{folder}[/]: the SSD tier {state}{last if written else ''}; checkpoints have the committed rows",
         highlight=False,
     )
     console.print(_overview(shown, results))
@@ -44,7 +44,7 @@ def inspect_ssd(folder: Path, table: str | None, top: int, console: Console) -> 
     damaged = [message for findings in results.values() for message in findings.damaged]
     damaged += [each.problem for each in shown if each.problem is not None]
     if damaged:
-        raise CheckpointError(f"{'; '.join(damaged)}. What is committed is in checkpoints: resume from the last one")
+        raise CheckpointError(f"{'; '.join(damaged)}. Checkpoints have the committed rows: resume from the last one")
 
 
 def _scan(tables: list[TableFolder], top: int, console: Console) -> dict[Path, Findings]:
@@ -92,4 +92,4 @@ def _notes(tables: list[TableFolder], results: dict[Path, Findings], used: bool,
         for message in findings.torn:
             console.print(f"[yellow]torn[/] {message}{' (yet)' if used else ''}", highlight=False)
         if findings.gone:
-            console.print(f"{findings.gone} segments went while they were being read: the process goes on")
+            console.print(f"{findings.gone} segments were removed during the scan, by the process that uses the folder")

@@ -1,4 +1,4 @@
-"""Launching a kernel again without Triton's work for every call.
+"""Kernel launches without Triton's per-call work on the host.
 
 `@cached_launch` above `@triton.jit` keeps the compiled kernel by everything that its specialisation depends on: types,
 alignment to 16 bytes, small facts about integers, and the options. A training step is ten launches in a millisecond, so
@@ -22,7 +22,7 @@ from hotrow.kernels.current_stream import current_stream_handle
 from hotrow.undocumented import describe, is_tested, warn_once
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SLOWER = "Kernels are launched by Triton alone: the same results, with more work on the host for each"
+SLOWER = "Kernels are launched through Triton's documented call: the same results, with more host time per launch"
 
 
 def cdiv(a: int, b: int) -> int:
@@ -98,7 +98,7 @@ def _make_launch(compiled: Any, constants: tuple[Any, ...]) -> Callable[[int, in
         or not callable(launcher)
         or _parameter_names(launcher) not in _KNOWN_PARAMETERS
     ):
-        warn_once(f"{describe('triton', 'may launch kernels in another way')}. {SLOWER}")
+        warn_once(f"{describe('triton', 'has a launcher with other parameters')}. {SLOWER}")
         return None
     function, metadata = parts
 

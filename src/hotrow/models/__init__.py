@@ -1,9 +1,9 @@
-"""Ready towers: the dense half of well-known ranking models, each on one screen.
+"""Towers: the dense part of well-known ranking models, one file each.
 
 A tower is a plain torch module from the vectors of an embedding collection to logits: `tower(vectors: dict[str,
 Tensor], dense: Tensor | None) -> Tensor`. A pooled feature comes as `[batch, width]`; an unpooled one as `[batch,
-length, width]`, padded with zeros, with a bool mask `[batch, length]` under its name + "_mask". Any module of that
-shape is a tower; these are the ones that need not be written again.
+length, width]`, padded with zeros, with a bool mask `[batch, length]` under its name + "_mask". Any module with
+this interface is a tower.
 """
 
 from hotrow.models.dcn_v2 import DCNv2

@@ -1,7 +1,8 @@
 """DCN-v2: cross layers that multiply features explicitly, then an MLP.
 
-The vectors and the dense features side by side are the network's input; each cross layer raises the degree of their
-products by one, and the MLP reads what the last one made (the paper's stacked form). Features may differ in width.
+The network's input is the concatenation of the vectors and the dense features. Each cross layer raises the degree of
+their products by one, and the MLP reads the last layer's output (the paper's stacked form). Features may differ in
+width.
 """
 
 from __future__ import annotations

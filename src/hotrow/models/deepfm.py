@@ -2,10 +2,10 @@
 
 As in Wide & Deep, a key's first-order weight is the first column of its row and the rest is its vector, so a table
 for vectors of 16 has dim 17. All features share one width, because the factorization machine takes dot products
-between them. Dense features have no vectors: they enter the first-order part and the MLP, not the factorization
-machine.
+between them. Dense features have no vectors: the first-order part and the MLP read them, the factorization machine does
+not.
 
-The deep vectors are copied once, side by side; the factorization machine reads that copy as `[batch, features, dim]`.
+The deep vectors are concatenated once; the factorization machine reads that copy as `[batch, features, dim]`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""DIN: what a user did before, weighed by how it goes with the item at hand.
+"""DIN: a user's history, summed with attention to the candidate item.
 
-The history stays a sequence (the collection is told not to pool it), and attention with the target item as its query
-sums it into one vector; that vector, the pooled features (the target among them) and the dense features go into an
-MLP. History and target share a table, or at least a width.
+The history is a sequence (its table has no pooling). Attention with the target item as its query sums it into one
+vector. An MLP reads that vector, the pooled features (the target is one of them) and the dense features. History and
+target share a table, or at least have the same width.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hotrow.nn.sizes import widths
 class DIN(FeatureTower):
     """Logit = MLP(vectors, attention of the target over the history, dense).
 
-    `features` are the pooled ones, the target among them: names, all `dim` wide, or name → width. `history` is the
+    `features` are the pooled ones, including the target: names, all `dim` wide, or name → width. `history` is the
     unpooled one and is as wide as the target. `attention` are the hidden widths of the MLP that weighs an item.
 
     >>> tower = DIN(features=["user", "item"], history="seen", target="item", dim=16, attention=(8,), top=(32,))

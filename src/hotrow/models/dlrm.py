@@ -2,8 +2,8 @@
 
 The bottom MLP turns the dense features into one more vector of the features' width; the dot products of all pairs of
 vectors, and that vector itself, go into the top MLP. The vectors are copied once, into `[batch, features, dim]`, and
-the pairs once, behind the bottom's output; there is no other copy. Without dense features there is no bottom MLP, and
-the pairs are all that the top sees.
+the pairs once, after the bottom's output; there is no other copy. Without dense features there is no bottom MLP, and
+the top reads only the pairs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hotrow.nn.sizes import widths
 class DLRM(FeatureTower):
     """Logit = top(bottom(dense), dot products of all pairs of vectors).
 
-    `features` are names, all `dim` wide, or name → width, all the same. The bottom MLP ends in that width and the top
-    in 1 without being told.
+    `features` are names, all `dim` wide, or name → width, all the same. A last layer of that width is
+    added to the bottom MLP, and one of width 1 to the top.
 
     >>> tower = DLRM(features=["C1", "C2"], dim=16, dense_features=13, bottom=(64,), top=(128, 64))
     >>> tower({"C1": torch.zeros(4, 16), "C2": torch.zeros(4, 16)}, torch.zeros(4, 13)).shape

@@ -1,8 +1,8 @@
-"""build_tower: a tower from the words of a job file.
+"""build_tower: a tower from the options of a job file.
 
-A job file says `tower = "dlrm"` and a few options; what the features are and how wide their vectors come is known
-from the tables and the feature spec. So the widths are derived here and never written twice, and an option is
-whatever the tower's own constructor takes beside them. A wrong name is an error that lists the right ones.
+A job file has `tower = "dlrm"` and a few options. The features and their widths follow from the tables and the feature
+spec, so nobody writes them twice. The options are the other parameters of the tower's constructor. A wrong name is an
+error that lists the right ones.
 """
 
 from __future__ import annotations

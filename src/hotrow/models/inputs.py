@@ -1,10 +1,9 @@
-"""What a tower is fed: the features it reads, how wide each one is, and the dense features beside them.
+"""The inputs of a tower: the features it reads, their widths, and the number of dense features.
 
-Every tower names its features when it is built, as a list (all `dim` wide) or as a mapping from name to width, and
-reads them in that order, so that the order of the dict that arrives never matters. Names and widths are checked in
-full when the tower is built. At forward only what costs nothing and survives torch.export is checked: that a name is
-there, and that a vector has the dimensions and the width it should (both are constants of an exported graph; the
-batch is not). Vectors that a tower did not ask for are left alone.
+A tower gets its features when it is built, as a list (all `dim` wide) or as a mapping from name to width. It reads them
+in that order, so the order of the input dict does not matter. Names and widths are fully checked when the tower is
+built. forward checks only what costs nothing and survives torch.export: that each name is present, and that its vector
+has the right dimensions and width (constants of an exported graph, unlike the batch). Other vectors are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Features = Mapping[str, int] | Sequence[str]
 
 
 class FeatureTower(nn.Module):
-    """What all towers here know of their inputs: `widths` by feature, in order, and the number of dense features.
+    """The base of all towers: `widths` by feature, in order, and the number of dense features.
 
     >>> rows, dense = FeatureTower(["user"], 4, 0).inputs({"user": torch.zeros(2, 4)}, None)
     >>> len(rows), dense is None
@@ -34,7 +33,7 @@ class FeatureTower(nn.Module):
         self.dense_features = at_least(0, "dense_features", dense_features)
 
     def inputs(self, vectors: Mapping[str, Tensor], dense: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
-        """The pooled vectors in order, and the dense features where there are some; both checked."""
+        """The pooled vectors in order, and the dense features if there are any, after a check of both."""
         return pick(vectors, self.widths), check_dense(dense, self.dense_features)
 
 
@@ -120,7 +119,7 @@ def pick_sequence(vectors: Mapping[str, Tensor], name: str, width: int) -> tuple
 
 
 def check_dense(dense: Tensor | None, count: int) -> Tensor | None:
-    """The dense features if the tower was built for some, after a look at their number.
+    """The dense features, or None if the tower was built for none. Checks their number.
 
     >>> check_dense(None, 0) is None
     True
@@ -139,7 +138,7 @@ def _pooled(vectors: Mapping[str, Tensor], name: str, width: int) -> Tensor:
     if vector.dim() != 2 or vector.shape[1] != width:
         raise BatchError(
             f"feature {name!r} came as {list(vector.shape)}, but the tower reads one vector {width} wide per example; "
-            f"pool the feature and give its table dim={width}, or build the tower for what comes"
+            f"pool the feature and give its table dim={width}, or build the tower for these vectors"
         )
     return vector
 

@@ -1,11 +1,11 @@
-"""Wide & Deep: a linear model that remembers beside an MLP that generalises.
+"""Wide & Deep: a linear model and an MLP, added.
 
 The linear model needs one weight per key. A key already owns a row, so its wide weight is the first column of that
-row and the rest is its deep vector: a feature that should be 16 deep has a table of dim 17. One lookup and one
-optimizer then serve both parts. A feature of width 1 is wide only, which is what a crossed feature ("user's country x
-item") is for.
+row and the rest is its deep vector: a feature with a deep vector of 16 has a table of dim 17. One lookup and one
+optimizer then serve both parts. A feature of width 1 is wide only: use that for a crossed feature ("user's country x
+item").
 
-Of a pooled feature the wide weights are pooled the same way. Dense features enter both parts.
+The wide weights of a pooled feature are pooled in the same way. Both parts read the dense features.
 """
 
 from __future__ import annotations

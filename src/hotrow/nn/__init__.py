@@ -1,4 +1,16 @@
-"""The sparse part (EmbeddingCollection), its seam to a tower (Recommender), and the layers that towers are made of."""
+"""EmbeddingCollection (the sparse part), Recommender (which joins it with a tower), and the layers of towers.
+
+    collection.py   EmbeddingCollection: keys in, vectors out
+    recommender.py  Recommender: a collection and a tower
+    mlp.py          MLP
+    interaction.py  DotInteraction, FactorizationMachine
+    cross.py        CrossLayer
+    attention.py    LocalActivation
+    sizes.py        checks of the sizes that a layer is built with
+
+Imported by models, train, publish and serve. The training thread runs a model; pipelines call `route`, `prefetch` and
+`stage` of later batches from threads of their own.
+"""
 
 from hotrow.nn.collection import EmbeddingCollection
 from hotrow.nn.recommender import Recommender

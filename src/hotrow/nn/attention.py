@@ -1,16 +1,16 @@
 """LocalActivation: DIN's attention of a target over a history.
 
-Each item of the history is weighed by a small MLP over [target, item, target - item, target * item], and the weighed
-items are summed. As in the paper the weights are not normalised, so that a history full of the target's kind gives a
-longer vector than one with a single such item; `normalize=True` makes them a softmax.
+A small MLP over [target, item, target - item, target * item] weighs each item of the history, and the weighed items
+are summed. As in the paper the weights are not normalised: many items similar to the target give a longer vector than
+one such item. `normalize=True` applies a softmax.
 
-The first layer never sees the four parts side by side. With its weights cut as Wt, Wi, Wd, Wp, it is the same as
-(Wt + Wd) target + (Wi - Wd + Wp * target) item + b: the target is folded into a matrix of its own for every example,
-and one batched product over the items is left. On one core of a shared AMD EPYC, forward and backward of that layer at
-512 examples x 200 items x 32 take 38 to 54 ms against 185 to 195 ms with the parts put side by side (50 items x 16: 9
+The first layer never concatenates the four parts. With its weights split into Wt, Wi, Wd, Wp, it equals
+(Wt + Wd) target + (Wi - Wd + Wp * target) item + b: one matrix per example that includes the target, and one batched
+product over the items. On one core of a shared AMD EPYC, forward and backward of that layer at
+512 examples x 200 items x 32 take 38 to 54 ms against 185 to 195 ms with concatenated parts (50 items x 16: 9
 to 11 against 20 to 25 ms).
 
-An item that is masked out weighs exactly zero, so an empty history gives zeros, and padding changes nothing.
+A masked item has weight exactly zero, so an empty history gives zeros, and padding changes no result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hotrow.nn.sizes import positive, widths
 
 
 class LocalActivation(nn.Module):
-    """Sum of a history's items, each weighed by how it goes with the target: `[batch, dim]`.
+    """Sum of a history's items, each weighed by its relevance to the target: `[batch, dim]`.
 
     >>> attention = LocalActivation(dim=4, hidden=(8,))
     >>> nobody_has_a_history = torch.zeros(2, 3, dtype=torch.bool)
@@ -53,7 +53,7 @@ class LocalActivation(nn.Module):
         return torch.bmm(weights.unsqueeze(1), items).squeeze(1)
 
     def weights(self, target: Tensor, items: Tensor, mask: Tensor) -> Tensor:
-        """What each item weighs, `[batch, length]`; zero where the mask is False."""
+        """The weight of each item, `[batch, length]`; zero where the mask is False."""
         scores: Tensor = self.rest(self._first(target, items)).squeeze(2)
         if self.normalize:
             lowest = torch.finfo(scores.dtype).min  # finite: a softmax over -inf alone would be NaN

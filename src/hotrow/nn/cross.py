@@ -1,12 +1,12 @@
 """CrossLayer: one layer of Deep & Cross Network v2.
 
-A layer multiplies the network's input x0, entry by entry, with a linear map of what the layers below made of it, and
-adds the latter: x' = x0 * (W x + b) + x. After n layers, every product of up to n + 1 inputs has been formed.
+A layer multiplies the network's input x0 elementwise with a linear map of the previous layer's output x, and adds x:
+x' = x0 * (W x + b) + x. After n layers, every product of up to n + 1 inputs has been formed.
 
 W is full (`rank=None`), or a product U V of two thin matrices, which costs 2 x rank x features instead of features
-squared. With `experts` above 1 the thin maps become a gated mixture of small non-linear ones, as the paper has it:
-the sum over experts of gate(x) * (U tanh(C tanh(V x)) + b). Since the gates sum to one, they are put on the thin side
-and all the U are one matrix product.
+squared. With `experts` above 1 the thin maps become a gated mixture of small non-linear ones, as in the paper:
+the sum over experts of gate(x) * (U tanh(C tanh(V x)) + b). Since the gates sum to one, they are applied before U, and
+the U of all experts are one matrix product.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CrossLayer(nn.Module):
         positive("features", features)
         self.experts = positive("experts", experts)
         if rank is None and experts > 1:
-            raise OptionError(f"experts={experts} without a rank; a mixture is made of thin maps, so pass rank= too")
+            raise OptionError(f"experts={experts} without a rank; a mixture has low-rank maps, so pass rank= too")
         thin = features if rank is None else experts * positive("rank", rank)
         self.inward = None if rank is None else linear(features, thin, bias=False)
         self.outward = linear(thin, features)
@@ -43,7 +43,7 @@ class CrossLayer(nn.Module):
             self.gate = linear(features, experts)
 
     def forward(self, start: Tensor, x: Tensor) -> Tensor:
-        """`start` is the network's input x0, `x` the output of the layer below; both `[batch, features]`."""
+        """`start` is the network's input x0, `x` the output of the previous layer; both `[batch, features]`."""
         mapped: Tensor = self.outward(self._thin(x))
         return start * mapped + x
 

@@ -1,11 +1,11 @@
 """MLP: the stack of linear layers inside every tower.
 
-Weights start Xavier-uniform and biases at zero, so that a square layer keeps the size of its signal, where torch's
-own start shrinks it to 1/sqrt(3); over the five layers of a ranking model that adds up. Activations are values, found
-by name in `ACTIVATIONS`, because a job file can only write a name.
+Weights start Xavier-uniform and biases at zero, so a square layer keeps the variance of its input. torch's default
+scales the signal by 1/sqrt(3) per layer, which matters over the five layers of a ranking model. Activations are looked
+up by name in `ACTIVATIONS`, because a job file can only contain a name.
 
-Left out on purpose: batch norm and DIN's Dice. Their statistics see padding and depend on how a batch was cut, so
-that the same examples on another number of ranks, or padded to another bucket, would train another model.
+Left out on purpose: batch norm and DIN's Dice. Their statistics include padding and depend on how examples are divided
+into batches. The same examples on another number of ranks, or padded to another bucket, would train another model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 def activation_named(name: str) -> Callable[[], nn.Module]:
-    """What makes a fresh activation of that name.
+    """A factory of the activation with this name.
 
     >>> activation_named("relu")()
     ReLU()
@@ -39,7 +39,7 @@ def activation_named(name: str) -> Callable[[], nn.Module]:
 
 
 def linear(in_features: int, out_features: int, *, bias: bool = True) -> nn.Linear:
-    """A linear layer with this house's start: Xavier-uniform weights, zero bias.
+    """A linear layer with Xavier-uniform weights and zero bias.
 
     >>> linear(3, 2).bias.tolist()
     [0.0, 0.0]
@@ -54,7 +54,7 @@ def linear(in_features: int, out_features: int, *, bias: bool = True) -> nn.Line
 class MLP(nn.Module):
     """Linear layers of the given widths, an activation and dropout after each but the last.
 
-    `last_activation=True` puts the activation after the last layer too, as DLRM's bottom MLP has it. Works on the last
+    `last_activation=True` puts the activation after the last layer too, as in DLRM's bottom MLP. Works on the last
     dimension: `[..., in_features]` in, `[..., widths[-1]]` out.
 
     >>> import torch

@@ -1,6 +1,6 @@
-"""Recommender: the sparse part and the tower, cut at the one seam that everything else relies on.
+"""Recommender: a model as an EmbeddingCollection and a tower.
 
-The tower never sees a key, the collection never sees a label.
+The tower never sees a key, and the collection never sees a label. Training, publishing and serving rely on this split.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Recommender(nn.Module):
         self.tower = tower.to(embeddings.device)
 
     def forward(self, batch: KeyedBatch | Lookup) -> Tensor:
-        """Logits of a batch, or of a lookup that was prepared ahead."""
+        """Logits of a batch, or of a lookup that was routed and fetched ahead."""
         examples = batch.batch if isinstance(batch, Lookup) else batch
         dense = None if examples.dense is None else examples.dense.to(self.embeddings.device, non_blocking=True)
         logits: Tensor = self.tower(self.embeddings(batch), dense)

@@ -1,8 +1,7 @@
-"""Checked sizes: the numbers that a layer or a tower is built with.
+"""Checks of the sizes that a layer or a tower is built with.
 
-A job file may say `top = "512"` or `widths = [64, 0]`. Each function here takes the option's name and its value and
-gives the value back with a sure type, or raises an OptionError that names the option, the value and the cure, so that
-a layer's constructor never has to.
+A job file may contain `top = "512"` or `widths = [64, 0]`. Each function takes an option's name and value. It returns
+the value with a known type, or raises an OptionError that names the option, the value and the cure.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def positive(name: str, value: object) -> int:
 
 
 def at_least(smallest: int, name: str, value: object) -> int:
-    """A whole number that is not below `smallest`; True and False are not numbers here.
+    """A whole number of at least `smallest`. True and False are refused.
 
     >>> at_least(0, "dense_features", 13)
     13
@@ -44,7 +43,7 @@ def widths(name: str, values: object) -> tuple[int, ...]:
 
 
 def fraction(name: str, value: object) -> float:
-    """A share that is at least 0 and below 1.
+    """A number of at least 0 and below 1.
 
     >>> fraction("dropout", 0.1)
     0.1

@@ -3,15 +3,15 @@
 In reading order:
     publication.py     a publication as values and as bytes
     message.py         the messages that carry it
-    bus.py             what a bus does, and opening one by its address
+    bus.py             the Bus protocol, and opening a bus by its address
     directory_bus.py, redis_bus.py, kafka_bus.py
     publisher.py       the trainer's side: when to cut, and what changed
     cut.py             what one rank publishes at a step
-    delivery.py        the thread that sends cuts in order, whatever state the bus is in
+    delivery.py        the thread that sends cuts in order and retries
     rank_parts.py      the parts that the other ranks have put on the bus
-    spool.py           publications on disk while the bus does not answer
+    spool.py           publications on disk while the bus is unreachable
     history.py         the commits that are on a bus
-    subscriber.py      the reader's side: whole publications in order, each once
+    subscriber.py      the reader's side: complete publications in order, each once
     rollback.py        publishes an older state again
     apply.py           applies a publication to a model that answers no requests
 

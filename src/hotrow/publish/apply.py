@@ -1,7 +1,7 @@
-"""Apply a publication to a model in this process: for tests, tools, and readers that answer no requests meanwhile.
+"""Apply a publication to a model in this process: for tests, tools, and readers that serve no requests meanwhile.
 
-A server cuts over between batches (serve/updates/); here the rows are set at once. Rows get the values that were sent
-and fresh optimizer state, because a reader does not train.
+A server cuts over between batches (serve/updates/); here the rows are set at once. Rows get the published values and
+fresh optimizer state, because a reader does not train.
 """
 
 from __future__ import annotations

@@ -4,16 +4,16 @@
     redis://host:6379/0?stream=ctr   Redis Streams; pip install hotrow[redis]
     kafka://host:9092/topic          a topic's partition 0; pip install hotrow[kafka]
 
-Logins are part of the address; passwords are better kept in a file that it names (credentials.py).
+Logins are part of the address. Keep a password in a file that the address names (credentials.py).
 
 Offsets are whole numbers that increase with each append and may have gaps. An appended message stays, unchanged, until
 retention removes it, oldest first. A reader whose position is below the tail has missed messages. An append that failed
 may still have arrived, so readers must accept duplicates. Several processes may append at once. An object is used by
 one thread at a time; open one per thread.
 
-Besides messages a bus has *marks*: a few named values, such as who holds the publisher. Only the last value is kept.
+Besides messages a bus has *marks*: a few named values, such as the hold on the publisher. Only the last value is kept.
 
-Refusals and lost connections raise BusError. The caller retries (delivery.py).
+Rejected calls and lost connections raise BusError. The caller retries (delivery.py).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Entry(NamedTuple):
 
 
 class Bus(Protocol):
-    """What every bus does."""
+    """The methods of every bus."""
 
     @property
     def limit(self) -> int:
-        """The most bytes of one message."""
+        """The maximum size of a message in bytes."""
 
     def append(self, data: bytes) -> int:
         """Append a message; returns its offset."""
@@ -49,7 +49,7 @@ class Bus(Protocol):
         """Messages from `offset` on, in order. Waits up to `wait` seconds for the first."""
 
     def newest(self, count: int) -> list[Entry]:
-        """The last `count` messages, in order; fewer where there are fewer."""
+        """The last `count` messages, in order; fewer if the bus has fewer."""
 
     def head(self) -> int:
         """The offset after the newest message, where a reader of new messages starts."""

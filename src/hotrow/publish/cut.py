@@ -1,4 +1,4 @@
-"""A cut: what one rank publishes at a step, as tensors. And keys by table, which a later cut must bring again."""
+"""A cut: the rows and weights that one rank publishes at a step. Also sets of keys that a later cut must publish."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def keys_of(tables: dict[str, TableChange]) -> Keys:
 
 
 def keys_on_bus(bus: Bus, commits: Iterable[Commit]) -> Keys:
-    """All keys of publications on a bus, which another run or a rollback put there."""
+    """All keys in publications of another run or a rollback that are on a bus."""
     keys: Keys = {}
     for commit in commits:
         for body in bodies_of(bus, commit):

@@ -1,18 +1,18 @@
-"""Delivery: the thread that sends a trainer's publications to the bus, in order, whatever state the bus is in.
+"""Delivery: the background thread that sends a trainer's publications to the bus, in order, and retries.
 
-The trainer's thread claims a number, cuts, and hands the rows over with `put`. Everything slow happens on the delivery
-thread: encoding, sending, waiting for the other ranks, retrying. Cuts wait in memory up to `memory` bytes, and in the
-spool while the bus does not answer. Publications are sent strictly in order, so one that waits delays all later ones.
+The trainer's thread claims a number, cuts, and queues the rows with `put`. Everything slow happens on the delivery
+thread: encoding, sending, waiting for the other ranks, retrying. Cuts are queued in memory up to `memory` bytes, and in
+the spool while the bus is unreachable. Publications are sent strictly in order, so a delayed one delays all later ones.
 
-Numbers have no gaps. A publication that cannot be sent under its number is *withdrawn*, with all that follow: its keys
-are carried over, the next cut claims the number again and brings the carried rows with the values that they have then.
-So a full spool, a hold (rollback.py) and a replay that differs lose nothing.
+Numbers have no gaps. A publication that cannot be sent under its number is *withdrawn*, together with all later ones.
+Its keys are carried over: the next cut claims the number again and adds the current values of the carried keys. So a
+full spool, a hold (rollback.py) and a replay that differs lose no change.
 
 Replay: after a crash the trainer repeats steps whose publications are on the bus. They are cut again and compared with
-the bus by checksum. Equal ones are done; the keys of others are carried over.
+the bus by checksum. Equal ones are dropped; the keys of others are carried over.
 
 With ranks, each rank sends its part. Rank 0 waits until the parts of all are on the bus and then commits. A rank keeps
-what it has sent until `acknowledge` says that it was committed, because it may have to be withdrawn.
+its sent parts until `acknowledge` reports their commit, because they may have to be withdrawn.
 
 Threads: the trainer's thread calls `claim_number`, `put`, `acknowledge`, `flush` and `close`. One lock guards what both
 threads use; it is never held while waiting for the bus.
@@ -47,10 +47,10 @@ from hotrow.publish.publication import (
 from hotrow.publish.rank_parts import RankParts
 from hotrow.publish.spool import EncodedPublication, Spool, SpoolFull
 
-HOLD, HELD = "hold", "held"  # marks: a rollback asks the publisher to stop; the publisher has stopped
+HOLD, HELD = "hold", "held"  # marks: a rollback tells the publisher to stop; the publisher has stopped
 _HOLD_INTERVAL = 0.2  # seconds between two checks of the hold
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds between two attempts
-_GIVE_UP = 1.0  # seconds of failed attempts after which the end of a run no longer waits for the bus
+_GIVE_UP = 1.0  # seconds of failed attempts after which the end of a run does not wait for the bus any more
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Delivery:
     ) -> None:
         self.sender, self.counters = sender, Counters()
         self.held = False  # a rollback holds the publisher
-        self.lost = False  # a spooled publication was torn, so the next one must bring every row
+        self.lost = False  # a spooled publication was truncated, so the next one must have every row
         self._open, self._bus = open_bus, None  # type: tuple[Callable[[], Bus], Bus | None]
         self._spool, self._memory, self._heartbeat = spool, memory, heartbeat
         self._lock = threading.Condition()
@@ -140,7 +140,7 @@ class Delivery:
             return self._next
 
     def claim_number(self, number: int) -> Keys:
-        """Give this number to the next cut; returns the keys that it must bring besides those that changed."""
+        """Assign this number to the next cut; returns the carried keys, which it must include besides changed ones."""
         with self._lock:
             if number < self._next:
                 self._withdraw(number)
@@ -149,7 +149,7 @@ class Delivery:
             return carried
 
     def carry_over(self, keys: Keys) -> None:
-        """Add keys that the next cut must bring."""
+        """Add keys that the next cut must include."""
         with self._lock:
             self._carry_over(keys)
 
@@ -173,7 +173,7 @@ class Delivery:
                 self._latest = fields
 
     def announce_snapshot(self, place: SnapshotPlace) -> None:
-        """Tell readers of a complete snapshot, after its publication was sent."""
+        """Announce a complete snapshot to readers, after its publication was sent."""
         with self._lock:
             self._notes.append((place.number, place))
             self._lock.notify_all()
@@ -185,7 +185,7 @@ class Delivery:
             self.counters.committed = max(self.counters.committed, committed)
 
     def flush(self, seconds: float, kept: bool = False) -> bool:
-        """Wait until all is sent. With `kept`, what is spooled while the bus does not answer counts as sent."""
+        """Wait until everything is sent. With `kept`, publications spooled for an unreachable bus count as sent."""
 
         def done() -> bool:
             spooled = kept and not self._queue and time.monotonic() - self._away_since > _GIVE_UP
@@ -195,7 +195,7 @@ class Delivery:
             return bool(self._lock.wait_for(done, seconds))
 
     def close(self, seconds: float = 5.0) -> None:
-        """Send what is left, or keep it in the spool, and end the thread."""
+        """Send the queued publications, or move them to the spool, and end the thread."""
         if self._thread is None:
             return
         self.flush(seconds)
@@ -211,7 +211,7 @@ class Delivery:
     def _waiting(self) -> int:
         return sum(cut.bytes for cut in self._queue)
 
-    # --- withdrawing: its keys go out with the next cut ---
+    # --- withdrawing: the keys are carried over to the next cut ---
 
     def _withdraw(self, number: int) -> None:
         """Withdraw all publications from this number on. Requires: the lock is held."""
@@ -319,7 +319,7 @@ class Delivery:
                 spooled = self._spool.numbers[:1]
                 publication = self._spool.get(spooled[0]) if spooled else None
                 cut = None if spooled or not self._queue else self._queue[0]
-                if spooled and publication is None:  # its file was torn, so its keys are unknown
+                if spooled and publication is None:  # its file was truncated, so its keys are unknown
                     self._withdraw(spooled[0])
                     self.lost = True
                     continue
@@ -418,7 +418,7 @@ class Delivery:
             self._resume()
 
     def _resume(self) -> None:
-        """The hold was released: the next publication brings every row that others published meanwhile."""
+        """The hold was released: the next publication must include every row that others published meanwhile."""
         bus, committed = self.bus(), self.counters.committed
         commits = commits_after(bus, committed)
         newest = max(commits, default=committed)

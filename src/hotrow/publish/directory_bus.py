@@ -1,17 +1,17 @@
 """A bus in a folder: one file per message, named by its offset.
 
     00000000000000000041.msg     a message; complete, because its bytes were synced before it got this name
-    .8231-2.tmp                  one that is being written, or that a crash left
+    .8231-2.tmp                  a message that is being written, or that a crash left
     marks/<name>                 the marks
 
 A message is written under a hidden name, synced, and then *linked* to the next offset. A link never replaces a file, so
-several writers find their offsets one after another without a lock, and a reader sees a message whole or not at all. A
-full disk fails before the link and leaves nothing. A reader opens the file of its offset and does not list the folder
-for each message. Writers remove the oldest files from time to time (retention).
+concurrent writers get different offsets without a lock, and a reader sees a message complete or not at all. If the disk
+is full, the write fails before the link and leaves nothing. A reader opens the file of its offset and does not list the
+folder for each message. Writers remove the oldest files every _RETENTION_INTERVAL appends.
 
 A reader waits on inotify, which reports within a millisecond on a local disk, and polls every 50 ms for file systems
-without notifications (NFS). One growing file was tried and dropped: it makes retention, several writers and torn ends
-hard. The price of this design is a file per message: with many small publications, set a lower keep=.
+without notifications (NFS). Rejected: one growing file, which makes retention, several writers and truncated ends hard.
+The price of this design is a file per message: with many small publications, set a lower keep=.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class DirectoryBus:
                 return found
             if self._watch is None:
                 self._watch = _FolderWatch(self.folder)
-                continue  # read what came before the watch was set up
+                continue  # read messages that were appended before the watch was set up
             self._watch.wait(min(left, _POLL_INTERVAL))
 
     def _read_now(self, offset: int, most_bytes: int) -> list[Entry]:
@@ -101,7 +101,7 @@ class DirectoryBus:
             try:
                 data = self._path(offset).read_bytes()
             except FileNotFoundError:
-                if found or self._path(offset - 1).exists():  # the end, found without listing the folder
+                if found or self._path(offset - 1).exists():  # the end of the log, found without listing the folder
                     return found
                 tail = self.tail()  # retention may have removed this offset
                 if tail <= offset:

@@ -1,7 +1,7 @@
 """The history on a bus: the commits that it still has. For a trainer that restarts, for rollback, and for tools.
 
-A bus is read backwards from its end, as far as needed, because the newest commits matter most. Putting whole
-publications together is the subscriber's work.
+A bus is read backwards from its end, as far as needed, because the newest commits matter most. The subscriber assembles
+complete publications; this module does not.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class Commit:
 
 
 def commits_after(bus: Bus, number: int, at_least: int = 1) -> dict[int, Commit]:
-    """Commits above `number` that are on the bus, by number, and always at least the newest `at_least` of those
-    there."""
+    """Commits above `number` that are on the bus, by number. At least the newest `at_least` commits are returned."""
     count = 16
     while True:
         entries = bus.newest(count)
@@ -77,7 +76,7 @@ def as_commit(offset: int, data: bytes) -> Commit | None:
 
 
 def snapshot_of(fields: dict[str, Any]) -> SnapshotPlace | None:
-    """The newest snapshot that a note names."""
+    """The newest snapshot named in a note's fields."""
     try:
         return SnapshotPlace.of(fields.get("snapshot"))
     except (KeyError, TypeError, ValueError):

@@ -106,7 +106,7 @@ class KafkaBus:
                 if found or left <= 0:
                     if found or wait or self._bounds(self.topic)[1] <= offset:
                         break
-                    end = time.monotonic() + 1.0  # the message exists; it has not arrived yet
+                    end = time.monotonic() + 1.0  # the message exists; it has not been fetched yet
                 continue
             found.append(Entry(int(message.offset()), message.value() or b""))
             size += len(found[-1].data)
@@ -189,7 +189,7 @@ class KafkaBus:
         self._made.add(topic)
 
     def _on_error(self, error: Any) -> None:
-        """Keep a refused login, which no call raises. Other errors are raised by the calls that they break."""
+        """Record a refused login, which no call raises. Other errors are raised by the calls that fail."""
         if error.code() == self._kafka.KafkaError._AUTHENTICATION:
             self._refusal = f"{self._redact(error.str())}; check user, password, sasl= and tls= of the address"
 

@@ -1,12 +1,12 @@
-"""Messages: what is sent over a bus. docs/formats/publication.md has the bytes.
+"""Messages on a bus. docs/formats/publication.md has the byte layout.
 
-A message is a fixed header and a payload with a checksum over both, so a truncated or changed message is recognised
+A message is a fixed header and a payload with a checksum over both, so a truncated or changed message is detected
 before its contents are used. There are two kinds. A *part* carries rows that one rank publishes under a number: a body
 larger than the bus's limit is sent as several parts, each with its chunk number and the checksum of the whole body. A
-*note* carries JSON fields: a commit ("publication 7 consists of these parts"), a heartbeat, or the place of a snapshot.
+*note* carries JSON fields: a commit ("publication 7 consists of these parts"), a heartbeat, or the path of a snapshot.
 
-Pure functions over bytes, for any thread. Nothing is unpickled, and no length is used before it was compared with the
-bytes that came.
+Pure functions over bytes, for any thread. Nothing is unpickled, and every length is compared with the received bytes
+before it is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ assert HEADER_BYTES == 68
 
 
 class BadMessage(PublishError):  # noqa: N818
-    """Bytes that are not a whole message of HotRow's."""
+    """Bytes that are not a complete, valid message."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """A publication: a numbered set of changed rows, removed keys and dense weights, as values and as bytes.
 
-`encode_body` makes the bytes of one rank's part (message.py splits them). `decode_body` checks them and returns views
-into them: sorted keys, values in the precision that was sent, no optimizer state. The same content always makes the
-same bytes, whatever tier a row was in. That is how a resumed trainer proves that it repeats itself.
+`encode_body` encodes one rank's part (message.py splits the bytes). `decode_body` checks the bytes and returns views
+into them: sorted keys, values in the sent precision, no optimizer state. The same content always has the same encoding,
+whatever tier a row was in, so a resumed trainer can compare its publications with those on the bus.
 
-A heartbeat and the place of a snapshot are notes about the newest publication: they carry its number and change no row.
+Heartbeats and snapshot paths are notes about the newest publication: they carry its number and change no row.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TableChange:
 
 @dataclass(frozen=True)
 class SnapshotPlace:
-    """The place of all rows as of a publication."""
+    """The path of a snapshot: all rows as of a publication."""
 
     number: int
     path: str
@@ -58,13 +58,13 @@ class SnapshotPlace:
 
     @staticmethod
     def of(fields: Mapping[str, Any] | None) -> SnapshotPlace | None:
-        """From a note's words."""
+        """From a note's fields."""
         return None if fields is None else SnapshotPlace(int(fields["number"]), str(fields["path"]))
 
 
 @dataclass(frozen=True)
 class Publication:
-    """One publication, whole and checked.
+    """One publication, complete and checked.
 
     `step` is the last training step in it, `watermark` its newest event time (milliseconds), `cut` the time when it was
     made. `resume` is the position from which a reader that has applied it continues: `Subscriber(position=)`.
@@ -160,7 +160,7 @@ def _join(changes: Sequence[TableChange]) -> TableChange:
 
 
 def content_checksum(number: int, fields: Mapping[str, Any]) -> int:
-    """The checksum of the fields that a repeated run repeats, without the time and the sender."""
+    """The checksum of the fields that a replay must reproduce, so without the time and the sender."""
     same = {name: fields[name] for name in ("kind", "previous", "step", "watermark", "parts")}
     return checksum(json.dumps([number, same], separators=(",", ":"), sort_keys=True).encode())
 

@@ -1,4 +1,4 @@
-"""The parts that other ranks have put on the bus: rank 0 commits a publication when all of them are whole.
+"""The parts that other ranks have put on the bus: rank 0 commits a publication when all of them are complete.
 
 Only the delivery thread of rank 0 uses it.
 """
@@ -10,7 +10,7 @@ from hotrow.publish.message import NOTE, BadMessage, Message
 
 
 class RankParts:
-    """Reads a bus from an offset on and collects the checksums of whole parts of ranks 1 and up."""
+    """Reads a bus from an offset on and collects the checksums of complete parts of ranks 1 and up."""
 
     def __init__(self, session: int, world: int) -> None:
         self.session, self.world = session, world
@@ -18,13 +18,13 @@ class RankParts:
         self._missing: dict[tuple[int, int], dict[int, set[int]]] = {}  # number, rank: chunks missing by body checksum
 
     def read(self, bus: Bus, wait: float) -> None:
-        """Read what is new on the bus, waiting up to `wait` seconds."""
+        """Read new messages from the bus, waiting up to `wait` seconds."""
         for entry in bus.read(self.offset, wait=wait):
             self.offset = entry.offset + 1
             self._note(entry.data)
 
     def checksums(self, number: int) -> list[int] | None:
-        """The checksums of the parts of a publication by rank, or None while a part is not whole."""
+        """The checksums of the parts of a publication by rank, or None while a part is incomplete."""
         found = [self._whole_part(number, rank) for rank in range(1, self.world)]
         whole = [checksum for checksum in found if checksum is not None]
         if len(whole) < self.world - 1:

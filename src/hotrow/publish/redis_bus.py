@@ -3,8 +3,8 @@
 An entry's id is `milliseconds-sequence`. Its offset here is milliseconds * 2^20 + sequence, which keeps the order
 (Redis gives one millisecond to at most a million entries). Redis ids increase even when its clock does not. A reader
 blocks in XREAD, so it gets a message as soon as it is appended. Retention by age uses XTRIM MINID; retention by size
-uses the stream's size as Redis reports it. Use a Redis that keeps its data (appendonly yes) and does not evict keys: to
-readers, a lost stream looks as if they had fallen behind.
+uses the stream's size as Redis reports it. Use a Redis that persists its data (appendonly yes) and does not evict keys:
+readers treat a lost stream as if they had fallen behind.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RedisBus:
         return _offset(oldest[0][0]) if oldest else 0
 
     def retain(self) -> None:
-        """Remove what is older than keep=, or beyond size=."""
+        """Remove messages older than keep=, or beyond size=."""
         oldest = int((time.time() - self.retention.seconds) * 1000)
         self._call("trim", lambda: self._redis.xtrim(self.stream, minid=f"{oldest}-0"))
         used = self._call("measure", lambda: self._redis.memory_usage(self.stream, samples=0)) or 0

@@ -1,13 +1,13 @@
 """Rollback to an older publication: `hotrow rollback BUS --to N`, and `hotrow release BUS`.
 
-The old state becomes a *new* publication, so readers only ever go forward. Every row that was changed after N gets the
-value that it had at N, and every row that was created after N is removed. The value at N comes from the newest
+The old state becomes a *new* publication, so readers only ever apply higher numbers. Every row that was changed after N
+gets the value that it had at N, and every row that was created after N is removed. The value at N comes from the newest
 publication up to N that has the row, or, where retention has removed that, from the newest snapshot up to N. If the bus
-goes back to the first publication, a row in none of them did not exist.
+still has the first publication, a row in none of them did not exist.
 
-First the publisher is held: a mark on the bus, which the publisher reads within a fraction of a second, acknowledges,
-and obeys by not publishing (it goes on training). So no publication is added while the rollback is computed. `release`
-removes the mark; the trainer's next publication then brings every row to its current trained value.
+First the publisher is held by a mark on the bus. The publisher reads the mark within a fraction of a second,
+acknowledges it and stops publishing; training continues. So no publication is added while the rollback is computed.
+`release` removes the mark; the trainer's next publication then sets every row to its current trained value.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from hotrow.publish.subscriber import bodies_of
 
 ACKNOWLEDGES_WITHIN = 5.0  # seconds; a publisher checks five times a second
 Rows = dict[str, tuple[Tensor, Tensor]]  # keys and values, by table
-# From a snapshot's path and the wanted keys by table: the rows that it has of them, and its dense weights.
+# A function from a snapshot's path and the wanted keys by table to those of their rows in it, and its dense weights.
 ReadSnapshot = Callable[[str, Mapping[str, Tensor]], tuple[Rows, dict[str, Tensor] | None]]
 
 
 @dataclass(frozen=True)
 class RolledBack:
-    """The restored publication, and the number that it was published as."""
+    """The restored publication, and the number of the new one."""
 
     number: int
     restores: int
@@ -59,7 +59,7 @@ class RolledBack:
 def rollback(address: str, to: int, read_snapshot: ReadSnapshot | None = None) -> RolledBack:
     """Publish the state of publication `to` again, and hold the publisher until `release`.
 
-    If it cannot be done (retention), PublishError says why, and nothing was published or held.
+    If retention has removed data that is needed, PublishError says so, and nothing is published or held.
     """
     bus = open_bus(address)
     held_before = bus.mark(HOLD)
@@ -210,7 +210,7 @@ class _FoundRows:
 
     @property
     def done(self) -> bool:
-        """Whether everything is known."""
+        """Whether all values have been found."""
         return bool(self.known.all())
 
     def _positions(self, keys: Tensor) -> tuple[Tensor, Tensor]:

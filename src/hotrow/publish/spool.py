@@ -1,9 +1,9 @@
-"""The spool: publications that wait on the local disk while the bus does not answer.
+"""The spool: publications on the local disk while the bus is unreachable.
 
 Each publication is a file `<number>.pub` with its body and its commit's fields as two messages (message.py), so a file
-that a crash tore is recognised. It is written under another name, synced, and renamed. Publications leave in order,
-after they are on the bus. They take at most `budget` bytes: one that is too large is refused, and its keys are
-published with a later one.
+that a crash truncated is detected. It is written under another name, synced, and renamed. Files are removed in order,
+when their publications are on the bus. They take at most `budget` bytes; `put` raises SpoolFull beyond that, and the
+caller publishes these keys later.
 
 One thread at a time (under delivery.py's lock).
 """
@@ -64,7 +64,7 @@ class Spool:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the publications that wait, in order."""
+        """The numbers of the spooled publications, in order."""
         return sorted(self._sizes)
 
     def put(self, publication: EncodedPublication, session: int) -> None:
@@ -91,14 +91,14 @@ class Spool:
         self._sizes[publication.number] = len(data)
 
     def get(self, number: int) -> EncodedPublication | None:
-        """Read one. A torn one is removed, and None returned."""
+        """Read one. If its file is damaged, remove it and return None."""
         try:
             data = self._path(number).read_bytes()
             (first,) = _LENGTH.unpack_from(data)
             part = Message.decode(data[_LENGTH.size : _LENGTH.size + first])
             fields = Message.decode(data[2 * _LENGTH.size + first :])
             if part.kind != PART or fields.kind != NOTE or part.number != number:
-                raise BadMessage(f"{self._path(number)} is not what its name says")
+                raise BadMessage(f"{self._path(number)} does not have the publication of its name")
             return EncodedPublication(number, note_fields(fields), part.payload)
         except (OSError, struct.error, BadMessage):
             self.drop(number)

@@ -1,13 +1,13 @@
-"""Subscriber: reads whole publications from a bus, in order, each once.
+"""Subscriber: reads complete publications from a bus, in order, each once.
 
-A bus gives messages, which may be missing, duplicated, out of order, truncated or changed. A publication is returned
-when its commit is there, all parts that the commit names are there and match their checksums, and every publication
-before it was returned. Until then its messages are kept, up to `memory` bytes.
+Messages on a bus may be missing, duplicated, out of order, truncated or changed. A publication is returned when its
+commit and all parts that the commit names have been read, the parts match their checksums, and every earlier
+publication was returned. Until then its messages are kept, up to `memory` bytes.
 
     duplicated       recognised by number or checksum; dropped and counted
-    out of order     kept until its turn
+    out of order     kept until the messages before it have been read
     corrupt          written to the quarantine folder (the newest QUARANTINED are kept) and counted
-    missing          a later commit is there, and the missing messages do not come within `patience` seconds, or
+    missing          a later commit was read, and the missing messages do not arrive within `patience` seconds, or
                      retention has removed them: raises Behind, which names the newest snapshot. Load that, and
                      subscribe again from its number.
 
@@ -72,7 +72,7 @@ class Counters:
 
 @dataclass
 class _Body:
-    """A rank's part: the chunks that have come so far."""
+    """A rank's part: the chunks received so far."""
 
     chunks: list[bytes | None]
     size: int
@@ -89,7 +89,7 @@ class _Body:
 class Subscriber:
     """Reads a bus after a publication's number.
 
-    `after` is the number that the reader has (0: none, an empty model). `position` is what `publication.resume` said.
+    `after` is the number of the last publication applied (0: an empty model). `position` is a `publication.resume`.
 
     >>> import tempfile
     >>> Subscriber(f"dir:{tempfile.mkdtemp()}").poll()
@@ -118,7 +118,7 @@ class Subscriber:
         self._stuck_since: float | None = None
 
     def poll(self, wait: float = 0.0) -> list[Publication]:
-        """Publications that are whole now, in order; waits up to `wait` seconds for the first. Raises Behind."""
+        """Publications that are complete now, in order; waits up to `wait` seconds for the first. Raises Behind."""
         end = time.monotonic() + wait
         while True:
             ready: list[Publication] = []
@@ -152,7 +152,7 @@ class Subscriber:
     # --- one message ---
 
     def _receive(self, entry: Entry) -> Publication | None:
-        """Keep the contents of a message. A heartbeat or a snapshot's place is returned at once."""
+        """Store the contents of a message. A heartbeat or a snapshot's path is returned at once."""
         self.counters.bytes += len(entry.data)
         try:
             message = Message.decode(entry.data)
@@ -214,7 +214,7 @@ class Subscriber:
             old.unlink(missing_ok=True)
             old.with_suffix(".txt").unlink(missing_ok=True)
 
-    # --- whole publications ---
+    # --- complete publications ---
 
     def _ready(self) -> list[Publication]:
         ready: list[Publication] = []

@@ -10,8 +10,8 @@
 
 **Engine process** (a reader thread for each connection, then a lane)
      6  scan             FrontendConnection: socket → frames                                processes/engine_socket.py
-     7  admission        TensorBatch.admit: 429 if the deadline or the bounds do not allow  batching/tensorbatch.py
-     8  cold rows        MissQueue.defer_cold: the request waits for SSD or remote rows     batching/miss_queue.py
+     7  admission        TensorBatch.admit: 429 if it would miss its deadline or exceed limits batching/tensorbatch.py
+     8  cold rows        MissQueue.defer_cold: hold it while SSD or remote rows are loaded  batching/miss_queue.py
      9  TensorBatch      TensorBatch.enqueue; a free lane calls TensorBatch.take            batching/tensorbatch.py
     10  join             frames.join: requests → one KeyedBatch, whose keys the core dedups protocol/frames.py
     11  rows             Engine.answer: HBM, DRAM, SSD, remote, at one publication          execution/engine.py
@@ -30,10 +30,10 @@ Packages, each opening with its own map:
     batching/      admission, TensorBatch, cold rows, lanes, the models and versions of an engine
     execution/     Engine: rows, buckets, CUDA graphs and the tower, also without a server
     compile/       buckets and their compiler process
-    updates/       publications into a running engine: follow a bus, cut over, freshness
+    updates/       applies publications to a running engine: follow a bus, cut over, freshness
     repository/    exported models on disk
     graph/         the exported tower as a graph
-    load_estimate  how long a batch takes and how busy lanes are
+    load_estimate  estimates the duration of batches and the load of lanes
 
 `hotrow.cli`, `hotrow.bench` and `hotrow.demo` import this package; nothing below it does. Imports inside go downwards
 only, and import-linter checks it (pyproject.toml): processes → frontend, batching → execution → compile → updates →

@@ -1,14 +1,14 @@
-"""Load estimates: how long a batch takes by its rows, and how busy the lanes are. TensorBatch decides by them.
+"""Load estimates for TensorBatch: the duration of a batch as a function of its rows, and the utilization of lanes.
 
 `ServiceTime` fits a line, `fixed + per_row * rows`, to the measured batches. It keeps one point (a moving average) for
-each power of two of rows, so that many batches of one size do not displace what is known about other sizes. `fixed` is
-the time saved by joining two batches, so waiting longer than that for another request never pays. The line also gives
-the time that a queue takes, and so which requests cannot meet their deadlines.
+each power of two of rows, so that many batches of one size do not displace the measurements of other sizes. `fixed` is
+the time saved by joining two batches, so waiting longer than that for another request never pays. The line also
+estimates the duration of a queue, for admission control.
 
-`Utilization` is the fraction of lanes that was busy lately, `Peak` the most rows in the engine lately, and `Histogram`
-counts durations by size.
+`Utilization` is the fraction of lanes that was busy recently, `Peak` the recent maximum of rows in the engine, and
+`Histogram` counts durations by size.
 
-No class here locks: the owner does (a Histogram may lose a count). Times are seconds on the owner's clock.
+No class here locks; its owner must (a Histogram may lose a count). Times are seconds on the owner's clock.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Utilization:
 
 
 class Peak:
-    """The highest value lately. It decays to the current value in about `memory` seconds."""
+    """The recent maximum of a value. It decays to the current value in about `memory` seconds."""
 
     def __init__(self, now: float, memory: float = 0.05) -> None:
         self.memory = memory

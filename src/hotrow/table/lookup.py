@@ -1,18 +1,21 @@
-"""One batch through the tables: route → (prefetch → stage →) fetch → gather → update, in verbs, top to bottom.
+"""Lookup: the lifecycle of one batch: route → (prefetch → stage →) fetch → gather → update.
 
-A `Lookup` is made for a batch and lives until its update has landed. `route` needs only the keys; `fetch` needs the
-rows that earlier batches left; `gather` and `update` run in the training step. `prefetch` and `stage` may run between
-route and fetch, while earlier batches are in work: they bring rows nearer and change nothing that anybody can see, so
-they may be left out. The calls of one plan come one after another; but `route`, `prefetch` and `stage` of different
-batches run on different threads at the same moment, each of the three on one. For evaluation `read` takes the place of
-`fetch`: it creates no row and touches no count, and there is no `update`.
+A `Lookup` belongs to one batch and lives until the batch is updated. `route` needs only the keys. `fetch` needs the
+rows as earlier batches have updated them. `gather` and `update` run in the training step. `prefetch` and `stage` may
+run between route and fetch, while earlier batches are in flight. They load rows into a faster tier and change no
+result, so they may be left out. In evaluation `read` replaces `fetch`: it creates no row and changes no count, and
+there is no `update`.
 
-Pooled features share one output matrix [batch, sum of dims], in the collection's order of features, because towers put
-them side by side; each feature's output is its slice of it. Each sequence feature has its own [ids, dim]. Gradients
-come back feature by feature; one that no loss used stays None: its rows are counted and not changed.
+Threads: the calls on one lookup do not overlap. `route`, `prefetch` and `stage` of different batches do: each of the
+three verbs has one thread.
 
-Several lookups may wait for one update (gradient accumulation): `Merged` makes one update of them, so that a key seen
-by two of them gets the sum of its gradients and one step of the optimizer.
+Pooled features share one output matrix [batch, sum of dims], in the collection's order of features, because towers
+concatenate them. Each feature's output is its slice of that matrix. Each sequence feature has its own matrix [ids,
+dim]. Backward gives one gradient per feature, or None for a feature that no loss used: its rows are counted and not
+changed.
+
+With gradient accumulation several lookups wait for one update. `MergedLookup` updates them together: a key that
+occurs in two of them gets the sum of its gradients and one step of the optimizer.
 """
 
 from __future__ import annotations
@@ -44,11 +47,11 @@ class Lookup:
         self.ahead = ahead
         self.step = step  # the update that this batch will be part of
         self.plan = plan or layout.create_plan()
-        self.routed = ALL_EXAMPLES  # what `route` learned
+        self.routed = ALL_EXAMPLES  # the result of `route`
         self.gradients: Gradients | None = None  # by feature, in the layout's order
-        self.late_ids = 0  # of a read, answered by a policy
-        self.late_by_example: Tensor | None = None  # int32, where there are any
-        self.publications = ANY_PUBLICATION  # of the rows, after `read`: the oldest and the newest
+        self.late_ids = 0  # after `read` and `gather`: how many ids the late policy answered
+        self.late_by_example: Tensor | None = None  # int32 per example; None if there are none
+        self.publications = ANY_PUBLICATION  # after `read`: the oldest and the newest publication of its rows
         self.done = False
 
     def route(self) -> Lookup:
@@ -58,12 +61,12 @@ class Lookup:
 
     @property
     def example_fraction(self) -> float:
-        """The part of the step's examples that this batch has."""
+        """This batch's examples divided by the step's examples."""
         return self.routed.example_fraction
 
     @property
     def examples(self) -> int:
-        """How many examples the step has."""
+        """The number of examples in the step, over all ranks."""
         return self.batch.size if self.routed.examples is None else self.routed.examples
 
     @property
@@ -72,24 +75,24 @@ class Lookup:
         return self.routed.finished
 
     def prefetch(self) -> TransferStats:
-        """Bring rows nearer, ahead of the batch's turn."""
+        """Load rows into DRAM ahead of the batch's turn (tiers/plan.py)."""
         return self.plan.prefetch()
 
     def stage(self) -> TransferStats:
-        """Bring rows up to the device, ahead of the batch's turn."""
+        """Load rows into HBM ahead of the batch's turn."""
         return self.plan.stage()
 
     def fetch(self) -> Lookup:
-        """Find the rows; unseen keys get one."""
+        """On the batch's turn: find its rows, and create rows for unseen keys."""
         self.plan.fetch(self.step)
         return self
 
     def read(self, late: str = "wait") -> Lookup:
-        """Copy the rows as they are; unseen keys read their initial values and stay unseen.
+        """Copy the rows and change nothing. Unseen keys read their initial values and get no row.
 
-        Rows that are on SSD alone are waited for, or with `late` "initial" or "default" answered without touching the
-        disk: as an unseen key, or by the table's default row. After `gather`, `late_ids` is how many ids were so
-        answered, and `late_by_example` how many of each example.
+        `late` is the policy for rows that are only on a slow tier. "wait" loads them. "initial" answers as for an
+        unseen key and "default" with the table's default row, both without a disk access. After `gather`, `late_ids`
+        is the number of ids that the policy answered, and `late_by_example` the same for each example.
         """
         if late not in LATE:
             raise OptionError(f"late={late!r}: {choices(late, LATE)}")
@@ -100,7 +103,7 @@ class Lookup:
     def gather(self, whole: bool = False) -> tuple[Tensor, list[Tensor]]:
         """The pooled matrix [batch, width], and each feature's output: a slice of it, or [ids, dim] for a sequence.
 
-        With `whole` only the matrix is wanted; of a plan over DRAM alone the slices are then not made.
+        With `whole` the caller needs only the matrix. A plan over DRAM alone then makes no slices.
         """
         pooled = self._empty(self.batch.size, self.layout.width)
         if whole and not self.layout.sequences and self.plan.gather_matrix(pooled, self.layout.columns):
@@ -119,7 +122,7 @@ class Lookup:
             self.late_by_example = self.plan.late_by_example(self.batch.size)
 
     def accept(self, gradients: Gradients) -> None:
-        """Keep the gradients that backward brought, one or None per feature; a second call adds to them."""
+        """Store the gradients of a backward pass, one or None per feature. A second call adds to the first."""
         if self.done:
             raise BatchError("backward through rows that step() has changed since; run the forward pass again")
         arrived = [_plain(gradient, self.layout.device) for gradient in gradients]
@@ -128,14 +131,14 @@ class Lookup:
         self.gradients = arrived
 
     def update(self, step: int, grad_scale: float = 1.0, also: Sequence[Tensor] = ()) -> None:
-        """Sum each row's gradients, apply its table's rule in place, and count the sightings. `also` are float matrices
-        that must be finite too, where rows are."""
+        """Sum each row's gradients, apply its table's rule in place, and increase its count. If a gradient or one of
+        the float matrices `also` (on the rows' device) is not finite, this raises and no row changes."""
         if self.gradients is None:
             raise BatchError("update before backward: this lookup has no gradients yet")
         self.plan.update(_update(self.layout, self.gradients, also, step, grad_scale))
 
     def _sequences(self) -> list[Tensor]:
-        """A matrix [ids, dim] for each sequence; neighbours of one dim are parts of one allocation."""
+        """A matrix [ids, dim] for each sequence. Adjacent sequences of one dim share an allocation."""
         wanted = [(self.batch.ids[feature].values.numel(), dim) for feature, dim in self.layout.sequences]
         outputs: list[Tensor] = []
         for dim, group in itertools.groupby(wanted, key=lambda size: size[1]):
@@ -148,7 +151,7 @@ class Lookup:
 
 
 class MergedLookup:
-    """Several lookups that are updated together: one step of the optimizer for each row, whatever lookups it was in."""
+    """Several lookups with one update: one step of the optimizer for each row, in however many lookups it occurs."""
 
     def __init__(self, lookups: Sequence[Lookup]) -> None:
         self.lookups = list(lookups)
@@ -162,7 +165,7 @@ class MergedLookup:
         plan.fetch(step)
         gradients: Gradients = []
         at = 0
-        for rows in self.layout.tables:  # the order of route: table by table, there lookup by lookup
+        for rows in self.layout.tables:  # in the order of `route`: by table, then by lookup
             count = len(rows.table.poolings)
             for lookup in self.lookups:
                 gradients += (lookup.gradients or [None] * len(self.layout.outputs))[at : at + count]
@@ -175,8 +178,8 @@ def _update(layout: Layout, gradients: Gradients, also: Sequence[Tensor], step: 
 
 
 def joined(matrices: Sequence[Tensor | None]) -> list[Tensor]:
-    """The matrices with neighbours made one: slices of a common matrix, as a tower's backward leaves them, are checked
-    for NaN in one sweep over whole rows instead of 26 over pieces of them."""
+    """The matrices, with adjacent slices of one matrix joined. A tower's backward returns such slices; joined, they are
+    checked for NaN in one pass over whole rows instead of 26 passes over parts of them."""
     result: list[Tensor] = []
     for matrix in matrices:
         if matrix is None:
@@ -202,7 +205,7 @@ def _adjacent(left: Tensor, right: Tensor) -> bool:
 
 
 def _plain(gradient: Tensor | None, device: torch.device) -> Tensor | None:
-    """Float32 rows with unit stride, copied only where they are not."""
+    """The gradient as float32 with contiguous rows on the device. It is copied only if it is not so already."""
     if gradient is None:
         return None
     if gradient.requires_grad or gradient.dtype is not torch.float32 or gradient.device.type != device.type:

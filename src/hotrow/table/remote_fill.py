@@ -13,7 +13,7 @@ from hotrow.tiers.remote.store import Keys, RemoteStore, TableFormat, bits_for, 
 def fill_table(remote: RemoteStore, rows: TableRows, number: int, value: str = "fp32", show: bool = True) -> int:
     """Write all rows of a table (a collection's, or an export's) into a store as publication `number` has them.
 
-    The memory it takes is a chunk's. Call `remote.finish(number)` when all tables are in.
+    It holds one chunk of rows in memory. After the last table call `remote.finish(number)`.
     """
     name, dim = rows.table.name, rows.table.dim
     remote.create(name, TableFormat(dim, value, bits_for(len(rows))))

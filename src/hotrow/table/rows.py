@@ -1,7 +1,7 @@
-"""A table's rows, for people and tools: read, set, erase and look at them by key.
+"""TableRows: read, assign, erase and scan one table's rows by key.
 
-Training and serving go through `Lookup`, a whole batch at a time. What is here is for importing weights, inspecting,
-exporting, and tests. Rows are found in tier order: DRAM, then SSD.
+It is for importing weights, inspecting, exporting and tests. Training and serving use `Lookup`, a whole batch at a
+time. Rows are looked up in tier order: DRAM, then SSD.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HotKey:
 
 
 class Hot(Protocol):
-    """A cache above the store (tiers/hbm/cache.py)."""
+    """The HBM cache over the store (tiers/hbm/cache.py)."""
 
     def exclusive(self) -> AbstractContextManager[None]: ...
     def flush(self) -> None: ...
@@ -61,10 +61,10 @@ class TableRows:
         if table.default is not None:
             self.store.default_row = torch.tensor(table.default)
         self.budget = budget
-        self.remote: CachedTable | None = None  # a store elsewhere that has the rows, set by the collection
+        self.remote: CachedTable | None = None  # the cache over a remote store, if there is one; set by the collection
         self.clock = Clock(self._span())
-        self.hbm_cache: Hot | None = None  # a cache above, set by the collection
-        # With ranks, set by the collection: the sum over all ranks of a number that each of them has.
+        self.hbm_cache: Hot | None = None  # set by the collection
+        # With ranks, set by the collection: adds up one number of each rank.
         self.sum_over_ranks: Callable[[int], int] | None = None
         if table.admission is not None:
             self.store.set_admission(table.admission.after, table.admission.probability, table.admission.sketch_bytes)
@@ -76,7 +76,7 @@ class TableRows:
         return f"TableRows({self.table.name!r}, dim={self.table.dim}, rows={len(self):,})"
 
     def read(self, keys: Tensor) -> Tensor:
-        """Values [n, dim]; a key without a row reads its initial values and stays without one."""
+        """Values [n, dim]. A key without a row reads its initial values and gets no row."""
         self.flush()
         return self.store.read(keys)[0]
 
@@ -85,20 +85,20 @@ class TableRows:
         return self.store.read(keys)[1]
 
     def create(self, keys: Tensor) -> None:
-        """Make sure that every key has a row."""
+        """Create the initial row of every key that has none."""
         self.store.create(keys)
 
     def assign(
         self, keys: Tensor, values: Tensor, counts: Tensor | None = None, last_steps: Tensor | None = None
     ) -> None:
-        """Set rows: `values` is [n, dim], or [n, width] with the optimizer's state behind the values."""
-        with self._alone():
+        """Set rows: `values` is [n, dim], or [n, width] with the optimizer's state after the values."""
+        with self._exclusive():
             self.flush_and_drop()
             self.store.assign(keys, values, counts, last_steps)
 
     def erase(self, keys: Tensor) -> int:
-        """Remove rows; returns how many there were. A batch that sees the key again starts it anew."""
-        with self._alone():
+        """Remove rows; returns how many there were. A later batch with such a key creates its initial row."""
+        with self._exclusive():
             self.flush_and_drop()
             return self.store.erase(keys)
 
@@ -107,34 +107,35 @@ class TableRows:
         self.flush()
         return self.store.scan(chunk)
 
-    def _alone(self) -> AbstractContextManager[None]:
-        """Inside it, no row comes up from the store."""
+    def _exclusive(self) -> AbstractContextManager[None]:
+        """Inside the block, no row is uploaded to HBM."""
         return nullcontext() if self.hbm_cache is None else self.hbm_cache.exclusive()
 
     def flush(self) -> None:
-        """Make the store below hold the newest of every row: whoever reads it directly calls this first."""
+        """Write back the rows that are newer in HBM. Call it before reading the store directly."""
         if self.hbm_cache is not None:
             self.hbm_cache.flush()
 
     def flush_and_drop(self) -> None:
-        """Settle, and keep no row above the store: whoever changes it directly calls this first."""
+        """Write back newer rows and empty the HBM cache. Call it before changing the store directly."""
         if self.hbm_cache is not None:
             self.hbm_cache.flush()
             self.hbm_cache.drop()
 
     def prefetch(self, keys: Tensor) -> PrefetchHandle:
-        """Start bringing rows of these keys up from SSD and return at once; `wait()` on what it returns if you must.
+        """Start loading the rows of these keys from SSD into DRAM, in the background. The handle's `wait()` blocks
+        until they are loaded.
 
-        No result depends on it: a batch that comes before its rows are there reads them itself.
+        No result depends on it: a batch whose rows are not loaded yet reads them itself.
         """
         return PrefetchHandle(self.store, keys)
 
     def cold(self, keys: Tensor) -> Tensor:
-        """Which keys have rows that are not in DRAM, as far as can be told without waiting."""
+        """Which keys may have a row outside DRAM only. Never waits for a slower tier, so it may include unseen keys."""
         return self.store.cold(keys) if self.remote is None else self.remote.cold(keys)
 
     def after_load(self) -> None:
-        """A snapshot was loaded into the store: take its clock over."""
+        """Restore the clock after a snapshot was loaded into the store."""
         self.clock = Clock.from_json(self.store.notes, self._span())
 
     def sweeps_at(self, step: int) -> bool:
@@ -142,9 +143,9 @@ class TableRows:
         return self.table.expiry is not None and step % self.table.expiry.every == 0
 
     def after_step(self, step: int, watermark: int | None) -> int:
-        """The update `step` has landed, with event times up to `watermark`: sweep if it is time.
+        """After update `step`, with event times up to `watermark`: remove expired rows if a sweep is due.
 
-        Returns how many rows went at once.
+        Returns how many rows were removed at once. Expired rows on SSD are removed when they are next read.
         """
         rules = self.table.expiry
         if rules is None:
@@ -168,7 +169,7 @@ class TableRows:
         return self.store.sweep(elsewhere=self._elsewhere(sweep), **sweep)
 
     def _elsewhere(self, rules: dict[str, float]) -> int:
-        """How many rows that stay other ranks have, where that matters: a cap is for the rows of all ranks."""
+        """How many rows the other ranks keep in this sweep; 0 if all ranks' rows together are within `max_rows`."""
         if self.sum_over_ranks is None or not rules["max_rows"] or self.sum_over_ranks(len(self)) <= rules["max_rows"]:
             return 0
         here = self.store.staying(**rules)
@@ -182,7 +183,7 @@ class TableRows:
         )
 
     def state(self, rows: Rows) -> dict[str, Tensor]:
-        """The optimizer state inside scanned rows, by name."""
+        """The optimizer state of scanned rows, by name."""
         if self.table.values is not None:
             return {}
         parts = {part.name: part.width for part in self.optimizer.state(self.table.dim)}

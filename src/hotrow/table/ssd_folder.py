@@ -1,8 +1,8 @@
-"""The SSD folder of a collection: one lock, a folder with a log for each table, and a few words about the table.
+"""The SSD folder of a collection: one lock, and for each table a folder with its log and its table.json.
 
-Its content belongs to the running process. A process that dies leaves it behind, and the next one starts it anew from a
-checkpoint: checkpoints hold links to the segments they need, so nothing that was committed is lost with it. The words
-(table.json, docs/formats/segments.md) are for people who look into the folder; nothing else depends on them.
+The running process owns the content. If it dies, the next process starts the folder anew from a checkpoint. Checkpoints
+have hard links to (or copies of) the segments that they need, so no committed row is lost. Only `hotrow inspect` reads
+table.json (docs/formats/segments.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGEST_BUFFER = 1 << 20  # bytes of a table's write buffer
 
 
 class SsdFolder:
-    """Holds the folder for as long as the collection lives."""
+    """Locks the folder and attaches each table's log."""
 
     def __init__(self, memory: Memory, tables: Sequence[TableRows]) -> None:
         self.path = os.path.abspath(os.fspath(memory.ssd or "."))
@@ -50,7 +50,7 @@ class SsdFolder:
 
 
 def describe(rows: TableRows) -> bytes:
-    """What table.json says of a table."""
+    """The content of a table's table.json."""
     words: dict[str, Any] = {"name": rows.table.name, "dim": rows.table.dim}
     words |= {"optimizer": rows.optimizer.to_dict(), "row_bytes": rows.store.row_bytes}
     if rows.table.dtype != "fp32":
@@ -61,7 +61,7 @@ def describe(rows: TableRows) -> bytes:
 
 
 def read_description(folder: Path) -> dict[str, Any] | None:
-    """A table.json, checked; None where there is none."""
+    """The content of table.json after a check, or None if there is no such file."""
     path = folder / DESCRIPTION
     try:
         words = TABLE_JSON.load(path.read_bytes())
@@ -85,7 +85,7 @@ TABLE_JSON = FileFormat(FORMAT, (VERSION,), _digest)
 
 
 def _allow_many_files() -> None:
-    """A log keeps one descriptor for each segment of 64 MiB: as many as the system lets this process have."""
+    """Raise the limit of open files to the hard limit: a log keeps one descriptor open per segment of 64 MiB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

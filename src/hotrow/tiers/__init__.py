@@ -1,1 +1,1 @@
-"""Where rows sit. Siblings behind one small protocol; they never import each other."""
+"""The tiers that hold rows: HBM, DRAM and SSD (`host`), and remote stores. Of the others a tier imports only `host`."""

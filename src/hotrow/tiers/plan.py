@@ -1,4 +1,4 @@
-"""The plan protocol: one batch's way through the tiers. This file alone says what the verbs of a batch mean.
+"""The plan protocol: the verbs of one batch over the tiers. This file alone defines what they mean.
 
     verb      what it does                                                   thread
     route     deduplicates the batch's keys and sends them to their owners   route thread
@@ -21,8 +21,8 @@ What every plan guarantees:
 The calls on one plan do not overlap. `route`, `prefetch` and `stage` of different batches do overlap: each of the three
 verbs has one thread, on which it takes batches in order.
 
-**Who requests rows and who owns them** are two objects, so that they can be two processes. A RowClient has the batch:
-it finds the unique keys, pools rows and sums gradients. A RowOwner has the rows of unique keys. ShardedPlan
+**The requester and the owner of rows** are two objects, so they can be two processes. A RowClient has the batch: it
+finds the unique keys, pools rows and sums gradients. A RowOwner has the rows of unique keys. ShardedPlan
 (tiers/sharded/plan.py) connects them by a Transport. HostPlan and the plan over HBM do both in one object and pool rows
 where they are stored: a client and an owner would copy every unique row once more in each direction.
 """
@@ -79,7 +79,7 @@ class RowStages(Protocol):
 
 
 class Plan(RowStages, Protocol):
-    """One batch's way through the tiers, as a Lookup (table/lookup.py) calls it."""
+    """One batch over the tiers, as a Lookup (table/lookup.py) calls it."""
 
     def route(self, inputs: TableInputs, ahead: bool = False) -> RoutedBatch:
         """Deduplicate the batch's keys. `ahead`: the batch belongs to a stream that is routed in order, perhaps on a

@@ -166,7 +166,7 @@ class FitRun:
     def _step(self) -> None:
         """Make the step of the pending batches, count them, and do what is due after it."""
         trainer = self.trainer
-        trainer.counts.finish()  # of the step before: here the device has work
+        trainer.counts.finish()  # of the previous step; the device is busy with this one meanwhile
         make_step(trainer, [loss for (_, loss, _), _, _ in trainer.pending])
         for batch in trainer.pending:
             self._count(*batch)
@@ -200,7 +200,7 @@ class FitRun:
         report.ids = int(team.sums([report.ids])[0])
 
     def _show(self, view: ProgressView) -> None:
-        """Draw what has been counted so far, without waiting for the device."""
+        """Draw the figures counted so far, without waiting for the device."""
         trainer, report, counts = self.trainer, self.report, self.trainer.counts
         metrics = report.metrics or counts.metrics.compute()
         if counts.windows is not None and counts.windows.points:
@@ -246,9 +246,9 @@ class FitRun:
         trainer.forget()
         if folder is None:
             raise Interrupted(trainer.steps, None, "nothing was saved: there is no checkpoints=", report, number)
-        if incomplete:  # they drew from the random state, which a checkpoint would hold
+        if incomplete:  # these batches advanced the random state, so a checkpoint now would not resume to the same bits
             why = f"{incomplete} of {trainer.accumulate} batches of the next step had been computed, and no more came"
-            why = f"nothing was saved: {why}. Earlier checkpoints are as they were"
+            why = f"nothing was saved: {why}. Earlier checkpoints are unchanged"
             raise Interrupted(trainer.steps, None, why, report, number)
         try:
             trainer.saver.wait()
@@ -271,6 +271,6 @@ class FitRun:
         return None if name is None else folder / name
 
     def _check_folder(self, folder: Path) -> None:
-        """Refuse to mix this run's checkpoints with another's; if one rank refuses, all do."""
+        """Raise if the folder has another run's checkpoints; if one rank raises, all do."""
         team, check = self.trainer.team, partial(self.trainer.saver.check_folder, folder)
         check() if team is None else team.ranks.collective(f"looking into {folder}", check)

@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM while training: the first ends the run after a step, with a checkpoint; the second at once.
+"""Ctrl-C and SIGTERM while training: the first ends the run after a step and saves; the second ends it at once.
 
 Python raises KeyboardInterrupt at any instruction of the training thread, possibly between the update of the rows and
 that of the dense weights. So while `fit` runs, a signal only sets a flag (signals.py), and the loop reads it between
-two steps. `ending` registers the call that ends a source which never ends by itself.
+two steps. `ending` registers the call that ends an endless source.
 
 With ranks the flag is a request: ranks exchange it in every step and stop after the same one (train/distributed.py).
 """
@@ -47,7 +47,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequests:
-    """Holds Ctrl-C and SIGTERM back while its block runs (`held`), and records the first one."""
+    """Intercepts Ctrl-C and SIGTERM while its block runs (`held`), and records the first one."""
 
     def __init__(self) -> None:
         self.number = 0  # of the signal received; 0: none

@@ -1,12 +1,12 @@
-"""How far the pipeline runs ahead: which batches are in flight, on which threads, and when there are fewer of them.
+"""Lookahead: how many batches are in flight, on which threads their steps run, and when the number shrinks.
 
 With a lookahead of n, at most n batches beside the one in compute are in flight: read, routed, prefetched and staged by
 a thread for each step (step_threads.py). With 0, every step runs on the training thread, one batch after another.
 
-Prefetched rows stay in their tier until the batch's turn. Only a batch whose turn has come, and which finds no memory
-otherwise, evicts them; then they are read again. If that happens to too many rows, the memory cannot hold the rows of
-all batches in flight: the lookahead shrinks by one, and a warning says so. Ranks must run equally far ahead, so there
-it only warns. A batch that does not fit by itself is an error, as it is without a lookahead.
+A batch's turn comes when it is the next one to compute. Prefetched rows stay in their tier until then. They are evicted
+only if the batch on turn finds no other memory; later they are read again. If that happens to too many rows, the memory
+cannot hold the rows of all batches in flight: the lookahead shrinks by one, with a warning. With ranks it only warns,
+because all must run equally far ahead. A batch that exceeds the memory by itself is an error, as without a lookahead.
 
 Called by the training thread.
 """
@@ -31,10 +31,10 @@ FUTILE = 0.25  # of the prefetched rows: when more were evicted before their bat
 
 @dataclass
 class LookaheadOptions:
-    """How far to run ahead.
+    """How many batches to run ahead, and when to stop.
 
-    `needed` returns how many more batches are wanted (None: all there are), `should_stop` whether to stop waiting for
-    the next one. Both are called on the training thread.
+    `needed` returns how many more batches are wanted (None: all of the source), `should_stop` whether to stop waiting
+    for the next one. Both are called on the training thread.
     """
 
     lookahead: int
@@ -45,7 +45,7 @@ class LookaheadOptions:
 
 @dataclass
 class InFlightBatch:
-    """A batch between read and compute. `after` is the cursor behind it."""
+    """A batch between read and compute. `after` is the cursor after it."""
 
     batch: KeyedBatch
     after: Cursor
@@ -94,7 +94,7 @@ class Lookahead:
             except GeneratorExit:
                 if not self._all_ranks_fail:
                     raise
-            self.embeddings.settle(threads.close)  # with ranks, all end the routes that run ahead together
+            self.embeddings.settle(threads.close)  # with ranks, all ranks end their routes in flight together
 
     def shrink_if_futile(self, item: InFlightBatch, misses: int) -> None:
         """Run one batch less ahead if too many of its prefetched rows (`misses`) were evicted before its turn."""
@@ -156,7 +156,7 @@ class Lookahead:
             yield item
 
     def _measure_compute(self, items: Iterator[InFlightBatch]) -> Iterator[InFlightBatch]:
-        """Keep compute's clock: it waits for `items` and is busy in between, less the time that fetch takes of it."""
+        """Record compute's times: it waits for `items` and is busy in between, except while fetch runs."""
         clock, fetch = self.stages["compute"], self.stages.fetch_on_turn
         while True:
             with clock.waiting():

@@ -12,7 +12,7 @@ int64, so the result does not depend on the order of examples.
 NumPy computes everything in float64 on the calling thread, so the order of its sums does not depend on the number of
 threads. (torch's exp is 14 us faster, but splits 4096 numbers over two threads, and took 8 ms on two busy cores.)
 Logits on a GPU are copied, which waits for the device; the trainer passes those of the previous step. Not thread-safe.
-A batch that is refused changes nothing.
+A batch that raises an error changes nothing.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ class Metrics:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`; a state that does not fit changes nothing."""
+        """Restore `state`; a malformed state raises an error and changes nothing."""
         loaded = Metrics()
         for name in ("auc", "logloss", "calibration"):
             part = state.get(name)

@@ -8,9 +8,9 @@
     fetch     on the batch's turn: finds all its rows, creates unseen ones         training  fetch
     compute   gathers, runs tower forward and backward, updates rows and weights   training  compute
 
-The verbs are those of tiers/plan.py. One batch after another defines what training computes. With `lookahead`, the
-first four steps work on later batches while one is computed, each on its own thread (lookahead.py), and give the same
-bits, because they do nothing observable: they deduplicate keys and move rows between tiers. All that depends on earlier
+The verbs are those of tiers/plan.py. Running one batch after another defines what training computes. With `lookahead`,
+the first four steps work on later batches while one is computed, each on its own thread (lookahead.py). Results have
+the same bits, because these steps only deduplicate keys and move rows between tiers. Everything that depends on earlier
 batches (which keys are new, which are admitted, which rows have expired, which step this is) is decided by `fetch`, on
 the training thread, in order.
 """
@@ -55,7 +55,7 @@ def run(
                 with stream_trace.computing(embeddings.device, f"batch {options.stages.fetch_on_turn.batches}"):
                     yield compute(lookup), item.batch, item.after
         finally:
-            if (end := getattr(source, "end", None)) is not None:  # a source that never ends by itself
+            if (end := getattr(source, "end", None)) is not None:  # an endless source
                 end()
 
 

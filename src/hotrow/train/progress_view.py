@@ -1,4 +1,4 @@
-"""What a person sees while training: a live bar on a terminal, a line every five seconds in a log file."""
+"""The progress of training: a live bar on a terminal, a line every five seconds in a log file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ProgressView:
     ) -> None:
         self.console = console or Console(stderr=True)
         self.title, self.total, self.enabled = title, total, enabled
-        self.done = done  # examples before an interruption, which do not count for the speed
+        self.done = done  # examples before an interruption; the speed excludes them
         self.bar = ProgressBar(title, total, self.console, enabled, transient=False)
         self.started = self.last_line = time.perf_counter()
         self.interval = 0.2 if self.bar.live else 5.0
@@ -56,8 +56,8 @@ class ProgressView:
     ) -> None:
         """Show the state after `examples`; `saving` is the step whose checkpoint is being written.
 
-        `stages` is how busy each stage was since the last call. `owner` is a prefix for metrics that are one rank's
-        only ("rank 0: "); `ids` is None where the total over ranks is not known.
+        `stages` is the busy share of each stage since the last call. `owner` is a prefix for metrics of a single rank
+        ("rank 0: "); `ids` is None if the total over ranks is not known.
         """
         self.last_line = time.perf_counter()
         seconds = max(1e-9, self.last_line - self.started)

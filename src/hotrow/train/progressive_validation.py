@@ -1,15 +1,15 @@
-"""Progressive validation: metrics of the predictions that were made before the model learned from the examples.
+"""Progressive validation: metrics of predictions on examples that the model has not trained on yet.
 
-The prediction is the trainer's own forward pass, before the step that learns from the batch, so it costs only the
-counting. A total over the whole run says little about today, so examples are counted in windows. Each window gives one
-point of a curve: its AUC and log loss.
+The prediction is the trainer's own forward pass, before the batch's update, so the only cost is counting. A total over
+the whole run says little about the present, so examples are counted in windows. Each window gives one point of a curve:
+its AUC and log loss.
 
 A window is a number of examples or a span of event time. Windows are cut inside batches, so the curve depends on the
 stream of examples alone: not on the batch size (except the last bits of a log loss, a sum of floats), the clock or
 interruptions (a checkpoint holds the open window). With event time, a window is a fixed span (every full hour, say). An
 example that arrives late counts in the open window, and a span without examples has no point.
 
-One thread. With ranks each would see only a part of the examples, so the trainer refuses `window=`.
+One thread. With ranks, each rank has only a part of the examples, so the trainer raises an error for `window=`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Windows:
         self._time: int | None = None
 
     def update(self, logits: Tensor, labels: Tensor, time: Tensor | None, step: int) -> None:
-        """Count a batch that the step `step` learns from."""
+        """Count a batch that step `step` trains on."""
         if time is None and self._span:
             raise BatchError(f"window={self.every!r} needs event times: give the feature spec time=, or a count")
         begin, size = 0, logits.shape[0]

@@ -1,4 +1,4 @@
-"""How far a run has come: what a checkpoint keeps beside the cursor, so that `fit(resume=True)` continues the run."""
+"""RunPosition: the progress of a run, saved in checkpoints beside the cursor, so that `fit(resume=True)` continues."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How long each stage worked and waited, and how many bytes it moved: for the table after a run and the live bar.
+"""Busy time, waiting time and bytes moved of each stage: for the table after a run and the live bar.
 
-A `Clock` belongs to one stage on one thread and only that thread writes it. A reader on another thread may see it one
-batch late, which a progress bar can bear. The stage `fetch` has two clocks, added up by `Stages`: prefetch runs ahead
-on its own thread, fetch itself on the training thread (pipeline.py). With ranks, waiting for others in an exchange
-does not count as work, and the table after a run covers all ranks (`merge_ranks`).
+A `Clock` belongs to one stage on one thread and only that thread writes it. A reader on another thread may see values
+of one batch earlier, which is enough for a progress bar. The stage `fetch` has two clocks, added up by `Stages`:
+prefetch runs ahead on its own thread, fetch itself on the training thread (pipeline.py). With ranks, waiting for others
+in an exchange does not count as work, and the table after a run covers all ranks (`merge_ranks`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Clock:
     name: str
     busy: float = 0.0
     waited_input: float = 0.0
-    waited_output: float = 0.0  # until a batch less is in flight
+    waited_output: float = 0.0  # until fewer batches were in flight
     waited_ranks: float = 0.0
     batches: int = 0
     bytes: int = 0
@@ -59,12 +59,12 @@ class Clock:
 
     @property
     def elapsed(self) -> Moment:
-        """The seconds that its batches took in all, and how many of these it waited for other ranks."""
+        """The total seconds of all batches, and how many of these were spent waiting for other ranks."""
         return Moment(self.busy + self.waited_ranks, self.waited_ranks)
 
     @contextmanager
     def waiting(self, output: bool = False) -> Iterator[None]:
-        """The stage waits inside the block: for its input, or with `output` for the stages behind it."""
+        """The stage waits inside the block: for its input, or with `output` for later stages."""
         begin = time.perf_counter()
         try:
             yield
@@ -77,7 +77,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class StageReport:
-    """What one stage did in a run. `share` is the part of the run's time in which it was busy.
+    """Figures of one stage in a run. `share` is the part of the run's time in which it was busy.
 
     `waited_room` are seconds in which the stage waited because `lookahead` batches were in flight already. With ranks,
     seconds and shares are means and bytes are sums; `busiest` is the rank that was busy the longest, with its seconds.
@@ -135,7 +135,7 @@ class Stages:
 
 
 def add_exchange(stages: list[StageReport], sent: int) -> list[StageReport]:
-    """One rank's stages, followed by its exchange: the seconds that they waited for other ranks, the bytes sent."""
+    """One rank's stages, then its exchange: the seconds that the stages waited for other ranks, and the bytes sent."""
     return [*stages, StageReport(EXCHANGE, 0.0, 0.0, 0.0, sent, 0.0, sum(stage.waited_ranks for stage in stages))]
 
 

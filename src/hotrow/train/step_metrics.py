@@ -1,9 +1,9 @@
 """Counts the batches of complete steps: metrics, windows of progressive validation, losses.
 
-On a GPU, a batch's logits and loss are copied to the host behind its step, and counted while the next step runs.
-Waiting for them at once would leave the GPU without work until the host has launched the next batch. So after a step
-its batches may still be in flight; `finish` waits for all of them, and readers of metrics call it first. Without a GPU
-batches are counted at once.
+On a GPU, the copies of a batch's logits and loss to the host are enqueued after its step, and counted while the next
+step runs. Waiting for them at once would leave the GPU idle until the host has launched the next batch. So after a step
+the copies of its batches may still be in flight; `finish` waits for all of them, and readers of metrics call it first.
+Without a GPU, batches are counted at once.
 
 Called by the training thread.
 """

@@ -1,20 +1,20 @@
-"""StepThreads: items through steps, each step on a thread of its own, in order, with a bound on how many are in flight.
+"""StepThreads: passes items through steps in order, each step on its own thread, with a bound on items in flight.
 
     with StepThreads(numbers(), clock, [Step(clock, double)], ahead=2, drop=discard) as threads:
         for item in threads:
             ...
 
-The bound is kept where items are made: the source's thread acquires a permit for each item. While one item is in use,
-at most `ahead` others exist, in a step or in a queue between two. This back-pressure is exact: how many items have been
-started follows from how many were taken, never from the speed of a thread. (With ranks, all must start the same ones.)
-`needed` says how many items will be wanted at all; nothing is read beyond that.
+The bound is enforced at the source: its thread acquires a permit for each item. While the caller uses one item, at most
+`ahead` others exist, in a step or in a queue between two. This back-pressure is exact: the number of items started is a
+function of the number taken, never of the speed of a thread. (With ranks, all must start the same ones.) `needed`
+returns how many items will be wanted in total; nothing is read beyond that.
 
-An error in a step takes its item's place in the queue. The items before it are still delivered, then the same exception
-is raised where items are taken. `close`, which leaving the block calls, ends all threads and passes the items in flight
-to `drop`. Threads are daemons because a source may block for ever; `close` then warns and names the thread.
+An error in a step replaces its item in the queue. The items before it are still delivered; then the iterator raises the
+same exception. `close`, which the end of the block calls, ends all threads and passes the items in flight to `drop`.
+Threads are daemons because a source may block for ever; `close` then warns and names the thread.
 
-One thread takes items and closes. Queues are queue.SimpleQueue: an operation costs a microsecond, where one Condition
-for all of them would wake every step for every item.
+One thread takes items and closes. Queues are queue.SimpleQueue, whose operations cost a microsecond; one Condition for
+all of them would wake every step for every item.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ POLL, JOIN_TIMEOUT = 0.1, 10.0  # seconds: between two calls of should_stop; for
 
 @dataclass(frozen=True)
 class Step(Generic[Item]):
-    """One step: `work` takes an item and returns the bytes it moved; `blocked` is the reason if it never ends."""
+    """One step: `work` takes an item and returns the bytes it moved; `blocked` is the warning's text if it hangs."""
 
     clock: Clock
     work: Callable[[Item], int]
@@ -184,7 +184,7 @@ class StepThreads(Generic[Item]):
                 out.put(_Failed(error))
                 self._drop(item)
                 return
-            if self._stopping:  # nobody will take it
+            if self._stopping:  # no thread will take it
                 self._drop(item)
                 return
             out.put(item)

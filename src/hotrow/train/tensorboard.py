@@ -1,4 +1,4 @@
-"""Figures to TensorBoard, if `log_dir` was given."""
+"""Writes figures to TensorBoard, if `log_dir` was given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traffic between tiers: curves on a trace (rows and bytes a second, ids found in HBM), and a run's HBM counters.
+"""Traffic between tiers: curves of a trace (rows and bytes per second, ids found in HBM), and a run's HBM counters.
 
 The curves cover HBM to DRAM and DRAM to SSD, and the bytes that the DRAM budget holds. They are drawn by the training
 thread while a trace is recorded.

@@ -1,4 +1,4 @@
-"""New keys get empty ways, then the coldest unpinned ones; the same ways on every run."""
+"""New keys get empty ways, then the coldest unpinned ones, and the same ways in every run."""
 
 from __future__ import annotations
 

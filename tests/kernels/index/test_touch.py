@@ -84,7 +84,7 @@ def test_old_use_fades(device: torch.device) -> None:
         touch(index, slots[:1], None, batch, "lfu", 10.0)
     for batch in range(200, 210):
         touch(index, slots[1:], None, batch, "lfu", 10.0)
-    assert index.scores[1] > index.scores[0]  # ten uses now outweigh a hundred that ended ten half-lives ago
+    assert index.scores[1] > index.scores[0]  # ten uses now score higher than a hundred that ended ten half-lives ago
     assert float(index.scores[0]) == pytest.approx(10 + 3.85, abs=0.1)  # log2(1 / (1 - 2^-0.1)) above its last use
 
 

@@ -68,7 +68,7 @@ def test_each_feature_fills_its_own_matrix(pooled: bool, device: torch.device) -
     slots = torch.randint(0, 40, (int(offsets[-1]),), dtype=torch.int32, generator=draws).to(device)
     begins = _offsets(counts, device)
     tables = torch.zeros(len(counts), dtype=torch.int32, device=device)
-    # Slices of wide matrices (aligned and not), matrices of their own, and half precision come out alike.
+    # Slices of wide matrices (aligned and not), separate matrices, and half precision give equal results.
     wide = torch.full((90, 64), 7.0, device=device)
     outputs = [torch.full((n, 12), 7.0, device=device) for n in counts]
     outputs[7], outputs[5] = wide[:, 16:28], torch.full((33, 13), 7.0, device=device)[:, 1:]

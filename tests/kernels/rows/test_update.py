@@ -295,7 +295,7 @@ def test_gradients_that_autograd_expanded(device: torch.device) -> None:
 
 
 def test_a_row_does_not_depend_on_its_slot_or_on_other_rows(device: torch.device) -> None:
-    """The same run among others, under another slot, in the cache or beside it: the same bits."""
+    """The same run among others, at another slot, in the cache or in overflow: the same bits."""
     n = 150
     mine = torch.arange(n) % 3 == 0
     results = []

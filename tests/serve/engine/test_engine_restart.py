@@ -245,7 +245,7 @@ def test_model_that_was_in_service_and_does_not_load_is_unavailable_until_it_doe
     good = written.read_text()
     written.write_text("{")
     engine = start_engine(tmp_path / "repository", restore={"ctr": ["1"], "feed": ["1"]})
-    assert engine.restore.in_service() == {"ctr": ["1"], "feed": ["1"]}  # and its next life tries again too
+    assert engine.restore.in_service() == {"ctr": ["1"], "feed": ["1"]}  # and the restarted engine tries again too
     with front_end(socket_of(engine)) as running:
         until(lambda: running.call(running.backend.ready()))
         connection = http.client.HTTPConnection(running.address("http"), timeout=30)

@@ -47,7 +47,7 @@ def test_burst_of_ten_times_the_capacity(tmp_path: Path, start_process: Callable
 
     accepted, refused, after = with_backend([engine.socket], work)
     # Without admission the last of 1,650 requests would wait half a minute. The slack is for a machine that has other
-    # work too: sleeps and wake-ups come late there, and no engine can make up for it.
+    # work too: sleeps and wake-ups come late there, and no engine can compensate for that.
     assert len(accepted) > 30 and len(refused) > 5 * len(accepted)
     assert np.percentile(accepted, 99) <= 1.5 * deadline
     assert np.percentile(refused, 90) < 0.5

@@ -24,7 +24,7 @@ from hotrow.serve.processes.supervisor import Supervisor
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """Where every user may look and write, and no umask helps."""
+    """A folder that every user may read and write, whatever the umask."""
     folder, before = Path(tempfile.mkdtemp()), os.umask(0)
     folder.chmod(0o777)
     yield folder
@@ -33,7 +33,7 @@ def open_folder() -> Iterator[Path]:
 
 
 def test_another_user_can_use_such_a_folder(open_folder: Path) -> None:
-    """Or the tests below would show nothing."""
+    """Otherwise the tests below would prove nothing."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(open_folder / "socket"))
         listener.listen()

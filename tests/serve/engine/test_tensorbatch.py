@@ -1,4 +1,4 @@
-"""When a batch leaves, who is let in, and who goes first: with a clock of our own."""
+"""When a batch is released, which requests are admitted, and which go first: with a simulated clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Clock:
 
 
 class Bench:
-    """A queue whose lanes are played by the test."""
+    """A queue whose lanes the test simulates."""
 
     def __init__(self, lanes: int = 1, **limits: float) -> None:
         self.clock = Clock()

@@ -1,4 +1,4 @@
-"""What a wrong, hostile or slow client gets: a status, JSON with the cure, and nothing that stays behind."""
+"""A wrong, hostile or slow client gets a status and JSON with the cure, and leaves no state behind."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_dlrm_gives_the_same_logits_by_one_call(features: int, dim: int, dense: 
 def test_a_pattern_that_differs_is_not_rewritten(change: str) -> None:
     widths = {"a": 4, "b": 4, "c": 4}
     quick, plain, calls = quick_and_plain(Interacting(3, change), widths, 0)
-    assert calls == (change == "self")  # its pairs are the pattern; what comes behind them is not
+    assert calls == (change == "self")  # its pairs match the pattern; the nodes after them do not
     vectors = {name: torch.randn(9, 4) for name in widths}
     torch.testing.assert_close(quick.run(vectors, None), plain.run(vectors, None), rtol=1e-5, atol=1e-6)
 

@@ -18,7 +18,7 @@ LAST = b"0\r\n\r\n"
 
 
 class Case(NamedTuple):
-    """Bytes in front of the marker, and what must become of them."""
+    """Bytes before the marker, and how they must be handled."""
 
     name: str
     data: bytes

@@ -52,7 +52,7 @@ def test_chunk_extensions_are_ignored(sums: Running, extension: bytes) -> None:
     ],
 )
 def test_trailers_are_no_headers(sums: Running, trailers: bytes) -> None:
-    """What comes behind the body does not change how it is read. A server may refuse one that a trailer cannot carry,
+    """Bytes after the body do not change how it is read. A server may refuse one that a trailer cannot carry,
     and may close a connection whenever it has answered."""
     with client(sums) as connection:
         reply = connection.roundtrip(in_chunks(trailers=trailers))
@@ -160,7 +160,7 @@ def test_connection_close_is_obeyed_and_announced(sums: Running) -> None:
 
 
 def test_a_reply_to_head_has_no_body(sums: Running) -> None:
-    """Else its body is read as the next reply."""
+    """Otherwise its body would be read as the next reply."""
     with client(sums) as connection:
         for path in (b"/v2/health/live", b"/v2", b"/v2/models/sums", b"/v2/nothing"):
             connection.roundtrip(b"HEAD " + path + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", "HEAD")

@@ -140,7 +140,7 @@ def test_a_master_killed_with_failover_while_a_server_reads_through_it(tmp_path:
             store = open_remote(redis.url)
             until(lambda: store.marks().complete == publications(trainer), "the writer")
             store.close()
-            time.sleep(0.5)  # what a replica does not have yet would be lost, see docs/remote.md
+            time.sleep(0.5)  # data that a replica does not have yet would be lost, see docs/remote.md
             redis.servers[0].kill()
             begin, answers, step = time.monotonic(), 0, 20
             while time.monotonic() < begin + 6:  # through the failover: every request is answered, by policy

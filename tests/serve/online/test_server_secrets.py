@@ -68,7 +68,7 @@ class RealServer:
         return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
 
     def check(self) -> str:
-        """Nothing shows the token or the password, nor has their environment it; what is shown."""
+        """Checks that no output and no environment has the token or the password; returns the output."""
         shown = self.shown()
         assert TOKEN not in shown and PASSWORD not in shown, shown
         environments = [repr(process.environ()) for process in self.family()]
@@ -78,7 +78,7 @@ class RealServer:
         return shown
 
     def shown(self) -> str:
-        """All that others can see of it."""
+        """All of it that other users can see."""
         processes = [repr(process.cmdline()) for process in self.family()]
         pages = [self.ask("metrics", "/metrics"), self.ask("http", "/v2/repository/index", b"{}")]
         return "\n".join([*processes, *pages, self.text()])

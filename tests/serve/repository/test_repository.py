@@ -79,7 +79,7 @@ def test_damage_is_named_and_the_older_version_served(file: str, harm: str, repo
 
 
 def test_a_flipped_bit_in_any_byte_of_a_small_file_is_found(repository: Path) -> None:
-    """In rows, those that a lookup can read; `verify(whole=True)` finds the others too."""
+    """In rows, damage that a lookup can read; `verify(whole=True)` finds the rest too."""
     version = open_version(repository / "ctr" / "2")
     for name in version.manifest["files"]:
         flip(version.path / name, at=(version.path / name).stat().st_size - 1)

@@ -21,4 +21,4 @@ def test_no_set_is_lost_and_every_table_keeps_what_it_uses(drawn: list[tuple[int
         return
     assert sum(divided) == sum(sets) and min(divided) >= MIN_SETS
     assert all(d * WAYS >= u for d, u in zip(divided, used, strict=True))
-    assert divide(divided, used, [0] * len(used)) is None  # and where nobody misses anything, nothing moves
+    assert divide(divided, used, [0] * len(used)) is None  # and without misses nothing moves

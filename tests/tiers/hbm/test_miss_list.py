@@ -1,4 +1,4 @@
-"""Asking for a batch in one go, against finding, choosing and placing step by step: the same slots and victims."""
+"""A miss list against finding, choosing and placing step by step: the same slots and victims."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def drawn(seed: int, ids: int, device: torch.device) -> tuple[torch.Tensor, torc
 def step_by_step(
     cache: GroupCache, keys: torch.Tensor, begins: torch.Tensor, batch: int, settled: int, ahead: bool
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Slots, what the host is told of unique missing keys ([FIELDS, number]), and how many ids were missing."""
+    """Slots, the report of unique missing keys ([FIELDS, number]), and the number of missing ids."""
     score = initial_score(batch, cache.policy, cache.half_life)
     slots = find(cache.index, keys, begins, batch, None, ScorePolicy(cache.policy, cache.half_life))
     missing = int((slots < 0).sum())
@@ -66,7 +66,7 @@ def fields(to_host_by_kernel: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def settle_rows(cache: GroupCache, batch: int) -> None:
-    """Every row that is in the index has a place below and a step, as if it had come and been updated."""
+    """Every row in the index has a DRAM slot and a step, as if it had been loaded and updated."""
     there = torch.arange(cache.capacity, device=cache.device)
     cache.hosts.copy_(there * 3)
     cache.steps.copy_(there % (batch + 1))
@@ -95,7 +95,7 @@ def test_one_go_is_the_same_as_step_by_step(device: torch.device, ahead: bool) -
         else:
             step_by_step(ours, keys, begins, batch, settled, ahead)
         miss_finder.observe(ids, expected[2])
-        if not ahead:  # rows come at their turn: something must be there to be found and driven out
+        if not ahead:  # rows are loaded at their turn: some must be there to be found and evicted
             for cache in (ours, theirs):
                 step_by_step(cache, *drawn(100 + batch, 60, device), batch, settled, True)
         for cache in (ours, theirs):
@@ -137,6 +137,6 @@ def test_room_follows_what_was_missing(device: torch.device) -> None:
     miss_finder.observe(ids, CAPACITY_STEP)
     assert miss_finder.capacity == 2 * CAPACITY_STEP
     miss_finder.observe(ids, 0)
-    assert not miss_finder.ready(ids)  # nothing was missing: looking for that alone is quicker
+    assert not miss_finder.ready(ids)  # nothing was missing: a lookup without a miss list is faster
     miss_finder.observe(ids + 1, 7)
     assert not miss_finder.ready(ids + 1)

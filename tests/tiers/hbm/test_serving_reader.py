@@ -1,4 +1,4 @@
-"""A server's lookups in HBM: the values of below, whatever is in the cache."""
+"""A server's lookups in HBM: the values of the tiers below, whatever is in the cache."""
 
 from __future__ import annotations
 
@@ -112,5 +112,5 @@ def test_rows_that_change_below_are_brought_up_to_date(device: str) -> None:
         refresh()
     found, _ = lane.find(asked)
     assert torch.equal(found.cpu(), expected(embeddings, asked))
-    assert lane.misses < lane.ids  # what was here is still here
+    assert lane.misses < lane.ids  # rows that were cached are still cached
     reader.close()

@@ -58,7 +58,7 @@ class Tower(nn.Module):
 
 
 class Clicks:
-    """Each user once, so that all exist, and then some of them again and again; items are few."""
+    """Each user once, so that all exist, then some of them repeatedly; few items."""
 
     examples = None
 
@@ -95,7 +95,7 @@ def swap(owner: Any, name: str, value: Any) -> None:
 
 
 def dial() -> None:
-    """Small launches, captured soon, and batches that always come ahead."""
+    """Small launches, captured soon, and batches that are always staged ahead."""
     transfer.ROW_PROGRAMS, transfer.METADATA_PROGRAMS, transfer.REQUEST_PROGRAMS = 4, 2, 2
     swap(row_transfer, "LAUNCH_ROWS", 64)
     swap(miss_list, "CAPACITY_STEP", 16)
@@ -166,7 +166,7 @@ def split_plans(embeddings: EmbeddingCollection) -> None:
 def train(
     folder: Path, lookahead: int, hbm: str, more: int, ssd: bool = False, forget: str = "", split: bool = False
 ) -> Dials:
-    """A run with an evaluation and a trace; what it did, and what was not ordered."""
+    """A run with an evaluation and a trace; returns its result and the data races."""
     from simulated_gpu import simulate_gpu
 
     warnings.simplefilter("ignore")  # the lookahead may shrink
@@ -290,7 +290,7 @@ def test_a_client_and_an_owner_on_the_device_touch_no_memory_unordered(tmp_path:
 )
 def test_what_is_forgotten_is_found(tmp_path: Path, forget: str, found: str) -> None:
     races: list[str] = []
-    for number in range(4):  # what is forgotten matters where a thread is ahead of another
+    for number in range(4):  # forgotten clocks matter if a thread is ahead of another
         folder = tmp_path / str(number)
         folder.mkdir()
         races += alone(train, folder, 2, "5KiB", 4, forget=forget)["races"]

@@ -1,4 +1,4 @@
-"""Rows that are only read: fp32, fp16 and int8 in DRAM and on SSD, and reads that never wait for the disk."""
+"""Read-only rows: fp32, fp16 and int8 in DRAM and on SSD, and reads that never wait for the disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def some_rows(count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def as_stored(values: str, rows: Tensor) -> Tensor:
-    """What numpy makes of the stored type."""
+    """The values as numpy decodes the stored type."""
     plain = rows.numpy()
     if values == "fp16":
         return torch.from_numpy(plain.astype(np.float16).astype(np.float32))

@@ -1,4 +1,4 @@
-"""A server's DRAM as a cache over a remote store: the store's rows, whatever the budget and whoever publishes."""
+"""A server's DRAM as a cache over a remote store: the store's rows, for any budget and any publisher."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_was_read_is_answered_without_the_store(remote: RemoteStore) -> Non
     keys = torch.from_numpy(KEYS[:500])
     rows.read(keys, later())
     before = remote.health()["reads"]
-    answer = rows.read(keys, time.monotonic() - 1)  # no time for anybody
+    answer = rows.read(keys, time.monotonic() - 1)  # no time for any read
     assert answer.found.all() and remote.health()["reads"] == before
     np.testing.assert_array_equal(answer.values, values_of(KEYS[:500]))
 
@@ -97,7 +97,7 @@ def test_a_publication_changes_and_removes_what_is_cached(remote: RemoteStore) -
 
 
 class Slow:
-    """A store whose answers are on their way while something else happens."""
+    """A store whose answers are in flight while another call runs."""
 
     def __init__(self, store: RemoteStore) -> None:
         self.store, self.asked, self.go = store, threading.Event(), threading.Event()
@@ -119,7 +119,7 @@ def test_an_answer_that_a_publication_overtook_is_known_for_what_it_is(remote: R
     reader = threading.Thread(target=rows.read, args=(keys, later()))
     reader.start()
     assert slow.asked.wait(10)
-    rows.apply(2, KEYS[:5], values_of(KEYS[:5], 2))  # while the rows of publication 1 are on their way
+    rows.apply(2, KEYS[:5], values_of(KEYS[:5], 2))  # while the rows of publication 1 are in flight
     slow.go.set()
     reader.join()
     assert rows.metrics()["stale"] == 5

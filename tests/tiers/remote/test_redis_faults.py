@@ -36,7 +36,7 @@ def filled(store: RemoteStore) -> RedisStore:
 
 
 def check(answer: Answer) -> None:
-    """What is found is right, and what is not is late, never missing."""
+    """Found rows are right; the others are late, never missing."""
     np.testing.assert_array_equal(answer.values[answer.found], VALUES[answer.found])
     assert (answer.found | answer.late).all() and not (answer.found & answer.late).any()
 
@@ -81,7 +81,7 @@ def test_a_master_that_comes_back_empty_is_not_a_table_without_rows(mortal: Redi
     victim.kill()
     start = time.monotonic()
     answer = store.read("t", KEYS, start + 5)
-    assert time.monotonic() - start < 1.0  # it refuses: nobody waits for the deadline
+    assert time.monotonic() - start < 1.0  # it refuses the connection, so no read waits for the deadline
     check(answer)
     assert 0 < answer.late.mean() < 0.6
     victim.start()  # with nothing in it

@@ -76,7 +76,7 @@ def test_tables_and_names_do_not_mix(store: RemoteStore) -> None:
 
 def test_a_table_of_another_form_is_refused(store: RemoteStore) -> None:
     store.create("t", TableFormat(8))
-    store.create("t", TableFormat(8, bits=3))  # what is there counts
+    store.create("t", TableFormat(8, bits=3))  # the stored settings apply
     with pytest.raises(StorageError, match="dim 8 and fp32 values, not with dim 16"):
         store.create("t", TableFormat(16))
     with pytest.raises(StorageError, match="no table 'u'; it has \\['t'\\]"):
@@ -116,9 +116,9 @@ def test_an_older_write_does_not_bring_an_erased_row_back(store: RemoteStore) ->
     keys = np.array([1, 2], np.int64)
     write_publication(store, 1, {"t": (keys, np.ones((2, 1), np.float32))})
     write_publication(store, 2, {}, {"t": keys[:1]})
-    assert store.write("t", keys[:1], np.zeros((1, 1), np.float32), 1) == 0  # a writer that was asleep
+    assert store.write("t", keys[:1], np.zeros((1, 1), np.float32), 1) == 0  # a writer that was delayed
     assert store.read("t", keys, later()).found.tolist() == [False, True]
-    # The number of the erased row is forgotten here, and still nothing as old is taken.
+    # The erased row's number is removed here, and a write as old is still ignored.
     write_publication(store, 3, {"t": (some_keys(500), np.ones((500, 1), np.float32))})
     assert store.write("t", keys[:1], np.zeros((1, 1), np.float32), 1) == 0
     assert store.read("t", keys, later()).found.tolist() == [False, True]
@@ -219,7 +219,7 @@ def test_two_writers_of_the_same_publications_do_no_harm(store: RemoteStore) -> 
     def tolerate(work: Callable[[], None]) -> None:
         try:
             work()
-        except StorageError as error:  # the other one was faster: it starts over where the store is now
+        except StorageError as error:  # the other writer was faster: this one starts over from the store's state
             assert "complete up to" in str(error)
             tolerate(work)
 

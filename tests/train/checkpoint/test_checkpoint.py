@@ -1,4 +1,4 @@
-"""A checkpoint holds one instant, whole; a damaged one or one that does not fit is named and changes nothing."""
+"""A checkpoint is the whole state of one instant; a damaged or mismatching one is named and changes nothing."""
 
 from __future__ import annotations
 
@@ -361,7 +361,7 @@ def test_a_renamed_table_is_mapped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ssd", [False, True])
 def test_a_renamed_table_goes_on_as_if_it_had_its_old_name(tmp_path: Path, ssd: bool) -> None:
-    """Sightings so far, the cutoffs of sweeps and the clock come with the rows; new rows are zeros under any name."""
+    """The sketch, the cutoffs of sweeps and the clock are loaded with the rows; new rows are zeros under any name."""
 
     def make(first: str) -> hr.Trainer:
         expiry = hr.Expiry(steps=12, time="30s", min_count=2, every=5)

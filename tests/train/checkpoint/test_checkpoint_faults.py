@@ -1,4 +1,4 @@
-"""When the disk refuses, the last checkpoint is whole, nothing half-written is visible, and training goes on."""
+"""When the disk fails, the last checkpoint is whole, nothing half-written is visible, and training continues."""
 
 from __future__ import annotations
 
@@ -130,13 +130,13 @@ def test_an_error_of_a_background_save_is_raised_at_the_next_save_and_at_the_end
         fail_at(patch, 3, halfway=True)
         with pytest.raises(hr.StorageError, match="step 8 was not written"):
             failing.fit(clicks(), steps=10, progress=False)
-    assert failing.steps == 10  # it went on, and the end of fit said so
+    assert failing.steps == 10  # training continued, and the end of fit reported it
     often = make_trainer(tmp_path / "often", checkpoint_every=4)
     with pytest.MonkeyPatch.context() as patch:
         fail_at(patch, 3, halfway=True)
         with pytest.raises(hr.StorageError, match="step 4 was not written"):
             often.fit(clicks(), progress=False)
-    assert often.steps == 8  # the save after it said so
+    assert often.steps == 8  # the save after it reported it
     whole = trained(steps=10)
     expected = bits(whole)
     failing.save()

@@ -1,7 +1,7 @@
 """Benchmarks that need a GPU, behind `hotrow bench`. Kernels alone can also run under Triton's interpreter.
 
-    device_clock.py    times on the device with CUDA events; the rate of its memory and of PCIe
-    kernels.py         each kernel by itself, beside the bytes that it must move
+    device_clock.py    times on the device with CUDA events; the bandwidth of its memory and of PCIe
+    kernels.py         each kernel by itself, against the time to move its bytes
     hbm.py             rows in HBM: training steps beside FBGEMM TBE
     hbm_find.py        the index beside HierarchicalKV; hit rates beside a fully associative cache
     hkv_operations.py  find with rows and insert-and-evict, for that comparison alone

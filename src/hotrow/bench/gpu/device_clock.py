@@ -1,4 +1,4 @@
-"""Times on the GPU, between two CUDA events; without a GPU, on the host. And the rates of its memory and of PCIe."""
+"""Times on the GPU, between two CUDA events (without a GPU, on the host); the bandwidth of its memory and of PCIe."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def timed(
 
 
 def memory_rate(device: torch.device) -> float:
-    """Bytes a second that a copy on the device reads and writes, together."""
+    """Bytes per second that a copy on the device reads and writes, together."""
     size = RATE_BYTES if device.type == "cuda" else RATE_BYTES >> 7
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     took = timed(device, lambda _: target.copy_(source), range(RATE_TIMES), 2)
@@ -55,7 +55,7 @@ def memory_rate(device: torch.device) -> float:
 
 
 def pcie_rate(device: torch.device) -> float:
-    """Bytes a second of a copy from pinned memory to the device."""
+    """Bytes per second of a copy from pinned memory to the device."""
     cuda = device.type == "cuda"
     size = PCIE_BYTES if cuda else PCIE_BYTES >> 4
     pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=cuda)
@@ -66,7 +66,7 @@ def pcie_rate(device: torch.device) -> float:
 
 def idle(cycles: int) -> None:
     """Keep the device idle for this many of its cycles, so that the host gets ahead of it."""
-    sleep = find("torch.cuda:_sleep", "Times on the card hold what the host takes to launch")
+    sleep = find("torch.cuda:_sleep", "GPU times include the host's launch time")
     if sleep is not None:
         sleep(cycles)
 

@@ -42,11 +42,11 @@ OPTIMIZERS = {
     "rowwise_adagrad": optim.RowWiseAdagrad(lr=0.01),
     "adam": optim.Adam(lr=0.001),
 }
-FILL = 0.6  # load of the slots where all rows must fit: two choices of eight ways hold that many without evicting
+FILL = 0.6  # load of the slots when all rows must fit: with two choices of eight ways, no row is evicted at this load
 
 
 def scale() -> float:
-    """The part of the full workload that is run."""
+    """The fraction of the full workload to run."""
     return float(os.environ.get("HOTROW_BENCH_SCALE", "1"))
 
 

@@ -1,14 +1,14 @@
-"""W-find: find and insert-and-evict in HBM beside HierarchicalKV's figures, and whether eight ways keep the right rows.
+"""W-find: find and insert-and-evict in HBM beside HierarchicalKV's figures, and the hit rate of sets of eight ways.
 
-An index of 128 Mi slots, a million keys a call, drawn uniformly from those present and fresh for every call, so that no
-cache helps; at loads 0.5, 0.75 and 1.0. HierarchicalKV (hkv) was measured on the same GPU with the same work; its
+An index of 128 Mi slots, a million keys per call, drawn uniformly from those present and fresh for every call, so that
+no cache helps; at loads 0.5, 0.75 and 1.0. HierarchicalKV (hkv) was measured on the same GPU with the same work; its
 figures are in HKV.
 
-The bytes that must move a key, over 4.3 TB/s: slots, 8 + 64 + 4 = 76 (57 billion keys/s); rows of dim 8, 140 (31) and
-of dim 32, 332 (13); insert-and-evict at dim 32, 640 to 900 with its sort (6.7 to 4.8). Random 64-byte reads over
-gigabytes reach about a third of that: 18 to 20 billion keys/s for slots alone, 8.7 with rows of dim 32.
+Bytes that must move per key, and the limit at 4.3 TB/s: slots, 8 + 64 + 4 = 76 (57 billion keys/s); rows of dim 8, 140
+(31) and of dim 32, 332 (13); insert-and-evict at dim 32, 640 to 900 with its sort (6.7 to 4.8). Random 64-byte reads
+over gigabytes reach about a third of that: 18 to 20 billion keys/s for slots alone, 8.7 with rows of dim 32.
 
-`hit_rate`: batches of Zipf 1.05 draws over ten times the capacity go through our cache and through an exact, fully
+`hit_rate`: batches of Zipf 1.05 draws over ten times the capacity are looked up in our cache and in an exact, fully
 associative one of the same size and policy. The unique keys of each batch are counted once both caches are full.
 """
 
@@ -51,7 +51,7 @@ def results(
     draws: int = 1 << 18,
     batches: int = 80,
 ) -> Iterator[Result | str]:
-    """The rows, each after a message that says what is running."""
+    """The results, each after a status line."""
     bench = Bench(capacity, keys, repeats)
     for i, load in enumerate(LOADS):
         yield f"filling {capacity:,} slots to {load:.0%}"
@@ -112,12 +112,12 @@ class Bench:
             insert_keys(self.index, new.keys, slots, new.number, self.batch, float(self.batch))
 
     def slots(self) -> Timing:
-        """find alone."""
+        """Time find without rows."""
         inputs = [self.present(self.keys) for _ in range(self.warmup + self.repeats)]
         return timed(self.device, lambda keys: find(self.index, keys, self.begins), inputs, self.warmup)
 
     def values(self, dim: int) -> Timing:
-        """find with the rows."""
+        """Time find with the rows."""
         inputs = [self.present(self.keys) for _ in range(self.warmup + self.repeats)]
         out = torch.empty(self.keys, dim, device=self.device)
         rows = self.rows[dim]

@@ -2,10 +2,11 @@
 
 `find_rows` finds keys and copies their rows in one kernel. `insert_and_evict` takes a batch of present and absent keys
 with their rows: it pins the present keys, sorts by set, chooses slots as insert.py does, and swaps the rows. Only the
-choice needs the order of the sets; rows move in the caller's order, so that of the four rows that go through the swap
-(values in, old row out of its slot, new row into it, old row to the caller) only those at the slot are random accesses.
+choice of slots needs the order of the sets; rows move in the caller's order. So of the four row accesses of a swap
+(read the new values, read the old row, write the new row, write the old row to the caller) only the two at the slot are
+random.
 
-Bytes a key of insert_and_evict at dim 32 with a full index: home 12, sort 4 x 24, find 88, choose 148, rank 8, swap
+Bytes per key of insert_and_evict at dim 32 with a full index: home 12, sort 4 x 24, find 88, choose 148, rank 8, swap
 560, together 910: 0.21 ms for a million keys at 4.3 TB/s.
 """
 
@@ -97,8 +98,8 @@ def find_rows(
 def mixed_home_kernel(
     index_keys, pins, first, count, keys, tables, homes, found, n, batch, TABLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The home each key goes to: of a present key the one that holds it, whose slot is pinned for the batch and goes to
-    `found` (-1: absent)."""
+    """The home set of each key. For a present key it is the set that has the key; its slot is pinned for the batch and
+    written to `found` (-1: absent)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = at < n
     key = tl.load(keys + at, mask=valid, other=0)
@@ -126,7 +127,7 @@ def mixed_home_kernel(
 @cached_launch
 @triton.jit(do_not_specialize=["n", "settled"])
 def mixed_choose_kernel(index_keys, pins, scores, homes, order_of, slots, found, n, settled, BLOCK: tl.constexpr):
-    """Homes are sorted; slots come out in the order of the keys, with EVICTS where their row is evicted."""
+    """Homes are sorted; slots are written in the order of the keys, with EVICTS where the slot's row is evicted."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     home = tl.load(homes + at, mask=at < n, other=NO_HOME)
     valid = home != NO_HOME
@@ -210,7 +211,8 @@ def insert_and_evict(
     batch: int,
     settled: int,
 ) -> Evicted:
-    """Values [n, dim] to the rows of keys: present keys are assigned, absent ones inserted, pinned for `batch`.
+    """Write values [n, dim] to the rows of keys: present keys are assigned, absent ones inserted; all are pinned for
+    `batch`.
 
     Evicted keys and rows are returned, in the order of the keys that evicted them. LRU: the score is the batch.
     Requires: keys are unique in a call, 0 <= settled < batch.

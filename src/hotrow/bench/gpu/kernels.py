@@ -1,10 +1,10 @@
 """Every kernel of the HBM tier by itself, at W-gpu's sizes: its time beside the time that its bytes take at full speed.
 
 A million ids of ten tables (Zipf 1.05) of a million rows, dim 128, row-wise Adagrad's state; a tenth of the ids is
-missing. insert_and_evict is timed in hbm_find.py, and kernels that only copy a number to the host take a launch's time.
+missing. insert_and_evict is timed in hbm_find.py. Kernels that only copy a number to the host take as long as a launch.
 The bytes are those that must move: each input once, each output once, a randomly read row once for every read. `memory`
 is their time at the rate of a copy on this GPU, `wire` at that of a copy from pinned memory, both measured in the same
-run; a ratio of 1 is as fast as possible. What sorts has `torch` for a peer: torch.unique or torch.sort of the same ids.
+run; a ratio of 1 is the limit. Kernels that sort have `torch` as peer: torch.unique or torch.sort of the same ids.
 Inputs are fresh for every call where a cache could help.
 
 HOTROW_BENCH_SCALE below 1 makes everything smaller.
@@ -59,8 +59,8 @@ TYPES = ("fp32", "fp16", "bf16")
 
 
 class Kernel(NamedTuple):
-    """What to time: `call` with each of the inputs. `bound` is the bytes that must move, over `memory` or the `wire`;
-    or a function that does the same in torch."""
+    """A kernel to time: `call` with each of the inputs. `bound` is the bytes that must move, over `memory` or the
+    `wire`; or a function that computes the same in torch."""
 
     name: str
     call: Callable[[Any], Any]
@@ -119,7 +119,7 @@ class Batch:
         self.slots = [find(self.index, keys, self.begins) for keys in self.keys]
         generator = torch.Generator(device=device).manual_seed(2)
         gradients = [torch.randn(ids, DIM, device=device, generator=generator) for _ in range(TABLES)]
-        self.gradients = [gradients] * self.times  # half a gigabyte: what a cache holds of it is little
+        self.gradients = [gradients] * self.times  # half a gigabyte, of which a cache holds little
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
 
     def _fill(self) -> None:
@@ -254,7 +254,7 @@ def moving(batch: Batch) -> Iterator[Kernel]:
 
 
 def gathering(batch: Batch, dtype: str) -> Iterator[Kernel]:
-    """Rows to outputs: one a position, and pooled in bags of twenty."""
+    """Gather rows: one per position, and pooled in bags of twenty."""
     layout = RowLayout(DIM, (1,), dtype) if dtype != "int8" else quantized(RowLayout(DIM))
     source, n = Source(batch.table(layout)), batch.n
     ids, bags = n // TABLES, n // TABLES // BAG
@@ -286,7 +286,7 @@ def gathering(batch: Batch, dtype: str) -> Iterator[Kernel]:
 
 
 def updating(batch: Batch, name: str, rule: Any, dtype: str) -> Iterator[Kernel]:
-    """Gradient sums by row and the rule, in one call; sums of bags too for row-wise Adagrad in fp32."""
+    """Sum gradients by row and apply the rule, in one call; for row-wise Adagrad in fp32 also with bags."""
     layout = RowLayout(DIM, tuple(part.width for part in rule.state(DIM)), dtype)
     source = Source(batch.table(layout))
     marks = torch.zeros(batch.capacity, 2, dtype=torch.int32, device=batch.device)

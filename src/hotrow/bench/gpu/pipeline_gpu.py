@@ -1,9 +1,9 @@
 """Training with a lookahead on a GPU: a tenth of the rows in HBM beside all of them, and W-gpu-cached.
 
-W-dlrm: 26 tables with 100 million keys in all, drawn with Zipf 1.05, dim 128, row-wise Adagrad, batch 16,384, DLRM's
-tower. Every key has a row, and batches are made beforehand, on the device. `pipeline/hbm10` is examples/s with slots
-for a tenth of the rows in HBM, beside examples/s with slots for all. `pipeline/<rule>/10%` is a step of W-gpu-cached at
-a tenth, with the default lookahead, beside FBGEMM TBE's (bench hbm)."""
+W-dlrm: 26 tables with 100 million keys in total, drawn with Zipf 1.05, dim 128, row-wise Adagrad, batch 16,384, DLRM's
+tower. Every key has a row, and batches are created in advance, on the device. `pipeline/hbm10` is examples/s with slots
+for a tenth of the rows in HBM, beside examples/s with slots for all. `pipeline/<rule>/10%` is a step of W-gpu-cached
+with slots for a tenth, with the default lookahead, beside FBGEMM TBE's (bench hbm)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     serve/gpu/p99          ms of a batch of 1,024 rows at the 99th percentile, beside the bar of 1 ms
     serve/gpu/rows         million rows/s in batches of 16,384 on several lanes, beside MLPerf's one H100 (65,981
                            samples/s of 270 rows)
-    serve/gpu/graphs, lanes, join, mps    what each adds, beside doing without
+    serve/gpu/graphs, lanes, join, mps    the gain of each, against the same without it
 
 Keys are drawn with Zipf 1.05, a fresh batch every time, once the cache is warm. Towers run in tf32, as the peer of
 `rows` runs in half precision; `serve/gpu/fp32` is a batch of 1,024 rows in fp32.
@@ -83,7 +83,7 @@ class Draw:
 
 
 class TorchModel(nn.Module):
-    """The same model as torch users write it."""
+    """The same model in plain PyTorch."""
 
     def __init__(self, weights: list[Tensor], tower: nn.Module) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def open_engine(folder: str, sizes: Sequence[int] = SIZES, lanes: int = 1) -> En
 
 
 def check(engine: Engine, torch_model: TorchModel, draw: Draw) -> None:
-    """The engine's logits are those of the torch model, within the precision."""
+    """Raise unless the engine's logits equal the torch model's, within the precision."""
     batch = draw(777)
     expected = torch_model(batch)
     apart = float((engine.answer(batch)[0] - expected).abs().max() / expected.abs().max())
@@ -167,7 +167,7 @@ def by_size(engine: Engine, torch_model: TorchModel, draw: Draw) -> Iterator[Res
 
 
 def additions(engine: Engine, draw: Draw, folder: str) -> Iterator[Result | str]:
-    """The gain of graphs, lanes, joining and MPS, each beside doing without."""
+    """The gain of graphs, lanes, joining and MPS, each against the same without it."""
     yield "what each part adds"
     batches = [draw(1024) for _ in range(200)]
     with_graphs = float(np.median(times(engine.answer, batches)))
@@ -204,7 +204,7 @@ def additions(engine: Engine, draw: Draw, folder: str) -> Iterator[Result | str]
 
 
 def join(batches: list[KeyedBatch]) -> KeyedBatch:
-    """As TensorBatch does."""
+    """Join batches, as TensorBatch does."""
     ids = {f"f{t}": Jagged(torch.cat([b.ids[f"f{t}"].values for b in batches])) for t in range(TABLES)}
     return KeyedBatch(ids, torch.cat([b.dense for b in batches if b.dense is not None]))
 

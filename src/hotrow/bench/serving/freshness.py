@@ -1,10 +1,10 @@
 """Freshness: seconds from an event to an answer that reflects it, on each bus, while rows change fast.
 
-A trainer in this process follows clicks as they happen and publishes every 0.1 s. `hotrow serve --bus` applies the
+A trainer in this process trains on a live click stream and publishes every 0.1 s. `hotrow serve --bus` applies the
 publications and answers a load generator, which is a separate process. Every answer has its age (`freshness_ms`). The
-load also runs for a while before training begins: that is the latency without updates. All processes share this
-machine's cores, so the rates of clicks and requests are what two cores can carry. The trainer runs at low priority, as
-one would start it beside a server (nice -n 10).
+load also runs for a while before training begins, to measure the latency without updates. All processes share this
+machine's cores, so the rates of clicks and requests are chosen for two cores. The trainer runs at low priority
+(nice -n 10), which is advisable beside a server.
 
     online/freshness_p50/<bus>, online/freshness_p99/<bus>   seconds, against the bars
     online/changed_rows/<bus>                                rows/s in publications, against the bar

@@ -2,19 +2,19 @@
 
 It runs as a script, `python load_client.py SPEC.json`, and imports the standard library only. It shares the cores with
 the server under test, so it must be cheap: a request costs one `send`, one `recv` and a part of an `epoll_wait` (about
-25 us), and requests are encoded in advance and read from a file. It works with every kind of server, because it reads
-only an answer's status and length.
+25 us), and requests are encoded in advance and read from a file. It works with every HTTP server, because it reads only
+an answer's status and length.
 
 A spec is `{"port": ..., "requests": FILE, "phases": [...]}`. The file holds whole HTTP requests, each after its length
 (uint32). Phases run one after another, each on new connections:
 
-    closed   {"connections": n, "seconds": s, "warm": s}                  a connection sends when its answer has come
+    closed   {"connections": n, "seconds": s, "warm": s}                  a connection sends after its last answer
     open     {"connections": n, "seconds": s, "rate": requests a second}  requests are sent at fixed times
 
 In an open loop, a request for which no connection is free waits in this process. Its latency counts from its sending,
-so this queue is not measured. `sent` is how much was really offered; `unsent` counts the requests that still waited at
-the end of the phase. Answers that come more than DRAIN_SECONDS after the end are `lost`. Every phase prints one line of
-JSON.
+so this queue is not measured. `sent` is the load that the server received; `unsent` counts the requests that still
+waited at the end of the phase. Answers later than DRAIN_SECONDS after the end are `lost`. Every phase prints one line
+of JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections import deque
 from typing import Any
 
 DRAIN_SECONDS = 5.0  # how long to wait for the last answers
-MAX_SENDS = 32  # requests sent before answers are read: an answer that waits here counts as the server's latency
+MAX_SENDS = 32  # requests sent before answers are read again: an unread answer would count as the server's latency
 
 
 def read_requests(path: str) -> list[bytes]:
@@ -184,7 +184,7 @@ class Load:
         return int(self.phase["seconds"] * rate) - due, self.phase["seconds"]
 
     def _drain(self) -> int:
-        """Wait for the answers in flight, and count them. Returns how many did not come."""
+        """Wait for the answers in flight, and count them. Returns how many did not arrive."""
         left = {c.socket.fileno() for c in self.by_file.values() if c.due}
         until = time.perf_counter() + DRAIN_SECONDS
         while left and (now := time.perf_counter()) < until:

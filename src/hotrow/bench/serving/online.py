@@ -1,4 +1,4 @@
-"""Online learning on a drifting log: the AUC that it gains, freshness, and Redis reads.
+"""Online learning on a drifting log: its gain in AUC, freshness, and Redis reads.
 
     online/auc                     the live model's AUC in the last window, against the same model frozen earlier
     online/freshness_p99/<bus>     seconds from event to answer while rows change (where `hotrow serve` follows a bus)
@@ -54,7 +54,7 @@ class Curves:
 
 
 def results(scale: Scale | None = None) -> Iterator[Result | str]:
-    """Rows as above."""
+    """The results above."""
     scale = scale or Scale()
     yield from auc(scale)
     try:
@@ -78,7 +78,7 @@ def auc(scale: Scale) -> Iterator[Result | str]:
 
 
 def freshness(pace: LoadSettings | None = None) -> Iterator[Result | str]:
-    """Event to answer on each bus (freshness.py). The model is trained a little first."""
+    """The time from event to answer on each bus (freshness.py). The model is trained a little first."""
     from hotrow.bench.serving import freshness as bench
     from hotrow.demo.server import requests
 

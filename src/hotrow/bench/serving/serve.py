@@ -1,16 +1,16 @@
 """`hotrow serve` under load, beside LitServe, Ray Serve, itself without TensorBatch, and the bare tower.
 
 Everything is a real process on loopback (serve_process.py): the server as a user starts it, a peer as its users would
-write it (serve_peers.py), and one load generator for all (load_client.py). They share the machine's cores. Two servers
-that are compared run at the same time and get the load in turns, so that noise falls on both. Latencies are measured at
-the client.
+write it (serve_peers.py), and one load generator for all (load_client.py). They share the machine's cores. Two compared
+servers run at the same time and get the load in turns, so that noise affects both. Latencies are measured at the
+client.
 
     serve/same          answers beside trainer.predict: the largest difference; more than 1e-6 is an error
     serve/requests      best requests/s of a peer over 4, 16 and 32 connections, against ours at no worse p99
-    serve/tensorbatch   one candidate a request: joined, against one request at a time, at no worse p99
+    serve/tensorbatch   one candidate per request: joined, against one request at a time, at no worse p99
     serve/tower         requests/s with the large tower, beside that tower in a loop on the same cores
-    serve/burst         ten times the capacity: p99 of what was accepted, of what was refused, and speed right after it
-    serve/large         10,000 rows a request, as bytes: requests/s beside hr.Engine called in a process, same cores
+    serve/burst         ten times the capacity: p99 of accepted and of refused requests, and the speed right after it
+    serve/large         10,000 rows per request, as bytes: requests/s beside hr.Engine in a process, same cores
     serve/unseen_shape  the first request of a shape without a bucket; seconds until its artifact answers
 
 HOTROW_BENCH_SCALE scales the seconds of every load (1 is 4 s a point). HOTROW_BENCH_ONLY selects rows, by the name
@@ -78,7 +78,7 @@ class Bench:
         return path, made[0]
 
     def serve(self, rows: int, *options: str, compile: bool = False) -> ServerProcess:
-        """`hotrow serve`. Without buckets, unless they are the question: they are compiled on the cores under test."""
+        """`hotrow serve`. Without buckets, unless they are measured: their compilation uses the cores under test."""
         artifacts = ("--artifacts", str(self.folder / "artifacts"))
         chosen = ("--compile", *artifacts) if compile else ("--no-compile",)
         return hotrow_serve(self.folder / "repository", self.requests(rows)[1], *chosen, *options)

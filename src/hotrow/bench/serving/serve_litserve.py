@@ -14,7 +14,7 @@ Bytes = Annotated[bytes, Body(media_type="application/octet-stream")]
 
 
 class Api(litserve.LitAPI):  # type: ignore[misc, unused-ignore]
-    """Takes and returns raw bytes; LitServe batches between."""
+    """Takes and returns raw bytes; LitServe batches requests."""
 
     def __init__(self, path: str, batch: int, batch_timeout: float) -> None:
         super().__init__(max_batch_size=batch, batch_timeout=batch_timeout)

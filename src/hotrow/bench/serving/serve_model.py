@@ -126,7 +126,7 @@ def for_hotrow(asked: Sequence[Question], model: str = "ctr", **parameters: Any)
         if parameters:
             document["parameters"] = parameters
         text = json.dumps(document).encode()
-        text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+        text += b" " * (-len(text) % 8)  # aligns the tensors
         head = f"Inference-Header-Content-Length: {len(text)}\r\n"
         found.append(_post(f"/v2/models/{model}/infer", text + _body(question), head))
     return found

@@ -124,7 +124,7 @@ class ServerProcess:
             except OSError:
                 pass
             time.sleep(0.2)
-        raise ServerError(f"{self.name} did not come up: {self.text()[-2000:]}")
+        raise ServerError(f"{self.name} did not start: {self.text()[-2000:]}")
 
     def _printed_port(self) -> int:
         found = re.search(r"http://127\.0\.0\.1:(\d+)", self.text())

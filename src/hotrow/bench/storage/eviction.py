@@ -1,8 +1,8 @@
-"""Eviction policies: which row leaves DRAM when it is full. Hit rates, simulated in Python.
+"""Eviction policies: which row to evict from a full DRAM tier. Hit rates, simulated in Python.
 
 A policy is a function (trace, capacity, warmup) -> hits after the first `warmup` accesses. Every miss inserts its row,
-one access at a time; pinned rows are not modelled. `optimal` knows the future and is the upper bound, `random` is the
-lower bound, `lru` is the peer. This benchmark compares hit rates only; docs/decisions/0002-eviction.md has the cost of
+one access at a time; pinned rows are not modelled. `optimal` (Belady) is the upper bound, `random` is the lower bound,
+`lru` is the peer. This benchmark compares hit rates only; docs/decisions/0002-eviction.md has the cost of
 a hit and of a row, and the choice.
 
 The traces, each Zipf over a million keys with a capacity of 10% or 1% of them:
@@ -10,7 +10,7 @@ The traces, each Zipf over a million keys with a capacity of 10% or 1% of them:
     plain    independent draws
     scan     one access in ten goes to a key that is never accessed again (and can never hit)
     drift    every 10,000 accesses a random 1% of the ranks exchange keys: most of the hot set is new at the end
-    batched  plain, without the duplicates in each 4,096 draws: what the store sees, with flatter frequencies
+    batched  plain, without the duplicates in each 4,096 draws: the store's accesses, with flatter frequencies
 """
 
 from __future__ import annotations

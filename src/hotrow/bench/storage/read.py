@@ -3,9 +3,9 @@
 Three logs of the same rows: tab separated text, Parquet in row groups of one chunk, and Parquet in a single row group,
 which every worker has to decode from its start. In-process reading uses Arrow's threads for decoding and one thread for
 features; a Ray worker has one thread. The Ray cluster runs on this machine, so workers and trainer share its cores, and
-examples/s say little about a real cluster. Two other figures do: the CPU time that reading still takes from the
-trainer, and the CPU time of all workers together, for four workers beside one. If four use no more than one, four
-machines are four times as fast.
+examples/s do not predict a real cluster. Two other figures do: the CPU time of the trainer for reading, and the total
+CPU time of all workers, for four workers beside one. If four use no more in total than one, four machines are four
+times as fast.
 """
 
 from __future__ import annotations

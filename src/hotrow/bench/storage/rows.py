@@ -1,7 +1,7 @@
 """W-rows: 26 tables of a million keys, batches of 4,096, one id per table and example, forward + backward + update.
 
 Our side is the public EmbeddingCollection with dynamic keys. FBGEMM's table-batched embedding gets static arrays and
-dense ids, its best case. Both use the same ids, the same gradient and two threads, and take turns in one process.
+dense ids, its best case. Both use the same ids, the same gradient and two threads, and alternate in one process.
 
 The bytes that must move in a step (dim 16, row-wise Adagrad; 106,496 ids, 61,200 of them unique): rows read twice and
 written once, 61,200 x 68 B x 3 = 12.5 MB; output written and gradient read, 106,496 x 64 B x 2 = 13.6 MB; index and
@@ -153,8 +153,8 @@ def creation() -> Iterator[Result]:
 
     A virtual machine gets a page from its host on first touch (at 0.4 GB/s where we measured, and it returns free pages
     after two seconds), and that takes most of the time. So seven tables are created, every part of the same keys is
-    timed, and each part counts with its best time: the time of the store when memory is already there.
-    `rows/create_whole` is the median over the same tables, with the machine's page supply included.
+    timed, and each part counts with its best time: the time of the store without the host's page faults.
+    `rows/create_whole` is the median over the same tables, with page faults included.
     """
     keys = torch.arange(CREATE_ROWS).mul_(0x9E3779B97F4A7C1).split(1 << 17)
     parts = [[time_of(table.create, part) for part in keys] for table in (one_table() for _ in range(CREATE_TABLES))]
@@ -173,7 +173,7 @@ def time_of(call: Callable[..., object], *args: Any) -> float:
 
 
 def overhead() -> Result:
-    """The most bytes a row takes over its payload, measured in a separate process."""
+    """The maximum overhead of a row in bytes beyond its payload, measured in a separate process."""
     code = "from hotrow.bench.storage.rows import measure_overhead; print(measure_overhead())"
     out = child_process.run([sys.executable, "-c", code], check=True)
     return lower("rows/overhead_bytes", "bytes a row", float(out.stdout.split()[-1]), "bar", OVERHEAD_BAR)

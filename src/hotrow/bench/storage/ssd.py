@@ -34,7 +34,7 @@ from hotrow.train.trainer import Trainer
 ROWS, DIM, BATCH, BATCHES, DEPTH, THREADS = 4_000_000, 64, 65_536, 9, 128, 2
 RAM_BAR, WRITTEN = 16.0, 1_000_000
 PAUSE_ROWS, PAUSE_BAR = 10_000_000, 100.0
-KEY_STEP = 0x9E3779B97F4A7C1  # spreads the keys like hashes, on every side
+KEY_STEP = 0x9E3779B97F4A7C1  # spreads the keys like hashes, for both stores
 
 
 def results() -> Iterator[Result | str]:
@@ -183,7 +183,7 @@ def measure_pause(folder: str) -> float:
 
 
 def measure_ram(folder: str) -> float:
-    """Bytes of process memory for each cold row, without hot rows and without what the process had before."""
+    """Bytes of process memory for each cold row, without hot rows and without the memory that was used before."""
     _core.set_threads(THREADS)
     collection_in(folder + "-warm-up").tables[0].create(torch.arange(1 << 18).mul_(KEY_STEP))
     gc.collect()

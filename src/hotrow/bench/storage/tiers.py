@@ -1,11 +1,11 @@
 """Training with a table ten times the DRAM budget, beside the same training with all rows in DRAM.
 
 DLRM with W-serve's tower (13 dense and 26 sparse features, dim 16, bottom 64-16, top 128-64-1), Adam rows (192 bytes
-of values and state), batch 2,048, Zipf 1.05 keys over 26 tables of 200,000 keys, all of them created before. The rows
+of values and state), batch 2,048, Zipf 1.05 keys over 26 tables of 200,000 keys, all with rows before timing. The rows
 take 998 MB and dram= is a tenth of that; about half of it is the index of the cold rows. Reads are direct, without the
 page cache. Both sides get the same batches.
 
-The device is the limit: a batch misses some ten thousand rows, each in a different block. `tiers/device` is reads/s
+The device is the limit: a batch misses about ten thousand rows, each in a different block. `tiers/device` is reads/s
 while training waits for them, beside the device's raw 4 KiB random reads/s at the same queue depth.
 """
 

@@ -1,12 +1,13 @@
 """Overlapping stages: training over SSD beside training in DRAM, and with lookahead beside one batch at a time.
 
-On the CPU it is the job of `bench tiers` (26 tables, 998 MB of rows with Adam's state, DLRM with W-serve's tower, batch
-2,048), with batches drawn in advance, the default lookahead on both sides and a DRAM budget of a tenth of the rows.
+On the CPU the workload is that of `bench tiers` (26 tables, 998 MB of rows with Adam's state, DLRM with W-serve's
+tower, batch 2,048), with batches drawn in advance, the default lookahead on both sides and a DRAM budget of a tenth of
+the rows.
 
 `pipeline/tiered` is examples/s over SSD beside all rows in DRAM. `pipeline/device` shows whether the device is the
 limit: blocks/s that the run read, beside the device's raw 4 KiB random reads/s at the same queue depth, measured right
-before and after with nothing else running. `pipeline/lookahead` is the same job over SSD with the default lookahead and
-with none.
+before and after with nothing else running. `pipeline/lookahead` is training over SSD with the default lookahead and
+without.
 
 On a machine with a GPU, the rows of pipeline_gpu.py follow.
 """
@@ -64,7 +65,7 @@ def cpu_results() -> Iterator[Result | str]:
 
 
 def measure(in_dram: Job, tiered: Job, drawn: Sequence[KeyedBatch], folder: str) -> Iterator[Result | str]:
-    """Time the sides in turns, so that noise falls on all, with batches that no side has seen. Medians of the
+    """Time the sides in turns, so that noise affects all, with batches that no side has trained on. Medians of the
     rounds."""
     speeds: dict[str, list[float]] = {"dram": [], "ahead": [], "one by one": []}
     raw, read = [device_reads(folder, 0)], []

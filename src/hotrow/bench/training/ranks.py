@@ -4,17 +4,17 @@ W-dlrm at dim 16: 13 dense and 26 sparse features, Zipf 1.05 keys over 26 tables
 tower bottom 512-256-16 and top 1024-1024-512-256-1, row-wise Adagrad, batch 2,048 a rank, batches drawn in advance.
 `small` is the same with W-serve's tower (bottom 64-16, top 128-64-1), where the exchange is a larger part.
 
-All three processes live through the whole benchmark: one rank alone on the first core, and two ranks together on the
-first and the second core. While one side works, the other blocks on a pipe. Two ranks wait for each other, so a delay
-of either delays both, and a shared machine slows two ranks more than one. So a turn counts only if one rank was within
-5% of its best speed right before and right after it; if there are fewer than three such turns, all turns count.
+All three processes run during the whole benchmark: a single rank on the first core, and two ranks on the first and the
+second core. While one side works, the other blocks on a pipe. Two ranks wait for each other, so a delay of either
+delays both, and a shared machine slows two ranks more than one. So a turn of two ranks counts only if the single rank
+was within 5% of its best speed right before and right after it; if there are fewer than three such turns, all count.
 
 The upper bound is 2. A rank's own deduplication and sums stay the same, but it also sends half of its unique keys,
 looks up the keys that both ranks need, and waits for the other rank, the exchange and the dense all-reduce.
 
 `ranks/core_time` is the processor time of a step on rank 0, network threads included.
-`ranks/volume` is the bytes that one rank sends for keys, rows and gradients, beside the least possible: remote unique
-keys times (8 + 2 rows).
+`ranks/volume` is the bytes that one rank sends for keys, rows and gradients, against the minimum: per remote unique
+key, 8 bytes and two rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TURNS, MIN_TURNS, MAX_TURNS, NOISE = (
     3,
     16,
     0.05,
-)  # undisturbed turns wanted, and enough; turns at most; how fast is undisturbed
+)  # undisturbed turns: wanted, and enough; the most turns; the relative speed that counts as undisturbed
 TOWERS = {"scaling": ((512, 256), (1024, 1024, 512, 256)), "scaling_small": ((64,), (128, 64))}
 DIM, BATCH = 16, 2048
 
@@ -81,7 +81,7 @@ def _speed(turn: dict[str, float]) -> float:
 
 
 def _undisturbed(alone: list[dict[str, float]]) -> list[int]:
-    """The turns of two ranks right before and after which one rank was near its best speed.
+    """The turns of two ranks for which the single rank was near its best speed right before and after.
 
     >>> _undisturbed([{"examples": 100, "seconds": s} for s in (1.0, 1.02, 1.5, 1.01, 1.0)])
     [0, 3]

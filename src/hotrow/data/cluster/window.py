@@ -205,7 +205,7 @@ class Window:
                     return
             unit, failed = None, None
             try:
-                unit = self._next_unit()  # without the lock: it may scan a file for line ends
+                unit = self._next_unit()  # without the lock, because it may scan a file for line ends
             except Exception as error:  # a file that cannot be opened: the error is raised after the units before it
                 failed = InFlightUnit({}, error=error)
             with self._change:

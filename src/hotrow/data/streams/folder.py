@@ -54,7 +54,7 @@ class FolderFeed:
             if late:
                 raise DataError(
                     f"{os.path.join(self.folder, late[0])} appeared after {name} was begun, and sorts before it; write "
-                    "files under names that rise, and rename this one so that it comes next"
+                    "files under ascending names, and rename this one so that it comes next"
                 )
             following = [file for file in files if file > name or (file == name and row != ALL)]
             if not following:

@@ -83,7 +83,7 @@ class KafkaFeed:
             offset = int(name) + (row == ALL)
             if offset < low or offset > high:
                 raise DataError(
-                    f"{self.address}, partition {number}: events are learned from up to offset {offset}, and it has "
+                    f"{self.address}, partition {number}: events are trained on up to offset {offset}, and it has "
                     f"{low} to {high}; keep records longer (retention.ms), or start without a cursor"
                 )
             starts.append(self._kafka.TopicPartition(self.topic, number, offset))

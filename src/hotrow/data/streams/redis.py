@@ -92,7 +92,7 @@ class RedisFeed:
         if row == ALL and (not newest or newest[0][0].decode() == name):
             return []
         raise DataError(
-            f"{self.address}: entry {name}, up to which events are learned from, is gone, so later ones may be too; "
+            f"{self.address}: entry {name}, up to which events are trained on, is gone, so later ones may be too; "
             "keep entries longer (MAXLEN, MINID), or start without a cursor"
         )
 

@@ -34,8 +34,8 @@ _LAST = tl.constexpr((1 << 63) - 1)
 
 
 class Unique(NamedTuple):
-    """Unique (table, key) pairs, by table unless dedup says otherwise, then by unsigned hash. The first `number`
-    entries are real, the rest 0 (`starts`: undefined).
+    """Unique (table, key) pairs, sorted by table (unless `dedup` got tables_sorted), then by unsigned hash. The first
+    `number` entries are real, the rest 0 (`starts`: undefined).
 
     `inverse[i]` is the unique entry of input i. `order` is the input positions sorted by unique entry; entry p's are
     order[starts[p]] to order[starts[p] + counts[p] - 1], in input order.
@@ -181,7 +181,7 @@ def compact_keys(
     """The rising positions, int32 [count], where slots are below 0; the keys at those positions and their tables.
 
     Table t's keys are at positions begins[t] to begins[t + 1]. If fewer than `count` slots are below 0, the entries
-    behind them are undefined; if more, the rest is left out.
+    after them are undefined; if more, the rest is left out.
     """
     check_tensor("slots", slots, torch.int32, None, slots.device)
     n = slots.numel()
@@ -202,7 +202,7 @@ def compact_keys(
 
 
 def hashes_of(keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
-    """Hashes with their sign bit flipped, int64, so that they sort as unsigned; the largest int64 behind `count`."""
+    """Hashes with their sign bit flipped, int64, so that they sort as unsigned; the largest int64 from `count` on."""
     hashes, n = torch.empty_like(keys), keys.numel()
     if n:
         hash_kernel[(cdiv(n, BLOCK),)](
@@ -221,9 +221,9 @@ def dedup(
 ) -> Unique:
     """Unique (table, key) pairs of int64 keys and int32 tables (None: one table), with counts and the inverse.
 
-    `table_count`, where the caller knows it: tables are below it, so there are fewer bits to sort. `tables_sorted`:
-    tables never fall from one input to the next; then there is one sort, and pairs come out by hash, those of one hash
-    by table. `count`, int32 [1]: only that many keys are real, and none if it is more than there are.
+    `table_count`, if known: every table is below it, so there are fewer bits to sort. `tables_sorted`: tables never
+    decrease from one input to the next; then there is one sort, and pairs come out by hash, those of one hash by
+    table. `count`, int32 [1]: only that many keys are real, and none if it is more than there are.
     """
     check_tensor("keys", keys, torch.int64, None, keys.device)
     n, device = keys.numel(), keys.device

@@ -30,7 +30,7 @@ from hotrow.kernels.launch import cached_launch, cdiv
 BLOCK, WARPS = 64, 2
 
 UNAVAILABLE = tl.constexpr(1 << 62)  # the priority of a pinned way; an empty way's is -UNAVAILABLE plus its number
-NO_HOME = tl.constexpr((1 << 31) - 1)  # of entries behind the real keys; sorts last
+NO_HOME = tl.constexpr((1 << 31) - 1)  # of entries after the real keys; sorts last
 WINDOW = tl.constexpr(2 * WAYS)
 _SPILL = tl.constexpr(SPILL)
 _CROWDED = tl.constexpr(CROWDED)
@@ -63,7 +63,7 @@ def home_kernel(
     index_keys, pins, first, count, keys, tables, number, homes, n, settled,
     TABLES: tl.constexpr, NUMBER: tl.constexpr, ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The home each key goes to; NO_HOME behind the real keys."""
+    """The home each key goes to; NO_HOME after the real keys."""
     settled = argument(settled, SETTLED, ON_DEVICE)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = n
@@ -130,7 +130,7 @@ def choose_kernel(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     home = tl.load(homes + at, mask=at < n, other=NO_HOME)
     valid = home != NO_HOME
-    # A set has eight ways, so a rank of eight or more is as good as any: sixteen neighbours are more than enough. Most
+    # A set has eight ways, so all ranks of eight or more mean "no way left", and sixteen neighbours are enough. Most
     # keys are the only new one of their set, and the loop ends when every key has seen the border of its set.
     rank = at * 0
     same = valid
@@ -190,7 +190,7 @@ def choose_slots(
     settled: int | torch.Tensor,
     policy: str = "lru",
 ) -> Chosen:
-    """Slots for the first `number` (None: all) keys; -1 where no way is left, and behind the real keys.
+    """Slots for the first `number` (None: all) keys; -1 where no way is left, and after the real keys.
 
     Requires: keys are absent and unique. Among keys of one set the earlier one chooses first. A row may be evicted once
     the last batch that pinned it is at most `settled`. Every policy evicts the lowest score first. `settled` may be a

@@ -1,8 +1,8 @@
-"""What the host must know of a batch's missing keys, and the index entries of their rows once those are fetched.
+"""The report of a batch's missing keys to the host, and the index entries of their rows after the fetch.
 
-`report_misses` packs keys, tables, sightings, chosen slots and the rows in those slots into one buffer, so that one
-copy brings it to the host. `insert_fetched` writes the fetched rows' keys into the index, and DRAM slot, step and count
-beside each row. `scatter_slots` gives the positions that had missed their slots.
+`report_misses` packs keys, tables, occurrences, chosen slots and the rows in those slots into one buffer, so that one
+copy moves it to the host. `insert_fetched` writes the fetched rows' keys into the index, and DRAM slot, step and count
+beside each row. `scatter_slots` writes the new slots to the positions that had missed.
 
 Bytes a key: 36 to the host, 12 back, some 60 written at random: microseconds for a hundred thousand keys. Each function
 is one launch.
@@ -24,7 +24,7 @@ from hotrow.kernels.index.sets import SetIndex, pack_pin_and_score
 from hotrow.kernels.launch import cached_launch, cdiv
 
 BLOCK = 256
-FIELDS = 9  # int32 words a key: two of the key, table, sightings, chosen slot; DRAM slot, step, count of the row there
+FIELDS = 9  # int32 words a key: two of the key, table, count, chosen slot; DRAM slot, step, count of the row there
 
 
 @cached_launch
@@ -81,10 +81,10 @@ def _scatter_slots_kernel(positions, inverse, ranks, slots, out, count, n, COUNT
 
 
 class MissReport(NamedTuple):
-    """Missing keys, all in one order: by table, then by set. Entries behind the number of keys are undefined.
+    """Missing keys, all in one order: by table, then by set. Entries after the number of keys are undefined.
 
-    packed      int32 [FIELDS * n]  keys (int64 [n]), tables, sightings, chosen slots, the DRAM slots, steps and counts
-                                    of the rows there, the number of keys
+    packed      int32 [FIELDS * n]  keys (int64 [n]), tables, occurrences, chosen slots, the DRAM slots, steps and
+                                    counts of the rows there, the number of keys
     write_back  int32 [n]           the chosen slots whose rows changed and must be written back; -1 for the others
     ranks       int32 [n]           the rank of each unique key of dedup() in that order
     """
@@ -148,7 +148,7 @@ def insert_fetched(
 def scatter_slots(
     positions: Tensor, inverse: Tensor, ranks: Tensor, slots: Tensor, out: Tensor, count: Tensor | None = None
 ) -> None:
-    """Give the positions that missed their slots: out[positions[i]] = slots[ranks[inverse[i]]], for all or the first
+    """Write the slots of the positions that missed: out[positions[i]] = slots[ranks[inverse[i]]], for all or the first
     `count`."""
     n = positions.numel()
     if n:

@@ -2,8 +2,8 @@
 
 slot = set * 8 + way, and a key's row lies in another array at its slot. A set's eight keys are 64 contiguous bytes, so
 a find costs one memory access, or two: a key whose first choice of set is well filled may be in its second (insert.py).
-With two choices 60% of the slots fill before any set overflows; with one choice, a few keys of a thousand evict each
-other for ever at half that load.
+With two choices, 60% of the slots fill before any set overflows. With one choice, a few keys in a thousand evict each
+other again and again at half that load.
 
 Every int64 is a valid key. An empty way therefore holds a key that can never be in its set: the key whose hash is 0
 belongs to its table's first set and the one whose hash is 2^64 - 1 to its last, so the first set uses the latter and

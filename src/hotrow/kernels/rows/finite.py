@@ -1,4 +1,4 @@
-"""Is every gradient finite? One launch over all matrices of a batch, at the speed of memory.
+"""Checks that every gradient is finite: one launch over all matrices of a batch, at memory bandwidth.
 
 A NaN or an infinity would go into rows and stay there, so a batch that has one changes nothing: the update reads the
 flag on the device and returns. The flag only ever becomes 1; its owner clears it.

@@ -2,7 +2,7 @@
 
 A program handles R items. Without pooling it reads R slots and their rows, and writes the rows. With pooling it walks R
 bags side by side, one position of each at a time, and loads the next positions' slots together with this step's rows,
-so that a step costs one trip to memory, not two. A bag is summed in the order of its positions by one accumulator,
+so that a step waits for memory once, not twice. A bag is summed in the order of its positions by one accumulator,
 whatever R is; empty bags and slots of -1 give zeros.
 
 The items of a program mostly belong to one feature. The program finds its first and last feature by counting the

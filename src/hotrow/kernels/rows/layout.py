@@ -143,7 +143,7 @@ class Items:
 
 
 def items_of_positions(offsets: Tensor, items: int, positions: int) -> Tensor:
-    """The item of each position, int32 [positions], without asking the device for a number.
+    """The item of each position, int32 [positions], without waiting for the device.
 
     >>> items_of_positions(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 3, 3).tolist()
     [0, 0, 2]

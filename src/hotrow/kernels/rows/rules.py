@@ -47,7 +47,7 @@ def sum_of_squares(g, R: tl.constexpr, D: tl.constexpr):
     for i in tl.static_range(1, D // 8):
         lanes = lanes + chunks[i]
     lanes = tl.reshape(lanes, (R, 8))
-    # A gather that changes nothing. It fixes the layout: without it the compiler repeats these sums in every thread.
+    # A gather that changes no value. It fixes the layout: without it the compiler repeats these sums in every thread.
     lanes = tl.gather(lanes, tl.broadcast_to(tl.arange(0, 8)[None, :], (R, 8)), 1)
     low, high = tl.split(tl.permute(tl.reshape(lanes, (R, 2, 4)), (0, 2, 1)))
     low, high = tl.split(tl.permute(tl.reshape(low + high, (R, 2, 2)), (0, 2, 1)))

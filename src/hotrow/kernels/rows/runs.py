@@ -31,7 +31,7 @@ CAPTURE_AFTER = 8  # batches of one size before the launches are captured
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of equal slots, by rising slot. Entries behind `number` runs are undefined.
+    """Runs of equal slots, by rising slot. Entries after `number` runs are undefined.
 
     order    int64 [N]      positions, sorted by slot, within a slot in batch order
     starts   int32 [N + 1]  run r is order[starts[r] : starts[r + 1]]
@@ -91,10 +91,10 @@ def group(slots: Tensor) -> Runs:
     if slots.dtype != torch.int32 or slots.dim() != 1:
         raise BatchError(f"slots are {slots.dtype} {list(slots.shape)}, they must be int32 of one dimension")
     n = slots.numel()
-    whole = torch.empty(3 * n + 2, dtype=torch.int32, device=slots.device)
-    starts, unique, run_of, number = whole[: n + 1], whole[n + 1 : 2 * n + 1], whole[2 * n + 1 : -1], whole[-1:]
+    packed = torch.empty(3 * n + 2, dtype=torch.int32, device=slots.device)
+    starts, unique, run_of, number = packed[: n + 1], packed[n + 1 : 2 * n + 1], packed[2 * n + 1 : -1], packed[-1:]
     if n == 0:
-        whole.zero_()
+        packed.zero_()
         return Runs(slots.long(), starts, unique, run_of, number)
     ordered, order = torch.sort(slots, stable=True)
     blocks = cdiv(n, BLOCK)

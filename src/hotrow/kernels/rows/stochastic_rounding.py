@@ -6,7 +6,7 @@ rounding stream. So the bits depend on (seed, table, key, step, element) alone, 
 low 16 random bits decide for bf16 and the low 13 for fp16; they are added below the last bit that stays. Below fp16's
 smallest normal number the step is 2^-24.
 
-A finite value stays finite: beyond the largest it becomes the largest. Infinities and NaN stay what they are.
+A finite value stays finite: beyond the largest it becomes the largest. Infinities and NaN are unchanged.
 """
 
 from __future__ import annotations

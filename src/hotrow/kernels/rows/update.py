@@ -71,7 +71,7 @@ class Coefficients(NamedTuple):
 
 @triton.jit
 def _load_runs(starts, slots, run_tables, run, number, SHARED: tl.constexpr):
-    """Slot, first sorted position, length and table of present runs; no run has slot -1 and length 0."""
+    """Slot, first sorted position, length and table of runs. Beyond the last run: slot -1 and length 0."""
     real = run < number
     slot = tl.load(slots + run, mask=real, other=-1)
     begin = tl.load(starts + run, mask=real, other=0)

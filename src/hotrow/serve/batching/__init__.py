@@ -2,9 +2,9 @@
 
 In reading order:
     tensorbatch.py   queues, admission control, and when a batch is released
-    miss_queue.py    holds back requests with cold rows while the rows are loaded
-    versions.py      the engine's models: loading a version beside another, putting it in service
-    lanes.py         the engine's half of the path of a request: batch → version → logits → answers
+    miss_queue.py    holds requests with cold rows while the rows are loaded
+    versions.py      the engine's models: loading a version while another serves, putting it in service
+    lanes.py         a lane's part of the path of a request: batch → version → logits → answers
 
 Only serve/processes imports it. It imports serve/protocol, serve/updates/freshness.py and serve/load_estimate.py, and
 calls serve/execution only through the Servable protocol.

@@ -3,19 +3,19 @@
 The first steps run on the thread that reads a front end's connection (serve/processes/request_admission.py):
 
     TensorBatch.admit       refuse a request that cannot be answered before its deadline     tensorbatch.py
-    MissQueue.defer_cold    hold a request back while its rows are read from SSD or remote   miss_queue.py
+    MissQueue.defer_cold    hold a request while its rows are read from SSD or remote        miss_queue.py
     TensorBatch.enqueue     queue it with the requests that may share its batch              tensorbatch.py
 
-The rest is this file, top to bottom: a lane takes a batch and runs `Lanes.run_batch`.
+This file has the other steps, top to bottom: a lane takes a batch and runs `Lanes.run_batch`.
 
 A lane is one Python thread with its own number of intra-op threads for the tower. The core and torch release the
-interpreter lock in every long call, so lanes run in parallel, also with the readers of connections. torch keeps the
-number of intra-op threads per thread, but the first computation of a thread overwrites it with the number that was set
-last in the process. So a lane triggers that first, and then sets its own number.
+interpreter lock in every long call, so lanes run in parallel with each other and with connection readers. torch keeps
+the number of intra-op threads per thread, but the first computation of a thread overwrites it with the number that was
+set last in the process. So a lane triggers that first, and then sets its own number.
 
-If a batch fails, each of its requests is run again in a batch of its own: one bad request gets its error, the others
-get their answers. A request ends exactly once: `finish_pieces` returns the requests that are complete now, without
-those that were refused in the meantime because one of their pieces expired in the queue.
+If a batch fails, each of its requests is run again in a batch of its own: only the bad request gets an error. A request
+ends exactly once: `finish_pieces` returns the requests that are now complete, except those that were already refused
+because one of their pieces expired in the queue.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class Sender(Protocol):
-    """A front end's connection, which takes answers."""
+    """A front end's connection, to which answers are sent."""
 
     def send(self, data: bytes) -> None:
         """Never blocks for long, never raises."""
@@ -78,7 +78,7 @@ class _Result(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """When a batch's steps ended, by time.monotonic."""
+    """The end times of a batch's steps, by time.monotonic."""
 
     begin: float
     joined: float
@@ -117,7 +117,7 @@ class Lanes:
                 ok = False
                 try:
                     ok = self.run_batch(batch)
-                except Exception:  # a bug of ours: the requests get an error, the lane continues
+                except Exception:  # a bug: the requests get an error, the lane continues
                     log.exception("a batch failed")
                     for piece in batch.pieces:
                         refuse(self.tensorbatch, piece.request, RefusedError(500, "the server failed; see its log"))
@@ -172,7 +172,7 @@ class Lanes:
         """Split the logits and send them: one message per front end, and one for each request of several pieces."""
         late_ids = _late_by_piece(pieces, result.late)
         whole: dict[int, tuple[Sender, list[frames.AnswerPart]]] = {}  # by connection
-        joined: list[tuple[QueuedRequest, int]] = []  # requests of several pieces, which have logits of their own
+        joined: list[tuple[QueuedRequest, int]] = []  # requests of several pieces; their logits are in the request
         complete = {
             id(piece) for piece in self.tensorbatch.finish_pieces(pieces, result.logits, late_ids, result.fresh)
         }
@@ -249,7 +249,7 @@ def _total(late: Any) -> int:
 
 
 def _late_by_piece(pieces: Sequence[Piece], late: Any) -> list[int]:
-    """How many ids of each piece a policy answered. A count of the whole batch is given to every piece: its maximum."""
+    """How many ids of each piece a policy answered. If only the batch's total is known, every piece gets that total."""
     if late is None or (isinstance(late, int) and not late):
         return [0] * len(pieces)
     if isinstance(late, int):

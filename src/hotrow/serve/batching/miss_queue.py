@@ -1,13 +1,12 @@
-"""The miss queue: requests whose rows are on SSD only, or in a remote store, are held back so that no other waits for
-them.
+"""The miss queue: holds requests whose rows are only on SSD or in a remote store, so that other requests do not wait.
 
-`defer_cold` finds the new requests with cold keys. The others are queued at once. A cold request goes to a small pool
-of workers that load its rows. It is queued when they are in memory, or when `deadline_fraction` of the time to its
-deadline has passed; then its policy says what the rows that are still cold read as. With the policy `wait` there is no
-such limit, because the rows matter more than the deadline.
+`defer_cold` finds the new requests with cold keys; the caller queues the others at once. A small pool of workers loads
+the rows of a cold request. The request is queued when its rows are in memory, or when `deadline_fraction` of the time
+to its deadline has passed; then its policy decides the values of the rows that are still cold. With the policy `wait`
+there is no such limit, because the rows matter more than the deadline.
 
-A worker whose request was queued early still finishes its read, so the next request finds the rows. Rows may be evicted
-again before the batch runs; then they count as late.
+A worker whose request was queued early still finishes its read, so the next request finds the rows in memory. If rows
+are evicted again before the batch runs, they count as late.
 
 Connection readers call `defer_cold`; workers and one timer thread queue requests. `_enqueue` queues each exactly once.
 """
@@ -36,13 +35,13 @@ log = logging.getLogger(__name__)
 class MissCounts:
     """Totals since the start."""
 
-    cold: int = 0  # requests that were held back
-    spent: int = 0  # of them, those that were queued before all their rows were loaded
-    seconds: float = 0.0  # that they were held back
+    cold: int = 0  # requests that were held
+    spent: int = 0  # held requests that were queued before all their rows were loaded
+    seconds: float = 0.0  # total time that requests were held
 
 
 class MissQueue:
-    """Holds back requests with cold rows while a pool of workers loads the rows."""
+    """Holds requests with cold rows while a pool of workers loads the rows."""
 
     def __init__(self, tensorbatch: TensorBatch, workers: int = 4, deadline_fraction: float = 0.5) -> None:
         self.tensorbatch, self.deadline_fraction = tensorbatch, deadline_fraction
@@ -58,11 +57,11 @@ class MissQueue:
 
     @property
     def waiting(self) -> int:
-        """How many requests are held back now."""
+        """How many requests are held now."""
         return len(self._deferred)
 
     def defer_cold(self, queue: BatchQueue, requests: list[QueuedRequest], version: Version) -> list[QueuedRequest]:
-        """Hold back the requests with cold rows; returns the others."""
+        """Hold the requests with cold rows; returns the others."""
         key: BatchKey = queue.key
         cold = version.servable.cold(frames.join(_pieces(requests), version.signature, key.fingerprint))
         if cold is None or not cold.any():
@@ -78,7 +77,7 @@ class MissQueue:
         return warm
 
     def close(self) -> None:
-        """Queue all requests that are held back now, and end the threads."""
+        """Queue all requests that are held now, and end the threads."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -105,7 +104,7 @@ class MissQueue:
                 batch = frames.join(_pieces([request]), version.signature, queue.key.fingerprint)
                 version.servable.prefetch(batch, request.patient)
         except Exception:
-            log.exception("the rows could not be loaded; the request's policy answers for them")
+            log.exception("the rows could not be loaded; the request's policy decides their values")
         finally:
             self._enqueue(number, spent=False)
 

@@ -1,30 +1,29 @@
 """TensorBatch: joins concurrent requests into batches counted in rows, and refuses requests that would miss their
 deadline.
 
-**Queues.** Requests that may share a batch (same model, signature and policy) wait in one queue, first come first
-served. A queue belongs to a group, which is a model. A free lane serves the group that has used the least lane time, so
-a busy model does not starve a quiet one. A request larger than `max_rows` becomes several pieces of almost equal size.
+**Queues.** Requests that may share a batch (same model, signature and policy) wait in one queue, in order of arrival.
+Each queue belongs to a group: a model. A free lane serves the group that has used the least lane time, so a busy model
+does not starve a quiet one. A request larger than `max_rows` becomes several pieces of almost equal size.
 
 **When a batch is released** to a free lane: the first rule that holds.
 
 1. *full*: the queue has `max_rows` rows. The batch takes as many whole pieces as it can hold.
-2. *all here*: no more requests are expected. The queue holds at least 0.9 of the most rows that were in the engine at
-   once lately, so hardly any client is left that could still join: in a closed loop all have sent their request.
-3. *spent*: the oldest piece has waited `wait` seconds, which is what joining may save:
+2. *all here*: no more requests are expected. The queue holds at least 0.9 of the recent maximum of rows in the engine,
+   so hardly any client can still add a request: in a closed loop all clients have sent theirs.
+3. *spent*: the oldest piece has waited `wait` seconds, which is the time that a larger batch may save:
         min(max_wait, fixed cost of a batch) x load
-   where the load rises from 0 at half-busy lanes to 1 at lanes that are nine tenths busy. While lanes are busy,
-   requests queue up anyway, and none waits for others. While lanes are idle, the load and so the wait are 0: an idle
-   server answers at once. In between, waiting longer than the fixed cost that it may save never pays. A deadline cuts
-   the wait short.
+   where the load rises from 0 at half-busy lanes to 1 at lanes that are nine tenths busy. If lanes are idle, the load
+   and so the wait are 0: an idle server answers at once. If all lanes are busy, requests queue up without this rule.
+   In between, waiting longer than the fixed cost that it may save never pays. A deadline shortens the wait.
 
-**Admission control.** A request is admitted if the work before it (by the measured line of ServiceTime, over all
-groups) and its own run take less than `deadline_fraction` of the time to its deadline. Otherwise it is refused with 429
+**Admission control.** A request is admitted if the queued work of all groups and its own run, as estimated by
+ServiceTime, take less than `deadline_fraction` of the time to its deadline. Otherwise it is refused with 429
 and the time after which to retry. The rows and bytes in the engine are bounded whatever the deadlines (429), and
-nothing is admitted while the engine drains (503). A piece whose deadline passes in the queue is refused with 503
-instead of run, unless its policy is to wait.
+nothing is admitted while the engine drains (503). A piece whose deadline passes in the queue is not run but refused
+with 503, unless its policy is to wait.
 
-Threads: connection readers call `admit` and `enqueue`, miss workers `enqueue`, lanes `take` and `done`. One lock is
-held for microseconds. `next_batch` takes the time as an argument, so that tests use a clock of their own.
+Threads: connection readers call `admit` and `enqueue`, miss workers `enqueue`, lanes `take` and `done`. One lock guards
+everything and is held for microseconds. `next_batch` takes the time as an argument, so that tests can set it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from hotrow.serve.protocol.request import RefusedError
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """How much the engine may hold, and how long a batch may wait for more requests."""
+    """Limits on the rows and bytes in the engine, and on how long a batch may wait for more requests."""
 
     max_rows: int = 1024  # of a batch
     max_wait: float = 0.002  # seconds
@@ -123,7 +122,7 @@ class Batch:
     why: str
     taken: float
     seconds: float = 0.0  # expected
-    began: float = 0.0  # when its lane became free: the time between two batches of a busy lane counts for the second
+    began: float = 0.0  # when its lane became free; so a busy lane's time between two batches counts for the second
 
 
 @dataclass
@@ -312,7 +311,7 @@ class TensorBatch:
             if ok:
                 group.service_time.note(batch.rows, seconds)
 
-    # --- rules: when a batch is released, what is admitted ---
+    # --- rules of release and admission ---
 
     def _release_reason(self, queue: BatchQueue, now: float) -> tuple[str | None, float]:
         """Why the queue's batch is released now, or None and when it will be."""

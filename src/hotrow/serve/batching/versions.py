@@ -1,14 +1,13 @@
-"""Versions: the models of an engine by name and by number. A version is loaded beside another and put in service at
-once.
+"""Versions: the models of an engine by name and by number. A version is loaded while another serves, then replaces it.
 
-A model has a number, and so has each of its loaded versions. A request names either number, so readers treat "the
-version in service" and "that version" alike. Numbers are never used twice.
+A model has a number, and so has each of its loaded versions. A request names either, so connection readers handle "the
+version in service" and "that version" alike. Numbers are never reused.
 
 A new version is loaded and warmed up (a few batches of several sizes) on the thread that called `load`, while the old
 one serves. Then one assignment puts it in service. A batch looks up its version once, when a lane takes it, so one
 version answers the whole batch. No request fails because of a change of versions: the old version stays loaded (`keep`)
-and still answers frames that were made for its signature; it is also there to go back to. A version that does not load
-is refused by name with the reason, and nothing changes.
+and still answers frames that were built for its signature; a rollback to it needs no load. If a version does not load,
+the error names it and the reason, and nothing changes.
 
 Threads: `load` and `unload` take a lock. Any thread may call `resolve` and `version_for`, which take none: they read
 dictionaries that are replaced whole.
@@ -54,8 +53,8 @@ class ColdRowReader(Protocol):
         ...
 
     def prefetch(self, batch: KeyedBatch, patient: bool = False) -> None:
-        """Load the batch's rows into memory; returns when they are there or the store has failed. With `patient`, it
-        waits for them however long it takes."""
+        """Load the batch's rows into memory; returns when they are loaded or the store has failed. With `patient`, it
+        waits without a limit."""
         ...
 
 
@@ -245,7 +244,7 @@ class Models:
         self._by_number = numbers
         self.by_name = {**self.by_name, model.name: model}
         if before is not ready:
-            self.changed()  # front ends learn the version's number before an answer carries it
+            self.changed()  # front ends get the version's number before an answer has it
             model.current = ready
             self.changed()
         close_in_background(retired)

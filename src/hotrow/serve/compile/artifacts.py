@@ -1,16 +1,16 @@
 """The cache of compiled towers: a private folder of this machine and user, never part of a repository.
 
-An artifact is machine code, so a folder that another user may write to is refused: it must belong to the user who runs
-the server, have mode 0700, and not be a link. `<key>.pt2` is AOTInductor's package and `<key>.json` its description
+An artifact is machine code, so a folder that another user may write to is an error: it must belong to the server's
+user, have mode 0700, and not be a link. `<key>.pt2` is AOTInductor's package and `<key>.json` its description
 with its sha256. The package is written under another name and renamed before the description is, so a description
-always has a whole package. A package that does not match its description is removed, counted and built again.
+always has a complete package. A package that does not match its description is removed, counted and built again.
 
 The key is a hash of everything that the machine code depends on: the graph (without weights, which are inputs), the
 shape, the number of threads, the versions of torch, triton and the C++ compiler, and the CPU's flags or the GPU's name
 and capability. Above `max_bytes` the least recently used packages are removed.
 
-Any number of threads and processes may use one folder. If two write the same key, the last one stays; both packages do
-the same.
+Any number of threads and processes may use one folder. If two write the same key, the last one stays; both packages
+compute the same.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ArtifactCache:
         return self.folder / f"{key}.pt2"
 
     def find(self, key: str) -> Path | None:
-        """The path of a whole package, or None. Counts as a use."""
+        """The path of a complete package, or None. Counts as a use."""
         metadata = self.metadata(key)
         if metadata is None or "sha256" not in metadata:
             return None

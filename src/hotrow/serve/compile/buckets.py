@@ -1,13 +1,13 @@
 """Buckets: which padded shapes are worth compiling, and how a batch is split over those that have been compiled.
 
-A `Ladder` lists the wanted shapes: sizes for the rows, and lengths for each sequence. It is learned from traffic by
-minimal padded work. `least_padding` is an exact dynamic program over the sizes seen (O(buckets * sizes^2), with at most
-256 sizes), separately for rows and lengths. `Traffic` counts shapes and proposes a new ladder only if it saves GAIN of
-the work, because every new bucket costs a compilation.
+A `Ladder` lists the wanted shapes: sizes for the rows, and lengths for each sequence. It is chosen to minimise the
+padded work of the traffic seen. `least_padding` is an exact dynamic program over these sizes (O(buckets * sizes^2),
+with at most 256 sizes), separately for rows and lengths. `Traffic` counts shapes and proposes a new ladder only if it
+saves GAIN of the work, because every new bucket costs a compilation.
 
-`plan` says how one batch runs on the buckets that are compiled now: a list of parts, each on a bucket or (bucket None)
-on the original graph. It is the cheapest by measured seconds of: padding to one bucket, several buckets and a rest, or
-the original graph for all. A batch with more rows than the largest bucket is split into largest buckets and a rest.
+`plan` splits one batch into parts, each on a bucket that is compiled now or (bucket None) on the original graph. It
+chooses the cheapest by measured seconds of: one padded bucket, several buckets and a remainder, or the original graph
+for all. A batch with more rows than the largest bucket is split into parts of that bucket and a remainder.
 
 All values are frozen except `Traffic`, which has a lock.
 """
@@ -92,7 +92,7 @@ def least_padding(
 ) -> tuple[tuple[int, ...], float]:
     """At most `most` bucket sizes to which the sizes in `counts` are padded at the least total cost, and that cost.
 
-    `counts` maps a size to how often it came. `cost` is the cost of one run at a size; by default the size itself.
+    `counts` maps a size to its frequency. `cost` is the cost of one run at a size; by default the size itself.
     Bucket sizes are multiples of `quantum`. The result is exact among those, by dynamic programming: f(k, j) = the
     least cost of the j smallest sizes with k buckets, the last one at the j-th.
 
@@ -103,7 +103,7 @@ def least_padding(
         raise OptionError(f"buckets={most}; give at least 1")
     thinned = _thin(counts, quantum)
     if not thinned:
-        raise OptionError("no traffic was seen; a ladder cannot be learned from nothing")
+        raise OptionError("no traffic was counted, so no ladder can be chosen; count() batches first")
     sizes = sorted(thinned)
     price = [float(size) if cost is None else cost(size) for size in sizes]
     before = [0.0, *itertools.accumulate(float(thinned[size]) for size in sizes)]  # how many of the first j
@@ -130,7 +130,7 @@ def least_padding(
 
 
 def padded_cost(counts: Mapping[int, float], sizes: Sequence[int], cost: Cost | None = None) -> float:
-    """The cost of the counted sizes on these buckets. A size above the largest runs on several of it and a rest."""
+    """The cost of the counted sizes on these buckets. A size above the largest is split into it and a remainder."""
     total = 0.0
     for size, count in counts.items():
         whole, rest = divmod(size, sizes[-1])
@@ -261,7 +261,7 @@ def plan(shape: Shape, live: Iterable[Shape], costs: Costs) -> tuple[Part, ...]:
 def _cheapest(
     rows: int, most: int, sizes: list[int], usable: Mapping[int, Shape], costs: Costs, lengths: tuple[int, ...]
 ) -> tuple[float, list[Part]]:
-    """Seconds and parts of the cheapest plan for a rest that is smaller than the largest bucket."""
+    """Seconds and parts of the cheapest plan for a remainder that is smaller than the largest bucket."""
     padded = usable[sizes[bisect.bisect_left(sizes, rows)]]
     best, parts = costs.buckets[padded], [Part(rows, padded)]
     eager = costs.of_original(Shape(rows, lengths))

@@ -1,18 +1,18 @@
 """Loads an artifact and runs it without holding Python's interpreter lock.
 
-torch's own loader keeps the interpreter lock during the whole run (torch 2.13: a second thread got 262 turns during 300
-runs, against 9,238 with the loader here), so two lanes on a CPU would take turns. An AOTInductor library has a C
+torch's own loader holds the interpreter lock during the whole run (torch 2.13: a second thread ran 262 times during 300
+runs, against 9,238 with the loader here), so lanes on a CPU could not run in parallel. An AOTInductor library has a C
 interface (torch/csrc/inductor/aoti_runtime/interface.h), and ctypes releases the lock around a foreign call. So on a
-CPU the library is loaded here: one call of torch makes handles of the inputs, the run takes ownership of them, and the
-handles of the outputs are turned into tensors. Up to `lanes` runs may go on at once; each uses a model of its own
-inside the library.
+CPU the library is loaded here: one call of torch creates handles for the inputs, the run takes ownership of them, and
+the handles of the outputs are converted to tensors. Up to `lanes` runs may execute at once; each uses its own model
+instance inside the library.
 
-An artifact with ops that have no C function in torch needs torch's proxy executor, and so torch's loader. So does CUDA,
-where a run only launches kernels: there every thread has a loader of its own without locks, as CUDA graph capture
-needs.
+Torch's loader is still used for artifacts with ops that have no C function in torch, because these need its proxy
+executor, and on CUDA, where a run only launches kernels. There every thread has its own loader without locks, as CUDA
+graph capture requires.
 
-torch documents neither the C interface nor the handles. They are used with the torch versions that were tested. With
-another version torch's loader runs the artifact; if that has changed too, the original graph answers.
+torch documents neither the C interface nor the handles. They are used only with tested torch versions. With another
+version torch's loader runs the artifact; if that has changed too, the original graph answers.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _LibraryRunner:
 
 
 def _open(path: Path, piece: str) -> ctypes.CDLL:
-    """Load the library from its package. Its file is deleted as soon as it is loaded."""
+    """Load the library from its package. The extracted file is deleted as soon as it is loaded."""
     with zipfile.ZipFile(path) as package, tempfile.TemporaryDirectory(prefix="hotrow-") as scratch:
         name = next(iter(_files(package, piece, ".so")), None)
         if name is None:
@@ -149,7 +149,7 @@ class _PackageRunner:
         return run(list(tensors))
 
     def _load(self) -> Callable[[list[Tensor]], list[Tensor]]:
-        # The model itself cannot be called: it expects nested inputs, and our graphs are flat.
+        # The model itself cannot be called: it expects nested inputs, and these graphs have flat ones.
         load_package = look_up("torch._inductor.package:load_package")
         index = -1 if self._device.index is None else self._device.index
         model = load_package(

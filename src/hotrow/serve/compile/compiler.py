@@ -2,7 +2,7 @@
 
 `request(shape)` returns at once. The manager's thread takes one shape after another. It uses the cached artifact if
 there is one; otherwise a process of low priority compiles it (compiler_process.py). Then `adopt` (Towers._adopt) loads,
-compares and times the artifact and says whether it takes traffic. Each shape ends in one state, until a restart:
+compares and times the artifact and decides whether it takes traffic. Each shape ends in one final state:
 
     live       it takes traffic
     slower     its results are right, but it is not faster than the original graph
@@ -11,8 +11,8 @@ compares and times the artifact and says whether it takes traffic. Each shape en
 
 A graph that the compiler refuses as a whole is partitioned (graph_partition.py); each attempt is a job of the same
 process. A search has MOST_ATTEMPTS attempts and, after the first, `limit` seconds for all of them; then the shape stays
-on the original graph. A time limit or a death ends the search at once. Its result holds for all shapes of the graph. A
-damaged package is built again.
+on the original graph. If a job exceeds its time limit or the process dies, the search ends at once. The result of a
+search is used for all shapes of the graph. A damaged package is built again.
 A lock on the cache folder allows one compilation at a time over all models and processes that share it, because one
 takes a core and a gigabyte. A process that was idle for a minute is ended.
 """
@@ -56,7 +56,7 @@ Adopt = Callable[
 
 @dataclass
 class Compilations:
-    """The state of every requested shape, for metrics and people."""
+    """The state of every requested shape, for metrics and descriptions."""
 
     states: dict[Shape, str] = field(default_factory=dict)  # queued, compiling, or a final state
     reasons: dict[Shape, str] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class Compiler:
             )
 
     def close(self) -> None:
-        """Kill the process, whatever it does, and end the thread."""
+        """Kill the process, even during a job, and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

@@ -3,9 +3,9 @@
 It reads one job per line on stdin (JSON: program, rows, lengths, device, threads, schemas, out, and for pieces: aside)
 and writes one reply per line to the file descriptor FD (ok, seconds, error; for a refusal also ops and nodes). A job
 compiles one tower at one static shape with AOTInductor, as a whole or partitioned around the nodes named in `aside`
-(graph_partition.py), and writes the package to `out`, which nobody reads until the manager has renamed it. The process
-stays between jobs, because the first job pays for importing the compiler and for its precompiled headers. It ends with
-stdin. Pieces compiled for a shape are kept for its next job, which is another attempt at the same shape.
+(graph_partition.py), and writes the package to `out`, which no other process reads until the manager has renamed it.
+The process stays between jobs, because the first job pays for importing the compiler and for its precompiled headers.
+It ends when stdin is closed. Compiled pieces are kept for the next job, which may be another attempt at the same shape.
 
 The server may have ops that this process lacks. They are declared here from their `schemas`, so that the graph can be
 read and partitioned around them.
@@ -13,8 +13,8 @@ read and partitioned around them.
 torch documents neither the functions used here to compile nor their options. If one is missing, the reply says
 `changed`, and the original graph serves every shape.
 
-The process has low priority: nice 19, idle I/O, one thread of torch and one of the compiler. It dies with the thread of
-the server that started it.
+The process has low priority: nice 19, idle I/O, one thread of torch and one of the compiler. It is killed when the
+server's thread that started it ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--reply", type=int, required=True)
     reply = os.fdopen(parser.parse_args().reply, "w", buffering=1)
-    os.dup2(2, 1)  # what compilers print goes to the log
+    os.dup2(2, 1)  # the output of compilers goes to the log
     lower_priority()
     serve(sys.stdin, reply)
 
@@ -124,7 +124,7 @@ class JobCompiler:
             _package(job["out"], files)
 
     def _declare(self, schemas: Mapping[str, str]) -> list[str]:
-        """Declare ops that this process lacks; returns those it knows by their declaration only."""
+        """Declare ops that this process lacks; returns those that are only declared, without a kernel."""
         import torch
 
         for op, schema in schemas.items():

@@ -1,27 +1,28 @@
 """Graph partition: a tower that cannot be compiled as a whole is partitioned into compiled pieces and eager ops.
 
 `cut(graph, shape, excluded)` turns the graph at one bucket's shape into a module that calls its parts in order. Sizes
-that the bucket decides become numbers first, so only tensors pass between parts. Eager are the nodes named in
-`excluded`, nodes whose sizes depend on data, and nodes that call other graphs. A node goes into the first part of its
-kind after all that it reads, so branches share parts:
+that are fixed by the bucket become constants first, so only tensors pass between parts. These nodes run eagerly: those
+named in `excluded`, those whose sizes depend on data, and those that call other graphs. A node goes into the first part
+of its kind after all parts that it reads, so branches share parts:
 
     0 eager (reads inputs only) → 1 compiled → 2 eager → 3 compiled → ...
 
 The server and the compile process read the graph from one file and partition it with this function, so a list of names
-is enough to describe a partition: the job has it (as `aside`), the artifact's description keeps it, and the server puts
-the artifacts into the same module. All pieces of a bucket are in one package under the bucket's key; weights are inputs
-of the pieces that read them.
+is enough to describe a partition. The job has this list (as `aside`), the artifact's description stores it, and the
+server inserts the artifacts into the same module. All pieces of a bucket are in one package under the bucket's key;
+weights are inputs of the pieces that read them.
 
 `search` finds the names. It runs in the manager's thread; each `attempt` is a job of the compile process. It tries the
 whole graph first. Then, until all pieces compile, nothing is left, or MOST_ATTEMPTS are used, it excludes
     all nodes of the ops that the compiler named in its refusal, or
     if it named none, the last node of the shortest prefix of the refused piece that is refused too, found by bisection.
-The result holds for the graph's other buckets.
+The result is reused for the graph's other buckets.
 
 An input from another part is checked and made contiguous before machine code reads it, because an op may return other
 sizes than its declaration says. A graph that writes into tensors in place is not partitioned, since parts may run in
-another order. `assemble` takes over a Cut; then any thread may call the runner. torch's CapabilityBasedPartitioner was
-tried: over random cuts of four towers it made no fewer pieces, and it leaves the order of eager nodes to its caller.
+another order. `assemble` takes ownership of a Cut; then any thread may call the runner. Rejected: torch's
+CapabilityBasedPartitioner made no fewer pieces over random cuts of four towers, and it leaves the order of eager nodes
+to its caller.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Piece:
     computed: tuple[bool, ...]
 
     def as_tuple(self) -> fx.GraphModule:
-        """The module as the compiler wants it: it returns a tuple, even of one tensor."""
+        """The module in the form that the compiler requires: it returns a tuple, even of one tensor."""
         module = fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
         output = _output(module)
         if not isinstance(output.args[0], tuple):
@@ -118,7 +119,7 @@ def cut(graph: TowerGraph, shape: Shape, excluded: Collection[str] = ()) -> Cut:
 
 
 def assemble(cut: Cut, runners: Mapping[str, PieceRunner]) -> Runner:
-    """A function of weights and inputs that runs pieces by `runners` and the rest eagerly. It takes over `cut`."""
+    """A function of weights and inputs that runs pieces by `runners` and the rest eagerly. Takes ownership of `cut`."""
     for piece in cut.pieces:
         setattr(cut.module, piece.name, _Compiled(piece, runners[piece.name]))
     run = cut.module.forward
@@ -230,7 +231,7 @@ class _Compiled(nn.Module):
 
 
 def _fix_sizes(graph: TowerGraph, shape: Shape) -> tuple[fx.Graph, dict[str, Any]]:
-    """A copy of the graph in which all sizes that `shape` decides are numbers; and each node's output: sizes and type,
+    """A copy of the graph in which all sizes that `shape` fixes are constants; and each node's output: sizes and type,
     a list of them, or None if they are unknown."""
     fixed = copy.deepcopy(graph.module.graph)
     placeholders = [node for node in fixed.nodes if node.op == "placeholder"]
@@ -253,8 +254,8 @@ def _fix_sizes(graph: TowerGraph, shape: Shape) -> tuple[fx.Graph, dict[str, Any
 
 
 def _is_met(node: fx.Node) -> bool:
-    """Whether the node only asserts what is known: types, which the engine has checked, or sizes that became
-    numbers."""
+    """Whether the node only asserts known facts: types, which the engine has checked, or sizes that are constants
+    now."""
     if str(node.target) == ASSERTS_METADATA:
         return True
     return str(node.target).startswith(_SIZE_CHECKS) and not node.all_input_nodes

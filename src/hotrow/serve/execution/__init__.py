@@ -1,12 +1,12 @@
-"""Execution: one version of a model in this process, from a joined batch to logits.
+"""Execution: one version of a model in this process, from a batch of joined requests to logits.
 
 In reading order:
     engine.py               hr.Engine: look up rows, run the tower, apply updates between two batches
-    servable.py             an engine as lanes serve it, with its bus follower
-    reader_writer_gate.py   batches share it, an update holds it exclusively
+    servable.py             adapts an engine for lanes, with its bus follower
+    reader_writer_gate.py   batches hold it shared, an update holds it exclusively
     towers.py               runs a tower on compiled buckets, otherwise on the original graph
     artifact_check.py       compares and times an artifact before it takes traffic
-    padded_inputs.py        each lane's input tensors of each bucket
+    padded_inputs.py        each lane's padded input tensors, per bucket
     cuda_graphs.py          a bucket as a captured CUDA graph
     device_lane.py          on a GPU: lookup and tower of a batch as two captured graphs
 

@@ -1,6 +1,6 @@
-"""Comparing and timing an artifact against the original graph, before it takes traffic.
+"""Compares and times an artifact against the original graph, before it takes traffic.
 
-Functions without state; the compiler's thread calls them (Towers._adopt).
+Functions without state; the compile manager's thread calls them (Towers._adopt).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A bucket as a CUDA graph: one call launches all kernels of a tower. Each lane has its own graph for each bucket.
 
-A graph replays the same kernels on the same addresses. So it has input tensors of its own, into which a batch is
-copied, an output of its own, from which the real rows are copied, and it reads the weights where they were when it was
-captured: towers.py copies new weights into the same storage while no lane runs. The graphs of one lane share a memory
-pool, because a lane runs one at a time; lanes never share one. A lane captures and replays on its own thread and stream
+A graph replays the same kernels on the same addresses. So it has static input tensors, into which a batch is copied,
+and a static output, from which the real rows are copied. It reads the weights at the addresses of its capture, so
+towers.py copies new weights into the same storage while no lane runs. The graphs of one lane share a memory pool,
+because a lane runs one at a time; lanes never share a pool. A lane captures and replays on its own thread and stream
 while other lanes run (capture_error_mode="thread_local"). A function that synchronizes with the host cannot be
-captured: that raises CaptureError and leaves the thread and its stream as they were.
+captured: that raises CaptureError and leaves the thread and its stream unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WARM_UP = 3  # runs before capture, in which libraries choose algorithms and all
 
 
 class CaptureError(HotRowError, RuntimeError):
-    """A function that runs, but not inside a CUDA graph."""
+    """A function that cannot be captured as a CUDA graph."""
 
 
 class LanePool:

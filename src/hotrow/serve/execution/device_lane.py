@@ -3,20 +3,19 @@
     keys → [graph: find and gather] → missing rows → [graph: insert them, tower, copy logits] → logits
 
 A lane has a BucketRunner for each bucket of its ladder: static inputs (keys, pooled vectors, dense features), both
-graphs and pinned memory for the logits. A batch takes the smallest bucket that holds it. Between the graphs the host
+graphs and pinned memory for the logits. A batch uses the smallest bucket that holds it. Between the graphs the host
 reads the rows that HBM lacks (tiers/hbm/serving_reader.py). All of that is one call of the core without Python's lock
-(core/device/graph_runner.h). Rows of a bucket after the batch keep old contents: a tower is row-wise, and these rows
-are never read.
+(core/device/graph_runner.h). Padding rows keep old contents: a tower is row-wise, and their logits are never read.
 
-A batch of more than MAX_PIECE_ROWS is cut, and its pieces are pipelined through RUNNERS_IN_FLIGHT runners. The lookup
-of the next piece is enqueued before the tower of this one, so the cores gather missing rows while the previous tower
+A batch of more than MAX_PIECE_ROWS is split, and its pieces are pipelined through RUNNERS_IN_FLIGHT runners. The lookup
+of the next piece is enqueued before the tower of this one, so the CPU gathers missing rows while the previous tower
 runs.
 
     lookup 0   lookup 1   misses + tower 0   lookup 2   misses + tower 1   logits 0   lookup 3   ...
 
-A lane runs one batch at a time, on any thread. Lanes share the rows and the weights only. Graphs hold the addresses of
-the weights, so new weights are copied into the same storage. Lanes and runners are captured before traffic, one after
-another: a capture fails if another capture uses the device at the same time.
+A lane runs one batch at a time, on any thread. Lanes share only the rows and the weights. Graphs contain the addresses
+of the weights, so new weights are copied into the same storage. Lanes and runners are captured before traffic, one
+after another: a capture fails if another capture uses the device at the same time.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from hotrow.tiers.hbm.serving_reader import ServingReader
 from hotrow.tiers.host.store import LATE
 
 Tower = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
-EXACT = ("fp32", "tf32")  # towers run as they are; the others cast what a layer reads
+EXACT = ("fp32", "tf32")  # without autocast; the other precisions cast the inputs of a layer
 PRECISIONS = (*EXACT, "bf16", "fp16")
 LADDER = (32, 128, 512, 1024, 4096, 8192)
 MAX_PIECE_ROWS = 8192  # rows
@@ -70,10 +69,10 @@ class DeviceLane:
         self.piece_rows = min(MAX_PIECE_ROWS, max(ladder))
         self.ladder = tuple(sorted({min(size, self.piece_rows) for size in ladder}))
         self.runners: dict[tuple[int, int], BucketRunner] = {}
-        self._staging: dict[int, list[StagedRows]] = {}  # by turn; all buckets share that of turn 0
+        self._staging: dict[int, list[StagedRows]] = {}  # by turn; all buckets share the staging buffers of turn 0
 
     def warm(self) -> None:
-        """Make every runner, before traffic."""
+        """Create every runner, before traffic."""
         for size in self.ladder:
             self._runner(size)
         for turn in range(1, RUNNERS_IN_FLIGHT):
@@ -174,7 +173,7 @@ class BucketRunner:
         return self._result(logits, self.policy)
 
     def _inputs(self, batch: KeyedBatch) -> tuple[list[Tensor], Tensor | None]:
-        """The inputs that the core copies. They must outlive its call."""
+        """The inputs that the core copies. They must outlive the call of the core."""
         self.count = batch.size
         keys = [batch.ids[name].values.contiguous() for name in self.reader.names]
         return keys, batch.dense.contiguous() if batch.dense is not None and self.lane.dense else None

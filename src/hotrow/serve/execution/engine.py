@@ -1,21 +1,21 @@
-"""Engine: one version of a model in this process. Keys or raw columns in, the same probabilities as in training out.
+"""Engine: one version of a model in this process. It computes the probabilities of training from keys or raw columns.
 
     look up → pad → run the tower → split
 
 The lookup reads a batch's rows through the tiers; it creates no row and changes no count. Sequences are padded to one
-length. The tower runs as the original graph, or as `towers` runs it (compiled buckets, towers.py). In a server,
-requests are joined before and answers are split after (serve/batching/).
+length. The tower runs as the original graph, or on compiled buckets (`towers`, towers.py). In a server, lanes join
+requests before and split answers after (serve/batching/).
 
-The version's rows become a collection that is never trained: in DRAM, with `memory=` in a budget over an SSD folder
-(whose segments are links to the repository's where the disk is the same), cached in HBM, or in a remote store. Nothing
-is ever written into the repository.
+The version's rows become a read-only collection. By default they are in DRAM. `memory=` sets a DRAM budget over an SSD
+folder (its segments are hard links to the repository's if both are on one disk), a cache in HBM, or a remote store.
+Nothing is ever written into the repository.
 
 Any thread may call any method; lanes call `answer` at the same time. Rows in DRAM and on SSD are read in parallel. On a
-GPU, `lanes` of captured graphs (device_lane.py) take batches with one id per feature; other batches look up their rows
-one at a time there, and their towers run in parallel.
+GPU, `lanes` of captured graphs (device_lane.py) run batches with one id per feature. Other batches there look up their
+rows one batch at a time, and run their towers in parallel.
 One thread at a time may call `apply`, which puts a publication in service between two batches
-(serve/updates/cut_over.py). A batch sees `replace_weights` whole or not at all. `close` does not wait; batches that run
-already end normally.
+(serve/updates/cut_over.py). A batch uses the old or the new weights of `replace_weights`, never a mixture. `close` does
+not wait; batches that already run end normally.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from hotrow.serve.execution.device_lane import DeviceLanes
 
 Columns = Mapping[str, Any]
-READ_ATTEMPTS = 20  # to read a batch whose rows a small cache evicts while other rows are awaited
+READ_ATTEMPTS = 20  # to read a batch whose rows a small cache evicts while others are being read
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class LateIds:
 
 class Answer(NamedTuple):
     """Logits of a batch, the ids that the policy answered, whether compiled buckets or captured graphs computed all
-    logits, and the publication that the rows and weights are of."""
+    logits, and the publication of the rows and weights."""
 
     logits: Tensor
     late: LateIds
@@ -89,7 +89,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class _Live:
-    """What an open engine holds. A batch reads it once, so it may end after `close`."""
+    """The objects of an open engine. A batch takes them once at its start, so it may end after `close`."""
 
     embeddings: EmbeddingCollection
     original: OriginalTower
@@ -99,9 +99,9 @@ class _Live:
 class Engine:
     """A version of an exported model, opened for lookups and predictions.
 
-    `path` is a model's folder, "repository/ctr". Without `version`, the newest that is whole is opened. `memory` says
-    which tiers hold the rows, as in training, or with `remote=` which store. `device` is where the tower runs; by
-    default, where the rows are read to. `towers` is a function of the original graph that makes what runs the tower.
+    `path` is a model's folder, "repository/ctr". Without `version`, the newest complete one is opened. `memory` sets
+    the tiers that hold the rows, as in training, or the store with `remote=`. `device` is where the tower runs; by
+    default, the device that rows are read to. `towers` is a function from the original graph to the Tower to run.
     On a GPU with hbm=, `precision` is the towers' (fp32, tf32, bf16, fp16), `ladder` lists the batch sizes that are
     captured, and `lanes` is how many batches run at once.
 
@@ -140,7 +140,7 @@ class Engine:
         )
         self._begin_remote(embeddings)
         self._gate = ReaderWriterGate()
-        # Whether a batch leaves the gate after its lookup and runs its tower with the weights that it took inside.
+        # Whether a batch leaves the gate after its lookup and runs its tower with the weights that it read inside.
         self._tower_outside_gate = self.device.type == "cpu" and isinstance(self._live.towers, (OriginalTower, Towers))
         self._lanes: DeviceLanes | None = None
         if embeddings.hbm_cache is not None and embeddings.device.type == "cuda":
@@ -185,7 +185,7 @@ class Engine:
 
     @property
     def towers(self) -> Tower:
-        """What runs the tower: the original graph, or buckets of it."""
+        """The object that runs the tower: the original graph, or compiled buckets."""
         return self._open().towers
 
     def predict(self, batch: KeyedBatch | Columns) -> Tensor:
@@ -237,18 +237,18 @@ class Engine:
             return Answer(live.towers.run(vectors, dense), late, False, fresh)
 
     def cold(self, batch: KeyedBatch) -> int:
-        """How many of a batch's ids have rows on SSD only, or perhaps in a remote store. Reads memory only."""
+        """How many of a batch's ids have rows only on SSD, or may have rows in a remote store. Reads memory only."""
         remote = self.embeddings.remote
         return count_cold(self._keys(batch)) if remote is None else remote.cold(self._keys(batch))
 
     def warm(self, batch: KeyedBatch, patient: bool = False) -> int:
-        """Read the batch's rows from SSD or a remote store into memory; returns how many. It blocks the calling thread
-        only. With `patient`, it waits long for a store that does not answer."""
+        """Read the batch's rows from SSD or a remote store into memory; returns how many. It blocks only the calling
+        thread. With `patient`, it waits much longer for a store that does not answer."""
         remote = self.embeddings.remote
         return prefetch_all(self._keys(batch)) if remote is None else remote.prefetch(self._keys(batch), patient)
 
     def keyed(self, batch: KeyedBatch | Columns) -> KeyedBatch:
-        """A batch as it is, or raw columns through the feature spec."""
+        """A KeyedBatch unchanged, or raw columns converted by the feature spec."""
         if isinstance(batch, KeyedBatch):
             return batch
         if self.features is None:
@@ -268,10 +268,10 @@ class Engine:
             set_weights()
 
     def apply(self, publication: Publication) -> None:
-        """Put a publication in service: batches that begin afterwards see all of it, those before nothing.
+        """Put a publication in service: batches that begin afterwards see all of it, earlier ones see none of it.
 
-        It must follow the publication in service. One that was applied already, or a heartbeat, changes the watermark
-        at most. An error changes nothing. One thread at a time.
+        It must follow the publication in service. An already applied publication or a heartbeat changes at most the
+        watermark. An error changes nothing. One thread at a time.
         """
         self.prepare_update(publication)()
 
@@ -320,7 +320,7 @@ class Engine:
 
         def set_weights() -> None:
             if self._lanes is not None:
-                self._lanes.set_weights(weights)  # copies into the storage whose addresses the graphs know
+                self._lanes.set_weights(weights)  # copies into the storage that the graphs read
             else:
                 live.original.set_weights(weights)
             if isinstance(towers, Towers) and ordered is not None:
@@ -331,7 +331,7 @@ class Engine:
         return set_weights
 
     def close(self) -> None:
-        """Free rows and weights. Later calls raise ClosedError; batches that run already end normally."""
+        """Free rows and weights. Later calls raise ClosedError; batches that already run end normally."""
         live, self._live = self._live, None
         if self._lanes is not None:
             self._lanes.close()
@@ -353,7 +353,7 @@ class Engine:
         return f"Engine({str(self.source.path)!r})"
 
     def _read(self, live: _Live, batch: KeyedBatch, policy: str, held: ExitStack) -> Lookup:
-        """Rows of a batch; `held` then holds the gate's shared side. A remote store is awaited before the gate is
+        """Rows of a batch; enters the gate shared, and `held` leaves it. A remote store is read before the gate is
         entered, so an update never waits for it. Requires: `_lookup_lock` is held."""
         embeddings = live.embeddings
         if embeddings.remote is None:
@@ -373,8 +373,8 @@ class Engine:
         raise AssertionError
 
     def _fresh_of(self, lookup: Lookup) -> Freshness:
-        """The freshness of an answer over a remote store, whose rows may be older or newer than what was applied
-        here."""
+        """The freshness of an answer over a remote store, whose rows may be older or newer than the publication in
+        service here."""
         lowest, highest = lookup.publications
         fresh = self.fresh
         highest = max(fresh.publication, highest)
@@ -431,13 +431,13 @@ def _open(
     for chosen in candidates(path):
         try:
             return chosen, _load_rows(chosen, memory, device)
-        except CheckpointError as error:  # a damaged block of rows: the version before may be whole
+        except CheckpointError as error:  # a damaged block of rows: an older version may be intact
             warn_damaged(chosen.path, error)
     raise AssertionError("candidates raises when there is none")
 
 
 def _load_rows(version: Version, memory: Memory | None, device: str | torch.device | None) -> EmbeddingCollection:
-    """The version's rows as a collection that is never trained."""
+    """The version's rows as a read-only collection."""
     memory = memory or Memory()
     tables = version.tables
     if memory.remote is not None and is_local(memory.remote):

@@ -1,7 +1,7 @@
 """Padded inputs: each lane's input tensors for each bucket, into which a batch is copied in one call.
 
-Rows behind the batch keep what an earlier batch left there, because a tower computes each row by itself. Lengths behind
-the batch are zeroed, so that a mask is false there. On CUDA a set of tensors also holds the graph captured over it.
+Padding rows keep the contents of earlier batches, because a tower is row-wise. Padding lengths are zeroed, so that
+masks are false there. On CUDA a set of tensors also holds the graph captured over it.
 
 Each thread has its own sets, so nothing here needs a lock.
 """
@@ -63,7 +63,7 @@ class LaneInputs(threading.local):
         return found
 
     def drop(self, bucket: Shape) -> None:
-        """Drop a bucket whose capture failed, and the pool that it was to be captured in."""
+        """Drop a bucket whose capture failed, and the memory pool of that capture."""
         self._by_bucket.pop(bucket, None)
         self._pool = None
 
@@ -79,5 +79,5 @@ def _copy_each(into: list[Tensor], tensors: list[Tensor]) -> None:
         one.copy_(tensor)
 
 
-# All in one call, which torch does not document.
+# Copies all tensors in one call; torch does not document it.
 _copy_all = find("torch:_foreach_copy_", "A tower's inputs are copied one by one") or _copy_each

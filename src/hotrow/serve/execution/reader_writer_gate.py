@@ -1,6 +1,6 @@
-"""A reader-writer gate: many batches read rows and weights at the same time, one update changes them alone.
+"""A reader-writer gate: batches read rows and weights concurrently, an update changes them exclusively.
 
-A waiting writer goes before new readers, so steady traffic cannot delay an update for ever. Any thread may call.
+A waiting writer has priority over new readers, so steady traffic cannot starve an update. Any thread may call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ReaderWriterGate:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """Enter with other readers; waits for a writer that writes or waits."""
+        """Enter together with other readers; waits while a writer writes or waits."""
         with self._condition:
             self._condition.wait_for(lambda: not self._waiting_writers and not self._writing)
             self._readers += 1
@@ -40,7 +40,7 @@ class ReaderWriterGate:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Enter without any reader or other writer."""
+        """Enter exclusively: waits until all readers and other writers have left."""
         with self._condition:
             self._waiting_writers += 1
             self._condition.wait_for(lambda: not self._readers and not self._writing)

@@ -1,11 +1,10 @@
-"""A version of an exported model as lanes serve it: hr.Engine behind the Servable protocol
-(serve/batching/versions.py).
+"""ServedVersion: adapts hr.Engine to the Servable protocol of lanes (serve/batching/versions.py).
 
-Lanes meet hr.Engine only here. `cold` and `prefetch` matter when rows may be on SSD only or in a remote store.
+Lanes call hr.Engine only through this module. `cold` and `prefetch` are for rows on SSD or in a remote store.
 
-A version with a bus follows it (serve/updates/follower.py). Its engine takes publications, and is replaced by the
-engine of a newer export when retention has removed publications that it still needed. A batch reads `engine` once, so
-one engine answers all of it. The old engine is closed while its last batches end.
+A version with a bus follows it (serve/updates/follower.py). Its engine applies publications. If retention has removed
+publications that it still needed, the engine of a newer export replaces it. A batch reads `engine` once, so one engine
+answers all of it. The old engine is closed while its last batches end.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ class ServedVersion:
         return self.engine.fresh
 
     def prepare_update(self, publication: Publication) -> Callable[[], None]:
-        """Check a publication beside what serves; returns the function that puts it in service between two batches."""
+        """Check a publication while batches run; returns the function that puts it in service between two batches."""
         return self.engine.prepare_update(publication)
 
     def reopen(self, path: Path) -> None:
-        """Load another export of the model beside this one and serve it instead. An error changes nothing."""
+        """Load another export of the model while this one serves, then replace it. An error changes nothing."""
         if self._open_engine is None:
             raise OptionError(f"{self.engine} cannot open {path} by itself; load that version")
         engine = self._open_engine(path)
@@ -78,7 +77,7 @@ class ServedVersion:
         old.close()
 
     def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Any, bool, Freshness]:
-        """Logits, late ids by row, whether compiled buckets computed them all, and the publication they are of."""
+        """Logits, late ids by row, whether compiled buckets computed all logits, and the freshness of the data."""
         try:
             logits, late, compiled, fresh = self.engine.answer(batch, policy)
         except ClosedError:  # `reopen` replaced it a moment ago
@@ -117,8 +116,8 @@ class ServedVersion:
 
 
 def cold_rows(embeddings: Any, batch: KeyedBatch) -> Array | None:
-    """Which rows of a batch have keys with a row on SSD only or in a remote store. None if no row has, which one cheap
-    call finds out."""
+    """Which rows of a batch have keys whose rows are only on SSD or in a remote store; None if there are none. One
+    cheap call checks the case without any."""
     parts = [(rows.store, batch.ids[name].values) for rows in embeddings.tables for name in rows.table.poolings]
     if not (count_cold(parts) if embeddings.remote is None else embeddings.remote.cold(parts)):
         return None
@@ -149,8 +148,8 @@ def open_version(folder: Path, options: Mapping[str, Any]) -> ServedVersion:
 
 
 def _open_again(folder: Path, path: Path, options: Mapping[str, Any]) -> Engine:
-    """An engine of another export, to replace `folder`'s. That one is still open, so this one has its own SSD
-    folder."""
+    """Open an engine of another export, to replace `folder`'s. The old engine is still open, so the new one has its
+    own SSD folder."""
     return _open_engine(path, f"{folder.name}-from-{path.name}", options)
 
 

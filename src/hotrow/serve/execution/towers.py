@@ -4,19 +4,19 @@
 drops the padding. A shape whose bucket is not compiled yet runs on the original graph, and its bucket is requested from
 the compiler.
 
-An artifact takes traffic after `_adopt`, in the compiler's thread, has found that
-    it equals the original graph on random inputs and the real weights, at the bucket's full shape and at a smaller one
-    that is padded, within TOLERANCE of the largest logit (so a tower that is not row-wise keeps its original graph),
+An artifact takes traffic only if `_adopt`, on the compile manager's thread, finds that
+    it equals the original graph on random inputs and the real weights, at the bucket's full shape and at a smaller
+    padded one, within TOLERANCE of the largest logit (so a tower that is not row-wise keeps its original graph),
     and its best of TRIALS runs takes less than `faster` (0.95) of the original graph's best, measured in turns.
-An artifact that is not faster is not used. A tower that the compiler does not take as a whole comes as compiled pieces
-with eager ops between them (compile/graph_partition.py) and passes the same checks. On CUDA a bucket is captured as a
-graph, unless its ops declare that they cannot be, or the capture fails.
+An artifact that is not faster is not used. A tower that the compiler refuses as a whole is compiled in pieces with
+eager ops between them (compile/graph_partition.py) and must pass the same checks. On CUDA a bucket is captured as a
+graph, unless its ops declare that they cannot be captured, or the capture fails.
 
 Weights are one tuple. A run reads it once, so all of its parts use the old weights or all use the new. On CUDA the
-graphs know addresses, so new weights are copied into the same storage while no run is under way.
+graphs contain addresses, so new weights are copied into the same storage while no run is in progress.
 
-Every `relearn` seconds, `tick` may replace the ladder of buckets by one that suits the traffic better. Buckets of the
-old ladder serve until those of the new one are compiled.
+Every `relearn` seconds, `tick` may replace the ladder of buckets by one with less padding for the traffic seen. Buckets
+of the old ladder serve until those of the new one are compiled.
 
 Any thread may call any method.
 """
@@ -108,7 +108,7 @@ class Towers:
         self._weights_gate = ReaderWriterGate() if self.device.type == "cuda" else None
         self._lane_inputs = LaneInputs()
         self._live: dict[Shape, Runner] = {}
-        self._uncaptured: dict[Shape, str] = {}  # why a bucket has no CUDA graph; written by `_adopt` alone
+        self._uncaptured: dict[Shape, str] = {}  # why a bucket has no CUDA graph; only `_adopt` writes it
         self._costs = Costs()
         self._plans: dict[Shape, tuple[Part, ...]] = {}
         self._change = threading.Lock()  # of the four names above, and of counts
@@ -131,7 +131,7 @@ class Towers:
 
     @property
     def weights(self) -> Weights:
-        """The current weights. On a CPU the tuple is replaced whole, never changed."""
+        """The current weights. On a CPU the tuple is never changed, only replaced by another."""
         return self._weights
 
     def answer(
@@ -193,7 +193,7 @@ class Towers:
         return not wait or self._compiler is None or self._compiler.wait(shapes, seconds)
 
     def tick(self) -> None:
-        """Take a better ladder if the traffic suggests one, and retire buckets that are on no ladder any more."""
+        """Switch to a better ladder for the traffic seen, if there is one, and retire buckets that are on no ladder."""
         ladder = self._traffic.propose(self.ladder, self._cost_of_rows())
         if ladder != self.ladder:
             log.info("a better ladder: rows %s, lengths %s", ladder.rows, ladder.lengths)
@@ -238,7 +238,7 @@ class Towers:
         return Counter(op for shape in list(self._live) for op in eager.get(shape, ()))
 
     def describe(self) -> dict[str, Any]:
-        """For people: each bucket's state and its reason, its compiled pieces, and the ops that stay eager."""
+        """For display: each bucket's state and its reason, its compiled pieces, and the ops that stay eager."""
         if self._compiler is None:
             return {"compiler": "compile=False", "buckets": {}}
         compiled = self._compiler.compilations
@@ -299,7 +299,7 @@ class Towers:
                 yield self._weights
 
     def _make_plan(self, shape: Shape) -> tuple[Part, ...]:
-        """Choose how a shape runs now, and request the bucket that it should have."""
+        """Choose how a shape runs now, and request the compilation of its bucket."""
         wanted = self.ladder.cover(shape)
         if wanted is not None and wanted not in self._live:
             self._request(wanted)

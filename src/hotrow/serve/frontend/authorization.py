@@ -1,8 +1,8 @@
-"""Authorization: who may load and unload models.
+"""Authorization: decides which callers may load and unload models.
 
-With a token, calls need it. Without one, they are allowed on loopback and forbidden elsewhere. A browser can send
-requests to loopback for any web page, so without a token a call is refused when its Origin is not this server, or when
-its Host is not a loopback name (a page whose domain resolves to 127.0.0.1, known as DNS rebinding).
+If the server has a token, calls must send it. Otherwise, calls are allowed on loopback and forbidden elsewhere. A
+browser can send requests to loopback for any web page, so without a token a call is refused when its Origin is not this
+server, or when its Host is not a loopback name (a page whose domain resolves to 127.0.0.1, known as DNS rebinding).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hotrow.serve.protocol.tensors import invalid, shown
 
 
 class Caller(NamedTuple):
-    """The HTTP headers that say who sends a call."""
+    """The HTTP headers that identify the sender of a call."""
 
     authorization: str | None = None
     origin: str | None = None
@@ -24,7 +24,7 @@ class Caller(NamedTuple):
 
 
 class Authorization:
-    """The rule of one front end."""
+    """The authorization rules of one front end."""
 
     def __init__(self, token: str | None, loopback: bool) -> None:
         self._token = None if token is None else token.encode()

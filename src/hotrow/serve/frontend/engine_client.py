@@ -1,13 +1,13 @@
-"""EngineClient: the Backend of a server's front end: one connection to each engine process.
+"""EngineClient: the Backend of a server's front end, with one connection to each engine process.
 
 A request goes to the ready engine with the fewest rows in flight. An engine numbers its models itself, so a frame is
-made after the engine is chosen.
+built after the engine is chosen.
 
-When an engine dies, its requests are refused at once with 503 and Retry-After, the other engines go on, and the front
-end reconnects until the engine is back. Until it is ready again, its last description of its models is kept: they are
-known and unavailable (503). A model is unknown (404) if no ready engine has it and no engine that is away had it. The
-engines' descriptions are kept as ModelInfo, the same object as long as nothing changes. Models are loaded and unloaded
-only while all engines are ready, because otherwise engines would serve different models.
+When an engine dies, its requests are refused at once with 503 and Retry-After, the other engines continue, and the
+front end tries to reconnect until the engine has restarted. Until it is ready again, its last description of its models
+is kept: they are known and unavailable (503). A model is unknown (404) if no ready engine has it and no disconnected
+engine had it. The engines' descriptions are kept as ModelInfo, the same object as long as nothing changes. Models are
+loaded and unloaded only while all engines are ready, because otherwise engines would serve different models.
 
 All methods are called on the event loop.
 """
@@ -34,12 +34,12 @@ class EngineClient:
         self.connections = [EngineConnection(self, path) for path in sockets]
         self.loop: asyncio.AbstractEventLoop
         self._models: dict[str, ModelInfo] = {}
-        self._model_sources: dict[str, str] = {}  # model → what its ModelInfo was made of
+        self._model_sources: dict[str, str] = {}  # model → the JSON from which its ModelInfo was built
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def open(self) -> None:
-        """Connect to the engines in the background, and retry until each one is there."""
+        """Connect to the engines in the background, and retry until each one is connected."""
         self.loop = asyncio.get_running_loop()
         for connection in self.connections:
             self._connect_soon(connection)
@@ -61,7 +61,7 @@ class EngineClient:
         return self._models
 
     async def infer(self, request: Request) -> Answer:
-        """Ask the engine with the fewest rows in flight."""
+        """Send the request to the engine with the fewest rows in flight."""
         if len(self.connections) == 1 and self.connections[0].ready:
             return await self.connections[0].infer(request)
         able = [
@@ -77,7 +77,7 @@ class EngineClient:
         """The error when no ready engine has a model, or this version of it."""
         away = [connection for connection in self.connections if not connection.ready]
         if len(away) == len(self.connections) or any((model, version) in connection.numbers for connection in away):
-            return RefusedError(503, "the model's engine is starting; ask again", RETRY_SECONDS)
+            return RefusedError(503, "the model's engine is starting; send the request again", RETRY_SECONDS)
         names = sorted({name for connection in self.connections for name, _ in connection.numbers})
         which = repr(model) + ("" if version is None else f" version {version}")
         return RefusedError(404, f"no model {which} in service; {choices(model, names)}")
@@ -117,7 +117,7 @@ class EngineClient:
         return any(connection.ready for connection in self.connections)
 
     async def live(self) -> bool:
-        """The front end answers, so it lives."""
+        """Always true: a front end that answers is alive."""
         return True
 
     def figures(self) -> Figures:
@@ -127,7 +127,7 @@ class EngineClient:
     # --- connections ---
 
     def models_changed(self) -> None:
-        """An engine connected, was lost, or its models changed: make a new ModelInfo for each model that differs."""
+        """Called when an engine connected, was lost, or its models changed: rebuild the ModelInfo of changed models."""
         descriptions: dict[str, dict[str, Any]] = {}
         for connection in sorted(self.connections, key=lambda connection: not connection.ready):  # ready engines first
             for model in connection.models:
@@ -167,7 +167,7 @@ class EngineClient:
 
     def _check_all_ready(self) -> None:
         if not all(connection.ready for connection in self.connections):
-            raise RefusedError(503, "an engine is starting; ask again when all are there", RETRY_SECONDS)
+            raise RefusedError(503, "an engine is starting; retry when all engines are ready", RETRY_SECONDS)
 
     @staticmethod
     async def _command_each(connections: Sequence[EngineConnection], **command: Any) -> list[Any]:
@@ -182,11 +182,11 @@ def _rows_in_flight(connection: EngineConnection) -> int:
 
 
 def _no_engine() -> RefusedError:
-    return RefusedError(503, "no engine is ready; ask again", RETRY_SECONDS)
+    return RefusedError(503, "no engine is ready; send the request again", RETRY_SECONDS)
 
 
 def _merged(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
-    """Two engines' descriptions of a model: the first that has it in service, with the versions of both."""
+    """Merge two engines' descriptions of a model: the first that has it in service, with the versions of both."""
     if one is None:
         return other
     if one["current"] is None and other["current"] is not None:

@@ -1,8 +1,8 @@
 """EngineConnection: a front end's connection to one engine, its requests in flight, and the engine's models.
 
-Frames that are written in one turn of the event loop leave in one send; one read may bring several answers. When the
-connection is lost, the requests in flight are refused with 503 at once. The engine's description of its models is kept
-until the engine is ready again.
+Frames that are written in one iteration of the event loop are sent together; one read may return several answers. When
+the connection is lost, the requests in flight are refused with 503 at once. The engine's description of its models is
+kept until the engine is ready again.
 
 All methods are called on the event loop.
 """
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0  # Retry-After, while an engine restarts
 _CHUNK = 256 << 10
 _LONGEST_ANSWER = 1 << 30
-_MAX_FLUSH_DELAY = 0.002  # seconds that a frame may wait for the end of a turn, while its deadline comes nearer
+_MAX_FLUSH_DELAY = 0.002  # seconds that a frame may wait for the end of an event loop iteration
 
 
 class EngineConnection(asyncio.BufferedProtocol):
@@ -45,7 +45,7 @@ class EngineConnection(asyncio.BufferedProtocol):
         self._waiting: dict[int, tuple[asyncio.Future[Any], int]] = {}  # request id → its future, its rows
         self._ids = itertools.count(1)
         self._out: list[bytes] = []
-        self._since = 0.0  # when the first of them was written
+        self._since = 0.0  # when the first of these frames was written
         self._chunk, self._begin, self._end = bytearray(_CHUNK), 0, 0
 
     # --- requests ---
@@ -77,7 +77,7 @@ class EngineConnection(asyncio.BufferedProtocol):
     async def command(self, **command: Any) -> Any:
         """Send a command, which may take long, and wait for its result."""
         if self._transport is None:
-            raise RefusedError(503, "an engine is starting; ask again", RETRY_SECONDS)
+            raise RefusedError(503, "an engine is starting; send the request again", RETRY_SECONDS)
         id = next(self._ids)
         self._send(frames.write_json(frames.COMMAND, id, command))
         reply = await self._wait(id, 0)
@@ -114,7 +114,7 @@ class EngineConnection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.close()
 
-    # --- asyncio's calls ---
+    # --- callbacks of asyncio ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
@@ -124,7 +124,8 @@ class EngineConnection(asyncio.BufferedProtocol):
         self._transport, self.ready, self._out = None, False, []
         for future, _ in list(self._waiting.values()):
             if not future.done():
-                future.set_exception(RefusedError(503, "the engine went away; ask again", RETRY_SECONDS))
+                why = "the connection to the engine was lost; send the request again"
+                future.set_exception(RefusedError(503, why, RETRY_SECONDS))
         self.backend.engine_lost(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:

@@ -1,13 +1,12 @@
 """The messages of inference.GRPCInferenceService, built at run time from one table of names and field numbers.
 
-The service is the Open Inference Protocol's, as Triton's clients speak it. There is no generated code and no .proto
-file in the repository: MESSAGES lists each message in a line or two, and protobuf makes the classes from it. They live
-in a descriptor pool of their own, so that a process which also imports a client's generated modules has no clash of
-names.
+The service is the Open Inference Protocol's, as used by Triton's clients. There is no generated code and no .proto file
+in the repository: MESSAGES lists each message in a line or two, and protobuf builds the classes from it. They have
+their own descriptor pool, so that names do not clash if the process also imports a client's generated modules.
 
-A field is `name=number type`; `*` repeats it, `map` maps strings to the type, and fields in ( ) are one choice. Types
-are protobuf's scalars, or messages of this table. Fields that clients send and we do not read (such as a config's
-other parts) are left out: protobuf keeps and ignores what it does not know.
+A field is `name=number type`; `*` repeats it, `map` maps strings to the type, and fields in ( ) are a oneof. Types are
+protobuf's scalars, or messages of this table. Fields that the server does not read (such as a config's other parts) are
+left out: protobuf keeps and ignores unknown fields.
 """
 
 from __future__ import annotations

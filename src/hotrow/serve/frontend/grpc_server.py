@@ -130,7 +130,7 @@ class GrpcServer:
             behaviour: Any = _with_error_codes(getattr(calls, name), classes[request], self.service.limits)
             if name == "ModelStreamInfer":
                 make, behaviour = grpc.stream_stream_rpc_method_handler, calls.ModelStreamInfer
-            # We parse the bytes: to a message that it cannot parse, grpc replies UNKNOWN and logs a traceback.
+            # The handler parses the bytes, because grpc replies UNKNOWN to malformed ones and logs a traceback.
             methods[name] = make(behaviour, None, classes[response].SerializeToString)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -173,15 +173,15 @@ class GrpcCalls:
         self.service, self._make = service, _messages()
 
     async def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Whether the server works."""
+        """Whether the server is alive."""
         return self._make["ServerLiveResponse"](live=await self.service.backend.live())
 
     async def ServerReady(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Whether it takes requests."""
+        """Whether the server is ready for requests."""
         return self._make["ServerReadyResponse"](ready=await self.service.ready())
 
     async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Whether a model answers."""
+        """Whether a model is ready."""
         return self._make["ModelReadyResponse"](ready=self.service.model_ready(request.name, request.version))
 
     async def ServerMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -236,7 +236,7 @@ class GrpcCalls:
         return self._response(answer, options)
 
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """Answer a stream of requests in order. An error is the answer to one request; the stream goes on."""
+        """Answer a stream of requests in order. An error answers one request; the stream continues."""
         make = self._make["ModelStreamInferResponse"]
         async for data in requests:
             name = ""

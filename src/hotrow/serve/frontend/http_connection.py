@@ -1,7 +1,7 @@
 """HttpConnection: one client's HTTP/1.1 connection: parse, call the handler, write the reply, within limits.
 
 httptools (a public API over llhttp, in C) parses; this class is its callback object and keeps the connection's state. A
-ready-made HTTP server costs more per request: docs/decisions/0007-http-front-end.md has the table, and
+general HTTP server costs more per request: docs/decisions/0007-http-front-end.md has the table, and
 `python benchmarks/frontend.py` measures it again.
 
 States:
@@ -58,15 +58,15 @@ class HttpConnection(asyncio.Protocol):
         self._waiting: deque[HttpRequest] = deque()  # in order; the last may be incomplete
         self._task: asyncio.Task[None] | None = None
         self._held = 0  # its part of server.held
-        self._shedding = False  # whether inference requests that come now are shed
-        self._waited = 0.0  # seconds that the request lay in the socket
-        self._ending = False  # read nothing more; close after answering what waits
+        self._shedding = False  # whether new inference requests are shed
+        self._waited = 0.0  # seconds that the request was in the socket's buffer
+        self._ending = False  # read nothing more; close after the waiting requests are answered
         self._final: RefusedError | None = None  # the error to send last
         self._eof = False
-        self._dropped = 0  # bytes that came after the end
+        self._dropped = 0  # bytes received after the end
         self._writing_paused_at: float | None = None
 
-    # --- the event loop's calls ---
+    # --- callbacks of asyncio ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
@@ -75,7 +75,9 @@ class HttpConnection(asyncio.Protocol):
         if len(server.connections) > server.limits.connections:
             server.counts.add("hotrow_connections_refused_total", "too_many")
             limit = server.limits.connections
-            self._refuse(RefusedError(503, f"all {limit} connections are taken (connections=); ask again", 1.0))
+            self._refuse(
+                RefusedError(503, f"all {limit} connections are taken (connections=); send the request again", 1.0)
+            )
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._server.connections.discard(self)
@@ -84,7 +86,7 @@ class HttpConnection(asyncio.Protocol):
         if self._task is not None:
             self._task.cancel()
         self._transport = None
-        del self._parser  # it refers to us; without this each connection would wait for the garbage collector
+        del self._parser  # breaks a reference cycle, which would keep the connection until a garbage collection
 
     def data_received(self, data: bytes) -> None:
         if self._ending:
@@ -108,7 +110,7 @@ class HttpConnection(asyncio.Protocol):
             if self._request.overhead > server.header_bytes:
                 raise RefusedError(400, "the chunked body has more framing and trailers than data; send larger chunks")
             if server.held > server.buffered_bytes:
-                raise RefusedError(503, "all memory for requests is taken (buffered=); ask again", 1.0)
+                raise RefusedError(503, "all memory for requests is taken (buffered=); send the request again", 1.0)
         except RefusedError as error:
             return self._refuse(error)
         if self._state != _BUSY:
@@ -273,7 +275,7 @@ class HttpConnection(asyncio.Protocol):
     # --- load shedding (serve/frontend/load_shedding.py) ---
 
     def _shed(self, request: HttpRequest) -> None:
-        """Refuse a request whose body was dropped as it came, and pause reading."""
+        """Refuse a request whose body was dropped while it was received, and pause reading."""
         server, transport = self._server, self._transport
         if transport is None or transport.is_closing():
             return
@@ -301,7 +303,7 @@ class HttpConnection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
-    # --- the end ---
+    # --- closing ---
 
     def check(self, now: float) -> None:
         """Close the connection if one of its time limits has passed."""
@@ -358,8 +360,8 @@ class HttpConnection(asyncio.Protocol):
         self._loop.call_later(_LINGER_SECONDS, self._linger, self._dropped, _LINGER_ROUNDS)
 
     def _linger(self, dropped: int, rounds: int) -> None:
-        """Go on dropping what the client sends. Closing at once would reset the connection, and a client that is still
-        sending would not see the error."""
+        """Read and drop more bytes before closing. Closing at once would reset the connection, and a client that is
+        still sending would not receive the error."""
         if self._transport is None or self._transport.is_closing():
             return
         if rounds and self._dropped > dropped and not self._server.draining:

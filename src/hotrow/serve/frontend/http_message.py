@@ -1,9 +1,9 @@
 """HTTP messages as values: HttpRequest while it is read, Call for handlers, Reply with its bytes.
 
-The parser (httptools, which wraps llhttp) rejects most malformed input. `HttpRequest.check` rejects what llhttp accepts
-and a server behind a proxy must not: versions other than 1.0 and 1.1, Transfer-Encoding in HTTP/1.0, a missing or
-second Host. Two parsers that disagree about such a message may disagree about where the next one starts (request
-smuggling).
+The parser (httptools, which wraps llhttp) rejects most malformed input. `HttpRequest.check` rejects messages that
+llhttp accepts but a server behind a proxy must not: versions other than 1.0 and 1.1, Transfer-Encoding in HTTP/1.0, a
+missing or second Host. If proxy and server parse such a message differently, they may disagree about where the next one
+starts (request smuggling).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Call(NamedTuple):
     path: str
     headers: Mapping[str, str]
     body: bytes
-    waited: float = 0.0  # seconds that its first bytes lay in the socket before we read them
+    waited: float = 0.0  # seconds that its first bytes were in the socket's buffer before they were read
 
 
 class Reply(NamedTuple):
@@ -95,7 +95,7 @@ class HttpRequest:
         self.keep_alive = True
         self.parts: list[bytes] = []
         self.size = 0  # bytes of the body so far
-        self.received = 0  # bytes that came since the headers did, with the framing of chunks and trailers
+        self.received = 0  # bytes received after the headers, including the framing of chunks and trailers
         self.complete = False
         self.shed = False  # refused before its body is read; the body is dropped
         self.body_skipped = False  # whether the parser has taken the body for another protocol's bytes
@@ -143,7 +143,7 @@ class HttpRequest:
 
     @property
     def overhead(self) -> int:
-        """Bytes received beyond the body and eight for each of its bytes. More than that is no honest chunk framing."""
+        """Bytes received beyond the body plus eight per body byte: more framing and trailers than any client needs."""
         return 0 if self.complete else self.received - 9 * self.size
 
     @property

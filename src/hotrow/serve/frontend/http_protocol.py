@@ -1,8 +1,8 @@
 """HttpProtocol: the Open Inference Protocol over HTTP: paths to calls of the Service, results to replies.
 
-There is no routing table: a path is split once, and `infer`, the most frequent, is matched first. A model's name is
-only looked up among the models in service, or checked before the model is loaded, so a path cannot lead out of the
-repository.
+There is no routing table: a path is split once, and `infer`, the most frequent operation, is matched first. A model's
+name is only looked up among the models in service, or checked before the model is loaded, so a path cannot lead out of
+the repository.
 
 Bodies may be compressed with gzip or deflate (zlib). Decompression stops at the limit `body`. Answers of
 `_MIN_COMPRESSED_BYTES` or more are compressed if the client accepts it.
@@ -92,7 +92,7 @@ class HttpProtocol:
                 return _json(model_config(self.service.model(name, version)))
             case "stats":
                 return _json({"model_stats": await self.service.statistics(name, version or "")})
-        raise invalid(f"a model has no {shown(operation)}; ask for infer, ready, config or stats", 404)
+        raise invalid(f"a model has no {shown(operation)}; use infer, ready, config or stats", 404)
 
     async def _repository(self, call: Call, parts: list[str]) -> Reply:
         _require_method(call, "POST")
@@ -110,7 +110,7 @@ class HttpProtocol:
             case ["models", name, "unload"]:
                 await self.service.unload(name, caller)
                 return Reply()
-        raise invalid(f"there is nothing at {shown(call.path)}; ask for index, models/<name>/load or .../unload", 404)
+        raise invalid(f"there is nothing at {shown(call.path)}; use index, models/<name>/load or .../unload", 404)
 
 
 class MetricsPage:
@@ -199,7 +199,7 @@ def _header_length(text: str | None) -> int | None:
 
 
 def _refuse_file_overrides(call: Call) -> None:
-    """Triton's load can override the config and files of a version. Here the version's files are used as they are."""
+    """Raise if a load request overrides the version's config or files, as Triton allows; HotRow does not."""
     given = parse_json(call.body).get("parameters") if call.body else None
     if isinstance(given, Mapping) and any(name == "config" or name.startswith("file:") for name in given):
         raise invalid(

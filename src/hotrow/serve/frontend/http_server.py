@@ -1,7 +1,7 @@
 """HttpServer: one port, its connections, and the limits that they share.
 
-`HttpServer.held` counts the bytes of all requests in memory; a request that takes it past the limit `buffered` is
-refused. One sweep a second closes connections that have been idle, slow to send or slow to read for too long, so a
+`HttpServer.held` counts the bytes of all requests in memory; a request that would exceed the limit `buffered` is
+refused. Once per second a sweep closes connections that have been idle, slow to send or slow to read for too long, so a
 request needs no timer of its own.
 Everything runs on the event loop.
 """
@@ -23,8 +23,8 @@ from hotrow.serve.protocol.metrics import Counts
 
 log = logging.getLogger("hotrow.serve")
 
-_BACKLOG = 4096  # connections that the kernel queues for us to accept
-_ACCEPTED = 16  # connections that are accepted in one turn of the loop
+_BACKLOG = 4096  # connections that the kernel queues until they are accepted
+_ACCEPTED = 16  # connections accepted per iteration of the event loop
 
 Handler = Callable[[Call], Awaitable[Reply]]
 
@@ -59,15 +59,15 @@ class HttpServer:
         return bound
 
     def _accept(self, listening: socket.socket) -> None:
-        """Accept up to _ACCEPTED waiting connections. uvloop's own server accepts one a turn; under overload a turn is
-        long, and clients waited for seconds to connect."""
+        """Accept up to _ACCEPTED waiting connections. uvloop's own server accepts one per iteration; under overload an
+        iteration is long, and clients waited for seconds to connect."""
         loop = asyncio.get_running_loop()
         for _ in range(_ACCEPTED):
             try:
                 accepted, _ = listening.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # the client has left, or no descriptor is left
+            except OSError as error:  # the client has disconnected, or no file descriptor is free
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     log.warning("a connection cannot be accepted: %s", error)
                     loop.remove_reader(listening.fileno())

@@ -1,20 +1,20 @@
 """LoadShedder: refuse requests before they are parsed, when the engine is saturated.
 
-The engine decides admission precisely: it knows the rows in its queue, how long a batch takes, and each request's
-deadline (serve/batching/tensorbatch.py). But a request that the engine refuses has already been read, parsed, sent as a
-frame and refused. At ten times the capacity this work uses up the cores, and requests grow old in the sockets, where
-nothing measures them. So the front end keeps two figures of its own:
+The engine's admission control is precise: it knows the rows in its queue, how long a batch takes, and each request's
+deadline (serve/batching/tensorbatch.py). But a request that the engine refuses has already been read, parsed and sent
+as a frame. At ten times the capacity this work uses up the cores, and requests wait for a long time in the sockets'
+buffers, where nothing measures them. So the front end keeps two figures of its own:
 
-- `limit`, the most requests in flight here. A refusal by the engine for lack of time lowers it below the number in
-  flight when that request came. An answer that comes while the limit is nearly reached raises it by one. So `limit`
-  follows the engine's capacity from just below: most of an overload ends here, for one read and one small write
+- `limit`, the maximum of requests in flight here. If the engine refuses a request for lack of time, the limit drops
+  below the number in flight when that request arrived. An answer while the limit is nearly reached raises it by one. So
+  `limit` stays just below the engine's capacity: most of an overload is shed here, for one read and one small write
   (serve/frontend/http_connection.py), and a few requests still reach the engine.
-- `turn_seconds`, how long one turn of the event loop takes. An answer will wait about that long. A turn takes
-  microseconds until there is an overload.
+- `turn_seconds`, the duration of one turn (iteration) of the event loop. An answer will wait about that long. A turn
+  takes microseconds until there is an overload.
 
-The kernel knows how long a request waited in its socket before it was read
+The kernel reports how long a request waited in its socket before it was read
 (http_connection.seconds_since_last_received). This wait and the turn are deducted from the request's deadline. During
-an overload, a request that has waited for most of its usual time is shed unread.
+an overload, a request that has waited for most of its usual time is shed before its body is read.
 
 A connection whose request was shed is not read for some milliseconds, and only a few are resumed at a time. Without
 this pause a thousand clients that retry at once keep the loop reading: libuv reads up to 48 times before it runs other
@@ -35,20 +35,20 @@ from typing import Protocol
 
 from hotrow.serve.protocol.request import RefusedError, Request
 
-MIN_LIMIT = 32  # requests in flight that are always let through to the engine, which refuses precisely
-_DECREASE = 0.9  # of the requests in flight when one came that the engine refused: the new limit
+MIN_LIMIT = 32  # requests in flight that always reach the engine, whose admission control is precise
+_DECREASE = 0.9  # the new limit after a refusal, as a fraction of the requests in flight when that request arrived
 _NEAR = 0.5  # of the limit: an answer with fewer requests in flight does not raise it
-_COST = 0.0016  # seconds of this process and of the engine for one request, roughly: the limit before any measurement
+_COST = 0.0016  # rough seconds of this process and the engine per request; sets the limit before any measurement
 _MARGIN = 0.25  # of a request's time, kept in reserve during an overload, because some of its waits are not measured
 _RETRY_SECONDS = 0.1
-SHED = RefusedError(429, "the server has as many requests as it can answer in time; ask again", _RETRY_SECONDS)
+SHED = RefusedError(429, "the server has as many requests as it can answer in time; retry later", _RETRY_SECONDS)
 _NEGLIGIBLE = 0.001  # seconds: a shorter wait is not deducted
 _RESUME_SECONDS = 0.005  # between two groups of paused connections
 _RESUME_COUNT = 48  # connections in a group
 
 
 class PausableConnection(Protocol):
-    """A client's connection that is not read for a while."""
+    """A client's connection whose reading can be paused."""
 
     def resume(self) -> None:
         """Read it again."""
@@ -79,8 +79,8 @@ class LoadShedder:
         return self.in_flight >= min(self.limit, max(MIN_LIMIT, self._usual_seconds / _COST))
 
     def should_shed(self, waited: float) -> bool:
-        """Whether a request is shed that waited in its socket for `waited` seconds: at the limit always, during an
-        overload also if too much of its time is gone."""
+        """Whether to shed a request that waited in its socket for `waited` seconds: always at the limit, and during an
+        overload also if too much of its time has passed."""
         return self.at_limit or (
             self.limit < self.max_limit and waited + self.turn_seconds > (1 - _MARGIN) * self._usual_seconds
         )
@@ -129,12 +129,12 @@ class LoadShedder:
         self.in_flight -= 1
 
     def end(self) -> None:
-        """A request ended in any other way, which says nothing about the engine's capacity."""
+        """A request ended in another way; this is no evidence about the engine's capacity."""
         self.in_flight -= 1
 
     def deduct_waiting(self, request: Request, waited: float = 0.0) -> Request:
-        """The request with an earlier deadline: less the seconds that it waited in its socket, this turn of the loop
-        and, for its answer, another turn. Raises RefusedError if the deadline has passed by then."""
+        """The request with an earlier deadline: minus the seconds that it waited in its socket, this turn of the loop,
+        and another turn for its answer. Raises RefusedError if that deadline has passed."""
         if request.deadline is None:
             return request
         now = time.monotonic()
@@ -147,12 +147,12 @@ class LoadShedder:
             return request
         if request.deadline - deducted < now:
             raise RefusedError(
-                429, "its deadline would pass before an answer comes; ask with more time", _RETRY_SECONDS
+                429, "its deadline would pass before the answer; send it with a longer deadline", _RETRY_SECONDS
             )
         return replace(request, deadline=request.deadline - deducted)
 
     def has_usual_deadline(self, request: Request) -> bool:
-        """Whether the request has at least half the usual time. A refusal of one with less says nothing about the
+        """Whether the request has at least half the usual time. If it has less, its refusal is no evidence about the
         engine's capacity."""
         return request.deadline is None or request.deadline - time.monotonic() > 0.5 * self._usual_seconds
 
@@ -163,7 +163,7 @@ class LoadShedder:
             loop.call_soon(self._all_read, loop)
 
     def _all_read(self, loop: asyncio.AbstractEventLoop) -> None:
-        """All that was ready has been read. The callbacks that it scheduled run next; the turn ends behind them."""
+        """All ready sockets have been read. The callbacks that this scheduled run next; the turn ends after them."""
         loop.call_soon(self._end_turn)
 
     def _end_turn(self) -> None:

@@ -47,7 +47,7 @@ class FrontendOptions:
     http_port: int | None = 8000
     grpc_port: int | None = 8001
     metrics_port: int | None = 8002
-    token: str | None = field(default=None, repr=False)  # for loading and unloading; needed off loopback
+    token: str | None = field(default=None, repr=False)  # for loading and unloading; required beyond loopback
     limits: Limits = field(default_factory=Limits)
     drain_seconds: float = 30.0
     reuse_port: bool = False

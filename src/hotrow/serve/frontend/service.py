@@ -1,11 +1,11 @@
 """Service: the rules that HTTP and gRPC share: model lookup, authorization, load shedding, metrics.
 
-A transport (http_protocol.py, grpc_server.py) turns bytes into calls of this object and results into bytes. `infer` is
-the front end's half of the path of a request. Everything runs on the front end's event loop.
+A transport (http_protocol.py, grpc_server.py) decodes bytes into calls of this object and encodes the results. `infer`
+is the front end's part of the path of a request. Everything runs on the front end's event loop.
 
 **Large bodies** (over `_LARGE_BYTES`) are parsed by `_LARGE_BODY_THREADS` threads, so that one client's 50 MiB do not
 delay every answer, and so that only a few large JSON documents are in memory as Python objects at once. Small bodies
-are parsed on the event loop, which is faster than handing them to a thread.
+are parsed on the event loop, which is faster than another thread.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Service:
     async def infer(
         self, name: str, version: str | None, size: int, parse: Parse, waited: float = 0.0
     ) -> tuple[Answer, RequestOptions]:
-        """Shed, parse, deduct the wait, send to an engine, count: the front end's half of the path of a request.
+        """Shed, parse, deduct the wait, send to an engine, count: the front end's part of the path of a request.
 
         `size` is the body's length in bytes, `waited` the seconds that the request waited in its socket.
         """
@@ -87,7 +87,7 @@ class Service:
         parser = self.parser(name, version)
         info = parser.info
         if self.draining:
-            raise RefusedError(503, "the server is shutting down; ask another, or again in a moment", _RETRY_SECONDS)
+            raise RefusedError(503, "the server is shutting down; use another, or retry in a moment", _RETRY_SECONDS)
         shedder = self.load_shedder
         if shedder.at_limit:
             self.counts.failed(info.name, info.version, 429)
@@ -137,11 +137,11 @@ class Service:
         return [model_statistics(entry) for entry in await self.backend.statistics(name, version)]
 
     async def ready(self) -> bool:
-        """Whether the server takes requests."""
+        """Whether the server accepts requests."""
         return not self.draining and await self.backend.ready()
 
     def model_ready(self, name: str, version: str | None) -> bool:
-        """Whether this model answers."""
+        """Whether this model is ready."""
         try:
             return self.model(name, version).state == READY
         except RefusedError:

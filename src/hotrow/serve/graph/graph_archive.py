@@ -1,15 +1,14 @@
 """A tower's graph on disk: torch.export's archive, limited to contents that cannot run code when they are read.
 
 `torch.export.save` writes a zip file with the graph as JSON, weights and constants as raw bytes, and example inputs.
-Reading it back is unsafe. In torch 2.11 to 2.13, `torch.export.load` unpickles without a check the example inputs (when
-the checked way fails), weights and constants marked `use_pickle`, and custom objects. It gives the expressions of
-shapes to sympy, which evaluates text as Python. A node's target may be any function of torch, and the description of
-the inputs may name a module to import. So:
+Reading it back is unsafe. In torch 2.11 to 2.13, `torch.export.load` unpickles without restrictions: the example inputs
+(if restricted unpickling fails), weights and constants marked `use_pickle`, and custom objects. It passes the
+expressions of shapes to sympy, which evaluates text as Python. A node's target may be any function of torch, and the
+description of the inputs may name a module to import. So:
 
-- what we write has no weights (they are inputs of the graph, and are saved beside it as safetensors) and no example
-  inputs;
-- `check` first reads an archive with Python's zipfile and json, and refuses everything except a graph of ATen operators
-  over plain tensors and containers. Only then does torch read it.
+- `pack` writes no weights (they are inputs of the graph, and are saved beside it as safetensors) and no example inputs;
+- `check` first reads an archive with Python's zipfile and json, and raises for everything except a graph of ATen
+  operators over plain tensors and containers. Only then does torch read it.
 
 Stack traces, which contain paths of the exporting machine, are removed before writing.
 """
@@ -100,9 +99,9 @@ def unpack(data: bytes, where: object) -> ExportedProgram:
 
 
 def check(data: bytes, where: object) -> bytes:
-    """Refuse an archive that holds more than a graph of ATen operators; returns one with exactly the checked files.
+    """Raise if an archive has more than a graph of ATen operators; returns an archive with exactly the checked files.
 
-    It is packed again because two readers may see different files in a forged zip file.
+    It is packed again because two zip readers may see different files in a forged archive.
     """
     clean = io.BytesIO()
     try:

@@ -3,7 +3,7 @@
     on a CPU   stack → bmm with its transpose → select the triangle → cat   one call (core/serve/dot_interaction.h)
     on a GPU   linear → relu                                               one cuBLAS launch, the same bits
 
-A pattern that differs in any way is left as it is. Dot products are summed in another order, so logits differ from the
+A pattern that differs in any way is not rewritten. Dot products are summed in another order, so logits differ from the
 original operators' in the last bits of a float32.
 """
 
@@ -21,7 +21,7 @@ from hotrow import _core
 from hotrow.undocumented import find
 
 ATEN = torch.ops.aten
-ASSERTS_METADATA = "aten._assert_tensor_metadata.default"  # what torch.export puts before casts
+ASSERTS_METADATA = "aten._assert_tensor_metadata.default"  # torch.export inserts it before casts
 
 
 def pair_dots(lead: Tensor | None, vectors: Sequence[Tensor]) -> Tensor:

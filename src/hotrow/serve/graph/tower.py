@@ -1,13 +1,14 @@
 """The tower as a graph: exported by torch.export, with every batch-dependent size free and the weights as inputs.
 
 The graph takes (weights, vectors, dense). Weights are inputs, so new weights need neither an export nor a compilation.
-The number of rows is free from 1 up, and so is the length of each sequence. Before it is saved, the graph is compared
-with the tower over several sizes: a tower that torch.export specialised to the example's size is refused by name.
+The number of rows may be any from 1 up, and so may the length of each sequence. Before it is saved, the graph is
+compared with the tower over several sizes. If torch.export specialised the tower to the example's size, the error says
+so.
 
 `OriginalTower` runs the graph operator by operator, with the rewrites of graph_rewrite.py. It always exists and is
 always right; compiled buckets are compared with it. Any thread may call `run`. `replace_weights` replaces all weights
-at once, and a run that has begun keeps the weights that it began with. The graph is called with its arguments in order,
-not through `ExportedProgram.module()`, which would check at every call the inputs that the engine has checked already.
+at once, and a run in progress keeps the weights that it began with. The graph is called with its arguments in order,
+not through `ExportedProgram.module()`, which would repeat the engine's checks of the inputs at every call.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CHECKED = ((1, 1), (2, 3), (7, 1), (5, 4))  # rows and length of sequences
 
 
 class Tower(Protocol):
-    """What the engine runs: the original graph, or compiled buckets of it."""
+    """The interface of a tower that the engine runs: the original graph, or compiled buckets."""
 
     def run(self, vectors: Mapping[str, Tensor], dense: Tensor | None) -> Tensor: ...
 
@@ -209,7 +210,7 @@ class OriginalTower:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The current weights by name. The dictionary is replaced whole, never changed."""
+        """The current weights by name. The dictionary is never changed, only replaced by another."""
         return self._weights
 
     def run(
@@ -242,7 +243,7 @@ class OriginalTower:
         self._weights = weights
 
     def prepare_weights(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A tower's state dict as this graph takes it, or an error that names the first wrong weight."""
+        """Convert a tower's state dict for this graph, or raise an error that names the first wrong weight."""
         for name in state:
             if name not in self._weights and name not in self.tied:
                 raise OptionError(f"the tower has no weight {name!r}; {choices(name, self._weights)}")

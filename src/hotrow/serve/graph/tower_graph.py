@@ -2,10 +2,9 @@
 
 torch.export turns parameters, buffers and constants into inputs of its graph, and an exported version's graph has its
 weights as an argument from the start (tower.py). So the original graph and everything compiled from it are functions
-`f(weights, inputs) -> logits`. An artifact holds no weights, and new weights need no compilation. Weights are one tuple
-that is replaced between two reads of one name, so a run keeps the weights that it began with. (AOTInductor's own
-constant buffers were tried and dropped: an update writes to each artifact in turn, so two buckets could answer one
-batch with different weights.)
+`f(weights, inputs) -> logits`. An artifact has no weights, and new weights need no compilation. Weights are one tuple,
+replaced by one assignment, so a run keeps the weights that it began with. (Rejected: AOTInductor's own constant
+buffers. An update writes to each artifact in turn, so two buckets could answer one batch with different weights.)
 
 The dimensions of an input are numbers, or free. The first dimension of the first input is `rows`; every other free one
 is a `length` of a sequence, numbered in the order of the inputs. A `Shape` gives values to the free dimensions.
@@ -162,7 +161,7 @@ class TowerGraph:
         return [_drawn(given, given.sizes(shape), generator).to(device) for given in self.inputs]
 
     def order_weights(self, state: Mapping[str, Tensor], device: torch.device) -> Weights:
-        """Weights by name as one tuple in the graph's order; what `state` lacks keeps its saved value.
+        """Weights by name as one tuple in the graph's order; weights that `state` lacks keep their saved value.
 
         A name that the graph does not have, or another shape, is an error.
         """

@@ -4,7 +4,7 @@ Files in reading order:
 
     serve_options.py      ServeOptions: the command's options, checked before a process starts
     supervisor.py         Supervisor: starts, restarts and ends the processes; holds the ports
-    child.py              Child: one process as the supervisor keeps it
+    child.py              Child: the supervisor's handle of one process
     child_runtime.py      the child's side: options from stdin, events on stdout
     status_line.py        the terminal's status line
     mps.py                NVIDIA's MPS, for several engines on one GPU
@@ -14,7 +14,7 @@ Files in reading order:
     engine_socket.py      FrontendConnection: an engine's side of a front end's socket
     request_admission.py  RequestAdmission: the engine's first part of the path of a request
     engine_status.py      EngineStatus: models and figures as documents
-    restore.py            Restore: after a restart an engine serves the same versions
+    restore.py            Restore: makes a restarted engine serve the same versions
 
 `hotrow.cli` and `hotrow.demo` import it; nothing else in serve does. The supervisor runs on its main thread, with two
 reader threads for each child. engine_process.py lists the threads of an engine.

@@ -1,13 +1,13 @@
-"""Child: one process of the server as the supervisor keeps it: start, watch, restart when it dies.
+"""Child: the supervisor's handle of one process of the server: start, watch, restart when it dies.
 
 The child's side is child_runtime.py. A child reads its options from stdin, a line of JSON, and then further lines. (As
-arguments, tokens and passwords would be visible to every user of the machine.) Only the supervisor holds that pipe, so
-the end of stdin tells the child that the supervisor has ended, in whatever way. The child writes events as lines of
-JSON on stdout; a thread here reads them and keeps `ready` and `figures`. Its stderr is forwarded to ours, and the last
-lines are kept for the error that says why it died.
+arguments, tokens and passwords would be visible to every user of the machine.) Only the supervisor has the other end of
+that pipe, so if the supervisor ends for any reason, the child reads end-of-file. The child writes events as lines of
+JSON on stdout; a thread here reads them and updates `ready` and `figures`. Its stderr is forwarded to the supervisor's,
+and the last lines are kept for the error message if it dies.
 
 A child that dies is restarted after a backoff, from half a second up to ten. After a minute of running the backoff
-starts again at half a second. A child that has never been ready is given up after `MAX_STARTS` starts.
+starts again at half a second. A child that has never been ready is not started again after `MAX_STARTS` starts.
 
 The supervisor's thread calls every method.
 """
@@ -43,10 +43,10 @@ class Child:
         self.name, self.module, self.options = name, module, options
         self.restarts = 0
         self.ready = False
-        self.failed: str | None = None  # why it cannot work: as it reported, or that it dies at every start
+        self.failed: str | None = None  # why it cannot work: its own report, or that it dies at every start
         self.figures: dict[str, Any] = {}
         self.process: subprocess.Popen[bytes] | None = None
-        self.environment: dict[str, str] = {}  # in addition to ours
+        self.environment: dict[str, str] = {}  # in addition to the supervisor's
         self._on_event = on_event
         self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         self._started_at, self._restart_at = 0.0, 0.0

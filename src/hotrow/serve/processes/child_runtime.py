@@ -1,4 +1,4 @@
-"""The child's side of a server process: read options, report events, keep the garbage collector quiet.
+"""The child's side of a server process: read options, report events, avoid long garbage collections.
 
 The supervisor's side is child.py. This file imports only the standard library.
 """
@@ -17,12 +17,12 @@ _reporting = threading.Lock()
 
 
 def read_options() -> tuple[dict[str, Any], BinaryIO]:
-    """The options in the first line of stdin, and a file with the supervisor's later lines. It ends when the supervisor
-    does."""
+    """The options in the first line of stdin, and a file with the supervisor's later lines. The file ends when the
+    supervisor does."""
     lines = os.fdopen(os.dup(0), "rb")
     first = lines.readline()
     if not first:
-        raise SystemExit("the supervisor went away before it sent the options")
+        raise SystemExit("the supervisor ended before it sent the options")
     options: dict[str, Any] = json.loads(first)
     return options, lines
 
@@ -35,8 +35,8 @@ def report_event(event: str, **content: Any) -> None:
 
 
 def freeze_garbage_collector() -> None:
-    """Exclude every object that exists now from garbage collection, torch's modules above all. A collection that visits
-    them takes a tenth of a second or more, in the middle of some requests."""
+    """Exclude every object that exists now from garbage collection, mainly torch's modules. A collection that visits
+    them pauses requests for a tenth of a second or more."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

@@ -1,4 +1,4 @@
-"""EngineOptions: the options of an engine process. The supervisor makes and checks them before it starts one."""
+"""EngineOptions: the options of an engine process. The supervisor creates and checks them before it starts one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EngineOptions:
     stale_after: float | None = None  # seconds: an alarm when a version's data is older
     poll: float = 0.0  # seconds between polls of the repository; 0: never
     drain: float = 10.0  # seconds
-    restore: dict[str, list[str]] | None = None  # instead of models: what was in service before a restart (restore.py)
+    restore: dict[str, list[str]] | None = None  # instead of models: versions in service before a restart (restore.py)
 
     def __post_init__(self) -> None:
         for name in ("lanes", "threads", "max_rows", "queue_rows", "queue_bytes", "miss_workers"):

@@ -4,14 +4,14 @@ Threads:
 - a reader for each connection (engine_socket.py), which admits and enqueues requests (request_admission.py)
 - lanes, which take batches from the queues, run them and send the answers (serve/batching/lanes.py)
 - one for each command: load, unload, index, statistics, figures
-- a clock, which sends the figures to all front ends once a second, and polls the repository if told to
+- a clock, which sends the figures to all front ends once a second, and polls the repository if `poll` is set
 
-`REPLY` frames with id 0 go to front ends unasked: `{"models": [...]}` whenever the models change, before any answer
-that has a new version's number, and `{"figures": {...}}`.
+`REPLY` frames with id 0 are notifications to front ends: `{"models": [...]}` whenever the models change, before any
+answer that has a new version's number, and `{"figures": {...}}`.
 
 To the supervisor the process writes a line of JSON on stdout for each event (listening, ready, refused, figures, ...).
-It ends when its stdin ends, so no engine outlives its supervisor. On SIGTERM it drains: it answers what was admitted
-and exits with 0.
+It ends when its stdin ends, so no engine outlives its supervisor. On SIGTERM it drains: it answers the admitted
+requests and exits with 0.
 
 It is started as `python -m hotrow.serve.processes.engine_process`, with its EngineOptions as JSON in the first line of
 stdin. They are not arguments because addresses may have passwords, and every user can see a process's arguments.
@@ -51,7 +51,7 @@ from hotrow.serve.protocol.request import RefusedError
 log = logging.getLogger(__name__)
 
 FIGURES_SECONDS = 1.0
-SWITCH_SECONDS = 0.0005  # that a thread may keep the interpreter lock: a lane with finished logits waits for it
+SWITCH_SECONDS = 0.0005  # most time that a thread holds the interpreter lock while a lane with finished logits waits
 
 
 class EngineProcess:
@@ -78,7 +78,7 @@ class EngineProcess:
         self.admission = RequestAdmission(options, self.models, self.tensorbatch, self.misses)
         self.status = EngineStatus(self.models, self.tensorbatch, self.misses, self.lanes, options.stale_after)
         self.connections: set[FrontendConnection] = set()
-        self.loaded = False  # whether the first load of all models is over
+        self.loaded = False  # whether the first load of all models has ended
         self._listener: socket.socket | None = None
         self._stopped = threading.Event()
 
@@ -151,7 +151,7 @@ class EngineProcess:
     # --- frames from front ends ---
 
     def receive(self, connection: FrontendConnection, chunk: bytearray, scanned: list[Scanned]) -> None:
-        """The complete frames of one read: requests are admitted here, each command runs on a thread of its own."""
+        """Handle the complete frames of one read: admit requests, run each command on a thread of its own."""
         requests = [frame for frame in scanned if frame[0] == frames.REQUEST]
         if requests:
             self.admission.receive(connection, chunk, requests)

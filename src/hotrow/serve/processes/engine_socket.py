@@ -2,11 +2,11 @@
 
 A reader thread receives into large chunks and passes complete frames on as (chunk, offset, length). A request's bytes
 stay in their chunk until they are joined into a batch. Each byte of a chunk is written once, so frames may be read
-from it at any time. A chunk is freed with its last request. Only a frame that is cut by the end of a chunk is copied,
-to the next chunk.
+from it at any time. A chunk is freed with its last request. Only a frame that crosses the end of a chunk is copied, to
+the next chunk.
 
-Lanes call `send`. It passes to the kernel what fits at once, which is nearly always everything, and leaves the rest to
-a writer thread, so a front end that does not read cannot block a lane. A front end with more than `MAX_UNSENT_BYTES`
+Lanes call `send`. It sends as much as the socket's buffer takes, which is nearly always everything, and leaves the rest
+to a writer thread, so a front end that does not read cannot block a lane. A front end with more than `MAX_UNSENT_BYTES`
 unread is disconnected.
 """
 

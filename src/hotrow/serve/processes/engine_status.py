@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineStatus:
-    """Reads the state of one engine. `stale_after` is the age in seconds that raises an alarm; None for none."""
+    """Reads the state of one engine. `stale_after` is the age in seconds that raises an alarm; None: no alarm."""
 
     def __init__(
         self, models: Models, tensorbatch: TensorBatch, misses: MissQueue, lanes: Lanes, stale_after: float | None
@@ -56,7 +56,7 @@ class EngineStatus:
         ]
 
     def figures(self) -> dict[str, Any]:
-        """Everything that the engine counts."""
+        """All counters and gauges of the engine."""
         counts = dataclasses.asdict(self.tensorbatch.counts)
         misses = dataclasses.asdict(self.misses.counts)
         return {
@@ -86,7 +86,7 @@ class EngineStatus:
         }
 
     def _freshness(self, model: Model, version: Version) -> dict[str, Any]:
-        """The age of a version's data now and lately, and its follower's figures."""
+        """The current and recent age of a version's data, and its follower's figures."""
         follower = getattr(version.servable, "follower", None)
         fresh = getattr(version.servable, "fresh", None)
         alarm = self._alarms.get(model.name)

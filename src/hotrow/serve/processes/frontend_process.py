@@ -3,7 +3,7 @@
 It writes lines of JSON for its supervisor on stdout: ready with its ports, and figures once a second. It reads lines
 from stdin. The first has its options, `{"sockets": [...], "options": {...}}`, with the token, which must not be among
 the arguments. The others are `{"others": [...]}`, the figures of the other front ends, for the metrics page. It ends
-when stdin ends. On SIGTERM it drains: it accepts nothing new, answers what is in flight, and exits with 0.
+when stdin ends. On SIGTERM it drains: it accepts nothing new, answers the requests in flight, and exits with 0.
 
 It is started as `python -m hotrow.serve.processes.frontend_process`.
 """

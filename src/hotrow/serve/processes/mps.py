@@ -1,9 +1,9 @@
 """NVIDIA's Multi-Process Service (MPS): kernels of several engine processes run on one GPU at the same time.
 
-`hotrow serve --processes N` on a GPU starts MPS unless it is running, in a private folder whose path only its own
-children get (CUDA_MPS_PIPE_DIRECTORY), and ends it with them. A running MPS is used and never ended: its pipe is in
-CUDA_MPS_PIPE_DIRECTORY or /tmp/nvidia-mps. Without MPS the processes share the GPU by time slices, and a message says
-so.
+`hotrow serve --processes N` on a GPU starts MPS unless it is running, and ends it at shutdown. Its pipe is in a private
+folder whose path is passed only to the server's own processes (CUDA_MPS_PIPE_DIRECTORY). An MPS that already runs, with
+its pipe in CUDA_MPS_PIPE_DIRECTORY or /tmp/nvidia-mps, is used and never ended. Without MPS the processes share the GPU
+by time slices, and a message says so.
 """
 
 from __future__ import annotations

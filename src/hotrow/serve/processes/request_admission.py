@@ -1,8 +1,8 @@
-"""The engine's half of the path of a request, first part: frame → route → admit → defer cold rows → enqueue.
+"""The engine's first part of the path of a request: frame → route → admit → defer cold rows → enqueue.
 
-The thread that reads a front end's connection runs these steps. A lane runs the rest (serve/batching/lanes.py), and
-serve/__init__.py has the whole path. A Route is found once for each version, signature and policy, and cached until the
-loaded models change. All requests of one read that have the same route are admitted and enqueued together.
+The thread that reads a front end's connection runs these steps. A lane runs the later ones (serve/batching/lanes.py).
+serve/__init__.py has the complete path. A Route is computed once for each version, signature and policy, and cached
+until the loaded models change. All requests of one read that have the same route are admitted and enqueued together.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hotrow.serve.protocol.request import POLICIES, RefusedError
 
 DEFAULT_DEADLINE = 1.0  # seconds, if neither the request nor the options nor the version has one
 
-Scanned = tuple[Any, ...]  # frames.ScannedRequest's fields, or the first four and why the frame is malformed
+Scanned = tuple[Any, ...]  # frames.ScannedRequest's fields; if malformed, the first four and the reason
 
 
 class Route(NamedTuple):
-    """The queue of a request, and what its version and policy imply."""
+    """The queue of a request, and settings from its version and policy."""
 
     model: Model
     queue: BatchQueue
@@ -34,7 +34,7 @@ class Route(NamedTuple):
 
 
 class RequestAdmission:
-    """Takes requests from the connections' readers to their batch queues, or refuses them."""
+    """Passes requests from connection readers to their batch queues, or refuses them."""
 
     def __init__(self, options: EngineOptions, models: Models, tensorbatch: TensorBatch, misses: MissQueue) -> None:
         self.options, self.models, self.tensorbatch, self.misses = options, models, tensorbatch, misses
@@ -52,7 +52,7 @@ class RequestAdmission:
                 self.tensorbatch.enqueue(route.queue, requests)
 
     def clear_routes(self) -> None:
-        """The loaded models have changed: routes are found anew."""
+        """Clear the cached routes, because the loaded models have changed."""
         self._routes = {}
 
     def _by_route(
@@ -80,7 +80,8 @@ class RequestAdmission:
             raise RefusedError(400, f"malformed frame: {frame[4]}")
         _, _, _, _, number, fingerprint, rows, _, policy, ids, _, _ = frame
         if ids > frames.MOST_IDS // 2:
-            raise RefusedError(413, f"{ids} ids in one request, spread over its rows; ask with fewer rows at once")
+            why = f"{ids} ids in one request, with shared ones counted for each row; send fewer rows per request"
+            raise RefusedError(413, why)
         if rows > self.options.max_rows:  # several batches, which must all use one version
             model, pinned = self.models.resolve(number)
             if pinned is None and (current := model.version_for(fingerprint)) is not None:
@@ -96,7 +97,7 @@ class RequestAdmission:
             raise RefusedError(400, f"policy number {policy}; there are {len(POLICIES)}")
         version = model.version_for(fingerprint, pinned)
         if version is None:
-            raise RefusedError(503, f"model {model.name!r} takes other inputs now; ask again", 0.1)
+            raise RefusedError(503, f"model {model.name!r} takes other inputs now; send the request again", 0.1)
         default = self.options.policy or getattr(version.servable, "policy", None) or "initial"
         name = POLICIES[policy - 1] if policy else default
         queue = self.tensorbatch.queue_of(model.group, BatchKey(model, pinned, fingerprint, name))
@@ -109,7 +110,7 @@ class RequestAdmission:
         return DEFAULT_DEADLINE
 
     def _defer_cold(self, queue: BatchQueue, requests: list[QueuedRequest]) -> list[QueuedRequest]:
-        """Hand requests with cold rows to the miss queue; returns the others."""
+        """Pass requests with cold rows to the miss queue; returns the others."""
         key: BatchKey = queue.key
         version = key.model.version_for(key.fingerprint, key.pinned)
         if version is None or not version.can_be_cold:

@@ -1,8 +1,8 @@
-"""Restore: after a restart an engine serves the same models and versions as before.
+"""Restore: makes a restarted engine serve the same models and versions as before.
 
 An engine reports to its supervisor which versions of which models are loaded (`in_service`). The supervisor passes this
 to the restarted engine, which loads the same: the current version, the version kept for rollback, and nothing that was
-unloaded. A model that was in service and fails to load, perhaps because its row store is away, is retried without end.
+unloaded. A model that was in service and fails to load, for example because its row store is down, is retried for ever.
 
 Threads: `begin` first. Then one thread calls `retry`, and any thread the other methods.
 """
@@ -26,7 +26,7 @@ class Restore:
 
     def __init__(self, models: Models, report_event: Callable[..., None]) -> None:
         self._models, self._report_event = models, report_event
-        self._lost: InService = {}  # were in service, and fail to load
+        self._lost: InService = {}  # versions that were in service and fail to load
         self._backoff, self._retry_at = Backoff(FIRST_PAUSE, LONGEST_PAUSE), 0.0
 
     def begin(self, before: Mapping[str, list[str]] | None, names: Sequence[str]) -> None:

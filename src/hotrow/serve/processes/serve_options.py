@@ -1,7 +1,7 @@
 """ServeOptions: the options of `hotrow serve`, all of them checked before any process starts.
 
-`engine` and `front_end` make the options of those processes, so a value that one of them would refuse is refused at
-once and with the same error.
+`engine` and `front_end` create the options of those processes, so a wrong value raises the same error at once as it
+would in the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""StatusLine: one line for the terminal about what the engines did since the last line."""
+"""StatusLine: one line for the terminal with the engines' figures since the last line."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 At the start the supervisor binds the ports (a port in use is an error before a model is loaded), then engines load
 their models, then front ends listen: no client can connect before the server can answer. A child that dies is restarted
 (child.py). On SIGTERM or Ctrl-C the front ends drain, then the engines, and the supervisor exits with 0. Sockets are in
-a private temporary folder. If the supervisor is killed, its children see the end of their stdin, and end.
+a private temporary folder. If the supervisor is killed, its children read end-of-file on stdin and end.
 
 The supervisor keeps each port bound, without listening. So the port stays reserved while a front end restarts, and no
 other server can share it by accident.

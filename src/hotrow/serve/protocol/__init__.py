@@ -1,4 +1,4 @@
-"""The protocol: what clients, front ends and engines send each other, as functions of bytes, without a network.
+"""The protocol: encodes and decodes the messages of clients, front ends and engines, without a network.
 
 Files in reading order:
 
@@ -7,8 +7,8 @@ Files in reading order:
     backend.py         Backend: the interface between a front end and the models
     inference_json.py  RequestParser: bodies of the Open Inference Protocol to Requests; write_answer
     tensors.py         a tensor's declaration and its elements, from bytes or JSON
-    input_layout.py    Layout: input tensors to the columns of a signature
-    raw_columns.py     RawColumns: raw columns through the model's feature spec
+    input_layout.py    Layout: converts input tensors to the columns of a signature
+    raw_columns.py     RawColumns: converts raw columns by the model's feature spec
     frames.py          requests and answers as flat bytes between front end and engine (docs/formats/frames.md)
     metrics.py         every metric, and Prometheus' text format
 

@@ -1,11 +1,11 @@
-"""Backend: the interface between a front end, which knows bytes, JSON and gRPC, and the models.
+"""Backend: the interface between a front end (bytes, JSON, gRPC) and the models.
 
 In a server it is EngineClient, a Unix socket to each engine process. In the tests it is a small model in the same
 process. All methods are called from the front end's event loop; `models` and `figures` are not coroutines and must not
 block.
 
 Invariant: `models()` returns the *same* ModelInfo object until something about that model changes. The front end caches
-what it derives from one (names, shapes, a parsed feature spec) as long as the object is the same.
+data derived from a ModelInfo (names, shapes, a parsed feature spec) as long as the object is the same.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Figures = Mapping[tuple[str, ...], float]  # (metric, label values in metrics.TA
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model. `version` answers requests that name none; it is empty if no version has ever loaded. `versions` are
-    all that a request can name. If `state` is not READY, no engine answers now, and `reason` says why.
+    """A model. `version` answers requests that name none; it is empty if no version has ever loaded. A request can name
+    any of `versions`. If `state` is not READY, no engine answers now, and `reason` says why.
 
     A version with another input layout has its own ModelInfo in `others`.
     """
@@ -33,7 +33,7 @@ class ModelInfo:
     version: str
     signature: Signature
     versions: tuple[str, ...] = ()
-    features: str | None = None  # the saved FeatureSpec as JSON, which makes raw columns possible
+    features: str | None = None  # the saved FeatureSpec as JSON; raw columns need it
     config: Mapping[str, Any] = field(default_factory=dict)
     state: str = READY
     reason: str = ""
@@ -51,14 +51,14 @@ class IndexEntry:
 
 
 class Backend(Protocol):
-    """The interface. Methods raise RefusedError with an HTTP status for what they refuse."""
+    """The interface. Methods raise RefusedError with an HTTP status for requests that they refuse."""
 
     def models(self) -> Mapping[str, ModelInfo]:
         """The models in service, and those whose engine is restarting. Raises RefusedError while none is known."""
         ...
 
     def figures(self) -> Figures:
-        """What the engines have counted (metrics.TABLE names and explains each), as of a moment ago."""
+        """Recent figures of the engines; metrics.TABLE describes each."""
         ...
 
     async def infer(self, request: Request) -> Answer:
@@ -86,5 +86,5 @@ class Backend(Protocol):
         ...
 
     async def live(self) -> bool:
-        """Whether the server works at all."""
+        """Whether the server is alive."""
         ...

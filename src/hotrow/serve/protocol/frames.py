@@ -2,13 +2,13 @@
 
 A front end writes a request's arrays after a small head: one copy, no JSON, no pickle. The engine scans the received
 bytes for frames, and joins the requests of a batch into columns, without a Python object for each feature: `scan` and
-`join` are one C++ call each (core/serve) and check every length. So in the engine a request costs Python a tuple and a
+`join` are one C++ call each (core/serve) and check every length. So a request costs the engine one Python tuple and one
 queue entry, whatever its number of features.
 
 Every function here is pure; any thread may call it.
 
-Tried and dropped: an array object per feature and request in the engine (26 features x 20 requests x 1 us a batch was
-more than the tower); msgpack (the engine would still take each request apart in Python).
+Rejected: an array object per feature and request in the engine (26 features x 20 requests x 1 us per batch took longer
+than the tower); msgpack (the engine would still decode each request in Python).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FrameError = _core.FrameError
 
 REQUEST, ANSWER, REFUSAL, COMMAND, REPLY = 1, 2, 3, 4, 5  # kinds
 LONGEST_FRAME = 256 << 20
-MOST_IDS = 1 << 27  # of a joined batch: 1 GiB of keys
+MOST_IDS = 1 << 27  # in a batch: 1 GiB of keys
 
 _PACKED, _COLUMNS, _DENSE_SHARED = 1, 2, 4  # a request's flags
 _COMPILED = 1  # an answer's
@@ -60,7 +60,7 @@ class ScannedRequest(NamedTuple):
     rows: int
     deadline_left: int  # microseconds; negative: the engine's default
     policy: int
-    ids: int  # once shared features are spread
+    ids: int  # with shared features counted for each row
     features: int
     dense: int
 
@@ -141,8 +141,8 @@ def read_answer(chunk: Chunk, offset: int) -> AnswerFrame:
 
 
 def scan(chunk: Chunk, begin: int, end: int, longest: int = LONGEST_FRAME) -> tuple[list[tuple[Any, ...]], int, int]:
-    """The complete frames between begin and end: (kind, id, offset, length), for requests all of ScannedRequest, for a
-    malformed one the reason as the fifth. Then the start of the rest, and the length of the next frame."""
+    """The complete frames between begin and end: (kind, id, offset, length); for requests all fields of ScannedRequest,
+    for a malformed frame the reason as the fifth. Then the start of the unread bytes, and the next frame's length."""
     found: tuple[list[tuple[Any, ...]], int, int] = _core.scan_frames(chunk, begin, end, longest)
     return found
 
@@ -174,8 +174,8 @@ _T = TypeVar("_T")
 
 
 def _checked(kind: type[_T], **fields: Any) -> _T:
-    """A frozen dataclass made without its checks, because the core has checked the same (saves 40 us a batch of 26
-    features)."""
+    """Create a frozen dataclass without its checks, because the core has made the same checks (saves 40 us per batch of
+    26 features)."""
     made = object.__new__(kind)
     made.__dict__.update(fields)
     return made

@@ -1,14 +1,14 @@
-"""The Open Inference Protocol's bodies, as JSON or as JSON and bytes: a body into a Request, an Answer into a body.
+"""The Open Inference Protocol's bodies, as JSON or as JSON and bytes: parses Requests, writes Answers.
 
 A body is a JSON object. With the header `Inference-Header-Content-Length: n` only its first n bytes are JSON. The
 inputs that have `binary_data_size` follow as bytes, in the order of the inputs. Everything is a pure function of the
 body, the model and the clock, so the tests of both forms need no network.
 
-**Parsed headers.** The JSON part of a binary body gives names, shapes, the location of each tensor and the outputs
-wanted. A client that sends 50 candidates sends the same JSON every time, so the result is cached under its bytes. A
-repeated request then costs only views and checks of its data: 30 instead of 230 µs for 26 features (2 cores of an AMD
-EPYC). Headers with an id or inline data are not cached. At most `_MAX_CACHED_HEADERS` of up to
-`_MAX_CACHED_HEADER_BYTES` are; when the cache is full, it is emptied.
+**Parsed headers.** The JSON part of a binary body has names, shapes, the location of each tensor and the outputs
+wanted. A client that always sends 50 candidates sends the same JSON every time, so the parsed result is cached with
+these bytes as key. A repeated request then costs only views and checks of its data: 30 instead of 230 µs for 26
+features (2 cores of an AMD EPYC). Headers with an id or inline data are not cached. The cache has at most
+`_MAX_CACHED_HEADERS` entries of up to `_MAX_CACHED_HEADER_BYTES`; when it is full, it is emptied.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RequestOptions:
 
 
 class RequestParser:
-    """Makes Requests for one version of a model, and caches the parsed headers."""
+    """Parses Requests for one version of a model, and caches the parsed headers."""
 
     def __init__(self, info: ModelInfo, limits: Limits) -> None:
         self.info, self.limits = info, limits
@@ -129,7 +129,7 @@ class RequestParser:
         return self.layout.plan(tensors)
 
     def raw_columns(self) -> RawColumns:
-        """The raw columns' conversion, if the model has a feature spec."""
+        """The converter of raw columns, if the model has a feature spec."""
         if self._raw_columns is None:
             if self.info.features is None:
                 raise invalid(

@@ -9,13 +9,13 @@ A model's inputs are named after its signature. For a key feature `item`:
 `dense` is FP32 [rows, width]. `keys` is INT64 [rows, f]: one id per row for each of the f features that have no tensor
 of their own, in the signature's order. A client with 26 such features sends one tensor.
 
-**rows** is the largest first size among all tensors (of a jagged one: offsets less one). Every tensor has that many
+**rows** is the largest first size among all tensors (of a jagged one: offsets minus one). Every tensor has that many
 rows, or exactly one row, which is then used for all (`shared`: the user's features, sent once). Everything else is
-refused. A feature that the model takes as a sequence is refused as a plain [n] with n > 1: it could mean n rows or one
+an error. So is a plain [n] with n > 1 for a feature that the model uses as a sequence: it could mean n rows or one
 row with n ids. It needs offsets, or the shape [1, n] or [n, 1].
 
-An InputPlan is what follows from names, types and shapes alone. Clients send the same ones again and again, so
-inference_json.py caches plans. A repeated request is only checked for its data: offsets that increase, finite numbers.
+An InputPlan depends only on names, types and shapes. Clients repeat these, so inference_json.py caches plans. For a
+repeated request only the data is checked: offsets that increase, finite numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VALUES, _OFFSETS, _WEIGHTS = 0, 1, 2
 
 @dataclass(frozen=True)
 class Column:
-    """Where one feature's ids come from: a tensor, by its index among the inputs, or a column of `keys`."""
+    """The source of one feature's ids: a tensor, by its index among the inputs, or a column of `keys`."""
 
     index: int
     packed: int | None = None
@@ -162,7 +162,7 @@ class Layout:
         for number, name in enumerate(signature.features):
             self._roles[f"{name}.offsets"] = (_OFFSETS, number)
             self._roles[f"{name}.weights"] = (_WEIGHTS, number)
-        for number, name in enumerate(signature.features):  # a feature's name goes before another's suffix
+        for number, name in enumerate(signature.features):  # a feature's name has priority over another's suffix
             self._roles[name] = (_VALUES, number)
         self.has_keys = KEYS not in self._roles
 

@@ -1,4 +1,4 @@
-"""Limits: how much one client, and all clients together, may use of a front end.
+"""Limits: the resources of a front end that one client, and all clients together, may use.
 
 Every number that a client chooses (a body's length, a shape, a header, a count of connections) is checked against a
 limit before memory is allocated for it. Limits are options of `hotrow serve`: each has a name, a default for a machine

@@ -1,6 +1,6 @@
 """Metrics: every metric of the server (TABLE), the front end's counters, and Prometheus' text format.
 
-Names are Triton's where the meaning is the same, so that dashboards work unchanged; our own begin with hotrow_.
+Names are Triton's where the meaning is the same, so that dashboards work unchanged; others begin with hotrow_.
 Figures map (name, label values...) to a number. Figures of several processes are added with `sum_figures`.
 
 prometheus_client is not used: it appends _total to a counter's name, and Triton's counters have no such suffix.
@@ -31,7 +31,7 @@ TABLE: dict[str, Metric] = {
     # Triton's names, counted by the front end.
     "nv_inference_request_success": Metric("counter", _MODEL, "Requests that were answered"),
     "nv_inference_request_failure": Metric(
-        "counter", (*_MODEL, "reason"), "Requests that were not: BAD_REQUEST, REFUSED (shed), DEADLINE, INTERNAL"
+        "counter", (*_MODEL, "reason"), "Failed requests by reason: BAD_REQUEST, REFUSED (shed), DEADLINE, INTERNAL"
     ),
     "nv_inference_request_duration_us": Metric(
         "counter", _MODEL, "Microseconds from a request's last byte to its answer's first, summed"
@@ -40,10 +40,10 @@ TABLE: dict[str, Metric] = {
     "nv_inference_count": Metric("counter", _MODEL, "Rows that were scored"),
     "nv_inference_exec_count": Metric("counter", _MODEL, "Joined batches that ran"),
     "nv_inference_queue_duration_us": Metric(
-        "counter", _MODEL, "Microseconds that requests waited to be joined, summed"
+        "counter", _MODEL, "Microseconds that requests waited for a batch, summed"
     ),
     "nv_inference_compute_input_duration_us": Metric(
-        "counter", _MODEL, "Microseconds for joining and finding rows, summed over requests"
+        "counter", _MODEL, "Microseconds for joining requests and looking up rows, summed over requests"
     ),
     "nv_inference_compute_infer_duration_us": Metric(
         "counter", _MODEL, "Microseconds in the tower, summed over requests"
@@ -51,20 +51,20 @@ TABLE: dict[str, Metric] = {
     "nv_inference_compute_output_duration_us": Metric(
         "counter", _MODEL, "Microseconds for splitting answers, summed over requests"
     ),
-    "nv_inference_pending_request_count": Metric("gauge", _MODEL, "Requests that wait to be joined"),
-    # Our own, counted by the front end.
+    "nv_inference_pending_request_count": Metric("gauge", _MODEL, "Requests that wait for a batch"),
+    # HotRow's own, counted by the front end.
     "hotrow_rows_asked_total": Metric("counter", _MODEL, "Rows in accepted requests"),
     "hotrow_request_bytes_total": Metric("counter", ("protocol",), "Bytes of request bodies"),
     "hotrow_requests_in_flight": Metric("gauge", (), "Requests that wait for an answer"),
-    "hotrow_turned_away_total": Metric("counter", (), "Requests refused unread: more would not be answered in time"),
+    "hotrow_turned_away_total": Metric("counter", (), "Requests shed before parsing, during an overload"),
     "hotrow_connections": Metric("gauge", ("protocol",), "Open connections"),
     "hotrow_connections_refused_total": Metric("counter", ("reason",), "Connections closed: too many, slow, idle, bad"),
     "hotrow_buffered_bytes": Metric("gauge", (), "Bytes of bodies being read or answered"),
-    "hotrow_draining": Metric("gauge", (), "1 while the front end finishes and takes nothing new"),
-    # Our own, counted by the engines.
+    "hotrow_draining": Metric("gauge", (), "1 while the front end drains and accepts nothing new"),
+    # HotRow's own, counted by the engines.
     "hotrow_rows_total": Metric("counter", _MODEL, "Rows that ran, padding not counted"),
     "hotrow_padding_rows_total": Metric("counter", _MODEL, "Rows added to fill buckets"),
-    "hotrow_late_rows_total": Metric("counter", (*_MODEL, "policy"), "Ids answered by policy, their rows being late"),
+    "hotrow_late_rows_total": Metric("counter", (*_MODEL, "policy"), "Ids answered by policy, as their rows were late"),
     "hotrow_shed_total": Metric("counter", (*_MODEL, "reason"), "Requests refused by admission control"),
     "hotrow_bucket_hits_total": Metric("counter", (*_MODEL, "bucket"), "Batches that a compiled bucket answered"),
     "hotrow_fallback_total": Metric("counter", _MODEL, "Batches that the original graph answered"),
@@ -74,22 +74,22 @@ TABLE: dict[str, Metric] = {
     "hotrow_eager_ops": Metric("gauge", (*_MODEL, "op"), "Buckets in which an op of the tower is not compiled"),
     "hotrow_cache_ids_total": Metric("counter", (*_MODEL, "tier"), "Ids by where their row was: hbm, dram, ssd, none"),
     "hotrow_publication": Metric("gauge", _MODEL, "The publication that answers"),
-    "hotrow_freshness_seconds": Metric("gauge", _MODEL, "Now less the event-time watermark of that publication"),
+    "hotrow_freshness_seconds": Metric("gauge", _MODEL, "Now minus the event-time watermark of that publication"),
     "hotrow_freshness_quantile_seconds": Metric(
         "gauge", (*_MODEL, "quantile"), "The same for each answer, over the last half to whole minute; worst engine"
     ),
     "hotrow_stale": Metric("gauge", _MODEL, "1 while that is above --stale-after; engines with it"),
     "hotrow_bus_publications_total": Metric("counter", _MODEL, "Publications that were put in service"),
     "hotrow_bus_rows_total": Metric("counter", _MODEL, "Rows that they set or removed"),
-    "hotrow_bus_switch_seconds_total": Metric("counter", _MODEL, "Seconds of making them ready and switching"),
+    "hotrow_bus_switch_seconds_total": Metric("counter", _MODEL, "Seconds of preparing them and cutting over"),
     "hotrow_bus_bad_messages_total": Metric("counter", _MODEL, "Messages put into quarantine"),
-    "hotrow_bus_errors_total": Metric("counter", _MODEL, "Times that the bus did not answer"),
-    "hotrow_bus_reloads_total": Metric("counter", _MODEL, "Snapshots opened because the bus had gone on without us"),
+    "hotrow_bus_errors_total": Metric("counter", _MODEL, "Failed calls to the bus"),
+    "hotrow_bus_reloads_total": Metric("counter", _MODEL, "Snapshots loaded, as retention had removed publications"),
     "hotrow_remote_hits_total": Metric("counter", _MODEL, "Keys whose rows were in the cache over the remote store"),
-    "hotrow_remote_misses_total": Metric("counter", _MODEL, "Keys whose rows were not, when a batch ran"),
-    "hotrow_remote_absent_total": Metric("counter", _MODEL, "Keys for which the store was asked and has no row"),
-    "hotrow_remote_late_total": Metric("counter", _MODEL, "Keys whose rows did not come in time"),
-    "hotrow_remote_bytes_total": Metric("counter", _MODEL, "Bytes of rows that came from the store"),
+    "hotrow_remote_misses_total": Metric("counter", _MODEL, "Keys whose rows were not in that cache when a batch ran"),
+    "hotrow_remote_absent_total": Metric("counter", _MODEL, "Keys that were read from the store and have no row there"),
+    "hotrow_remote_late_total": Metric("counter", _MODEL, "Keys whose rows did not arrive in time"),
+    "hotrow_remote_bytes_total": Metric("counter", _MODEL, "Bytes of rows read from the store"),
     "hotrow_remote_cached_rows": Metric("gauge", _MODEL, "Rows in the cache over the remote store"),
     "hotrow_remote_up": Metric("gauge", _MODEL, "Engines for which every node of the store answers"),
     "hotrow_engine_restarts_total": Metric("counter", (), "Engine processes that died and were started again"),

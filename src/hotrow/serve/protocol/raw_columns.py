@@ -1,12 +1,13 @@
-"""RawColumns: columns as in the training data, converted to keys by the model's saved feature spec.
+"""RawColumns: converts columns as in the training data to keys, by the model's saved feature spec.
 
-A request is raw if it says so (`raw: true`) or if a tensor is BYTES, because keys are never strings. Its tensors are
-columns of the spec, by their names in the data: numbers or strings, [rows] or [rows, 1], or [1] for all rows. Lists are
-[rows, n], or `<column>` [elements] with `<column>.offsets` [rows + 1]. A JSON null or a float NaN is a missing value.
+A request is raw if it has the parameter `raw: true`, or if a tensor is BYTES, because keys are never strings. Its
+tensors are columns of the spec, by their names in the data: numbers or strings, [rows] or [rows, 1], or [1] for all
+rows. Lists are [rows, n], or `<column>` [elements] with `<column>.offsets` [rows + 1]. A JSON null or a float NaN is a
+missing value.
 
-The spec is the one that trained the model, so serving cannot differ from training. It gets every column at full length,
-because a Cross may join a user's column and an item's. A feature made from shared columns only is then cut back to one
-row, so that the engine reads the user's rows once.
+The spec is the one of training, so serving computes the same features. It is applied to columns of full length, because
+a Cross may join a user's column and an item's. A feature computed only from shared columns is then reduced to one row,
+so that the engine reads the user's rows once.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class RawColumns:
         return Ids(values, offsets, weights)
 
     def _columns_of(self, name: str) -> frozenset[str]:
-        """The raw columns that a feature is made from."""
+        """The raw columns that a feature is computed from."""
         feature = next((feature for feature in self.spec.features if feature.name == name), None)
         if feature is None:
             return frozenset([name])

@@ -1,4 +1,4 @@
-"""Request, Answer, and the Signature of a model's inputs: the values that flow through the server.
+"""Request, Answer, and the Signature of a model's inputs: the values that the server's parts pass to each other.
 
 A Request has the columns of its model's signature as numpy arrays. The front end has checked their lengths, offsets and
 types. `rows` is the number of candidates. A feature is one of
@@ -44,7 +44,7 @@ class Signature:
 
 
 class Ids(NamedTuple):
-    """One feature's ids in a request. A tuple, because a request makes one for each feature: 0.3 µs against 1."""
+    """One feature's ids in a request. A NamedTuple, because each request creates one per feature: 0.3 µs against 1."""
 
     values: Array  # int64
     offsets: Array | None = None  # int64
@@ -73,7 +73,7 @@ class PackedIds(Sequence[Ids]):
 
 @dataclass(frozen=True)
 class Request:
-    """Rows to score. `deadline` is on the clock of time.monotonic; None takes the server's default."""
+    """Rows to score. `deadline` is on the clock of time.monotonic; None: the server's default."""
 
     model: str
     rows: int
@@ -82,7 +82,7 @@ class Request:
     dense_shared: bool = False
     version: str | None = None  # None: the current version
     deadline: float | None = None
-    policy: str | None = None  # one of POLICIES; None takes the model's
+    policy: str | None = None  # one of POLICIES; None: the model's
     matrix: Array | None = None  # instead of ids: int64 [rows, features], one id per row in every feature
 
 
@@ -94,7 +94,7 @@ class Answer:
     model: str
     version: str
     publication: int = 0
-    late_rows: int = 0  # ids whose rows would have arrived too late, and were answered by policy
+    late_rows: int = 0  # ids whose rows missed the deadline and were answered by policy
     compiled: bool = False  # whether a compiled bucket ran, or the original graph
     parameters: dict[str, str | int | float] = field(default_factory=dict)
 

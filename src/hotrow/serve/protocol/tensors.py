@@ -1,11 +1,11 @@
-"""Tensors as clients write them: a name, a datatype, a shape, and elements as bytes, JSON or protobuf fields.
+"""Tensors as sent by clients: a name, a datatype, a shape, and elements as bytes, JSON or protobuf fields.
 
 `declare` checks a tensor's name, datatype and shape before any element is read, so that a shape of 2^60 elements is an
 error and not an allocation. `from_bytes` and `from_list` then return one flat array (for BYTES, a list of strings) with
-exactly the elements that the shape announces.
+exactly the elements of the shape.
 
-Arrays from bytes are views of the body where alignment allows it: they must not be written to, and they keep the body
-in memory. Everything here is a pure function; any thread may call it.
+Arrays from bytes are views of the body if they are aligned: they must not be written to, and they keep the body in
+memory. Everything here is a pure function; any thread may call it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def declare(name: object, datatype: object, shape: object) -> DeclaredTensor:
 def from_bytes(tensor: DeclaredTensor, data: bytes | memoryview, offset: int, size: int) -> Elements:
     """The elements in `size` bytes at `offset`, flat.
 
-    Requires: those bytes are there.
+    Requires: `data` has those bytes.
     """
     if tensor.datatype == BYTES:
         return _strings(tensor, data[offset : offset + size])

@@ -1,4 +1,4 @@
-"""Export: a model becomes a version in a repository, completely or not at all.
+"""Export: writes a model as a version into a repository, completely or not at all.
 
 The parts are, in this order: the tower's graph and weights (serve/graph/tower.py), the rows of each table as values
 only (row_files.py), the feature spec, and last the manifest with all checksums. They are written into a hidden draft,
@@ -77,12 +77,12 @@ def export(
 ) -> Version:
     """Write `model` as the next version of `path`, such as "repository/ctr", for `hr.Engine` and `hotrow serve`.
 
-    `features` is the spec that turns raw columns into batches, so that clients may send raw columns. The number of
+    `features` is the spec that converts raw columns to batches; with it, clients may send raw columns. The number of
     dense features comes from the spec or the tower (`tower.dense_features`); otherwise give `dense_features`. `values`
-    is the type that rows are stored in. `policy` says what a row reads as that cannot be read before the request's
-    deadline (`deadline` seconds, or the server's): "wait", "initial" or "default", which is the table's row in
-    `default_rows` (zeros by default). `progress` is called with the number of rows of each chunk. `publication` is the
-    number of the publication that these rows are from: a server that follows the bus starts there
+    is the type that rows are stored in. `policy` applies to rows that cannot be read before the request's deadline
+    (`deadline` seconds, or the server's): "wait" for them, or use the "initial" values, or the "default" row of the
+    table in `default_rows` (zeros by default). `progress` is called with the number of rows of each chunk.
+    `publication` is the number of the publication that these rows are from: a server that follows the bus starts there
     (`hr.Publish(snapshot=lambda n: hr.export(model, path, publication=n).path)`).
 
     >>> import tempfile, torch, hotrow as hr

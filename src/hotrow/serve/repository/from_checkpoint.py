@@ -1,11 +1,11 @@
 """Export a checkpoint into a repository, without the program that trained it.
 
-The checkpoint has the tables, their rows, the tower's weights and the feature spec. The caller knows how the tower is
-built. Rows are not loaded into memory: they become those of a collection over an SSD folder of its own (links to the
-checkpoint's segments where the disk is the same) and are streamed from there. So expired rows are left out, parts that
-several ranks wrote are joined, and there is only one way to export.
+The checkpoint has the tables, their rows, the tower's weights and the feature spec. The caller builds the tower. Rows
+are not loaded into memory: a collection opens them over an SSD folder of its own (hard links to the checkpoint's
+segments if both are on one disk) and streams them from there. So expired rows are left out, parts that several ranks
+wrote are joined, and the code of `export` is reused.
 
-The folder is hidden in the repository and removed at the end. The next export removes one that a crash left.
+The folder is hidden in the repository and removed at the end. If a crash left one, the next export removes it.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""A repository of exported models: which models and versions a folder has, and whether they are whole.
+"""A repository of exported models: lists, opens and verifies the models and versions in a folder.
 
     repository/
       ctr/                        a model
         3/                        a version: a whole number, the highest is the newest
-          manifest.json           what is here, with sizes and checksums; docs/formats/export.md
+          manifest.json           all files with sizes and checksums; docs/formats/export.md
           tower.pt2               the tower's graph (serve/graph/graph_archive.py)
           weights.safetensors     the tower's weights
           features.json           the feature spec, where there is one
-          rows/<table>/           rows: values alone, in segments
+          rows/<table>/           rows: values only, in segments
         .4.tmp/                   a draft being written, or left by a crash; never read
 
-A folder whose name is a version is complete (export.py ensures that). Files are checked when they are read, and the
-bytes that were checked are the bytes that are used. Segments of rows have a checksum in every block, which is checked
-when the rows are loaded. `verify(whole=True)` reads everything. Any thread may read; only `write_manifest` writes.
+A folder whose name is a version is complete (export.py ensures that). Files are checked when they are read, and are not
+read again after the check. Segments of rows have a checksum in every block, which is checked when the rows are loaded.
+`verify(whole=True)` reads everything. Any thread may read; only `write_manifest` writes.
 
 Names of models and versions come from clients. Only `check_name` and `check_version` turn such a name into a part of a
 path.
@@ -122,7 +122,7 @@ class Version:
 
     @property
     def policy(self) -> str:
-        """What rows read as that cannot be read before the deadline."""
+        """The policy for rows that cannot be read before the deadline."""
         return str(self.manifest["policy"])
 
     @property
@@ -201,7 +201,7 @@ class Version:
 
 
 class Repository:
-    """A folder of models. Every call reads it again, because versions come and go while a server runs.
+    """A folder of models. Every call reads the folder again, because versions may change while a server runs.
 
     >>> Repository("no/such/folder")
     Traceback (most recent call last):
@@ -224,14 +224,14 @@ class Repository:
         return list_versions(self.path / check_name(model))
 
     def open(self, model: str, version: object = None) -> Version:
-        """One version, checked except for the blocks of rows; without a number, the newest that is whole."""
+        """One version, checked except for the blocks of rows; without a number, the newest complete one."""
         check_name(model)
         if version is not None:
             return open_version(self.path / model / str(check_version(version)))
         return next(candidates(self.path / model))
 
     def index(self) -> Iterator[tuple[str, int, str]]:
-        """Every model and version with its error, which is empty for a whole one."""
+        """Every model and version with its error, which is empty for an intact one."""
         for model in self.models():
             for number in self.versions(model):
                 try:
@@ -251,7 +251,7 @@ def list_versions(model: Path) -> list[int]:
 
 
 def candidates(model: Path) -> Iterator[Version]:
-    """A model's whole versions, newest first. A damaged one is skipped with a warning that names it.
+    """A model's intact versions, newest first. A damaged one is skipped with a warning that names it.
 
     Raises if there is no version, or if none is left.
     """

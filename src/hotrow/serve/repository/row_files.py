@@ -1,11 +1,11 @@
-"""A table's rows as files with their values only (docs/formats/segments.md), which a server opens.
+"""Writes a table's rows as files with values only (docs/formats/segments.md), for servers.
 
-Rows are streamed in, in any order, each key once. They pass through a store of their own that keeps little in memory: a
-few chunks of rows, and the index of what is on disk (at most 16 bytes per row). Its log is inside the folder that is
-being written, so the finished segments are links to it and every row is written once.
+Rows are streamed in, in any order, each key once. They pass through a temporary store that keeps little in memory: a
+few chunks of rows, and the index of rows on disk (at most 16 bytes per row). Its log is inside the folder that is being
+written, so the finished segments are hard links to it and every row is written once.
 
-Values are converted on the way (core/rows/row_type.h): fp16 by rounding, int8 with a scale and an offset per row.
-Optimizer state is left out. Counts and last steps stay, because they tell which rows are hot.
+Values are converted meanwhile (core/rows/row_type.h): fp16 by rounding, int8 with a scale and an offset per row.
+Optimizer state is left out. Counts and last steps are kept, because they show which rows are hot.
 """
 
 from __future__ import annotations

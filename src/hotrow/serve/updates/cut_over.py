@@ -1,25 +1,25 @@
-"""The cut-over: a publication prepared beside what serves, then put in service between two batches.
+"""The cut-over: prepares a publication while batches run, then puts it in service between two batches.
 
     prepare    while requests run: look tables up, check values, convert them to float32, check the weights' shapes
     cut over   with the engine's reader-writer gate held exclusively: set and remove rows in the host store, refresh
-               those of them that are in HBM, replace the weights, set the publication's number
+               their copies in HBM, replace the weights, set the publication's number
 
-`follower.py` calls both; `Engine.prepare_update` puts them together. A batch holds the shared side of the gate while it
-reads rows. There it also takes the weights and the publication's number, which are values that are replaced whole. Its
-tower runs after it left the gate, with those weights, so a cut-over waits for lookups (fractions of a millisecond) and
-never for towers. On a GPU, captured graphs know the weights' addresses, so there a batch holds the gate to its end.
-In both cases the rows, the weights and the number of a batch are those of one publication.
+`follower.py` calls both; `Engine.prepare_update` combines them. A batch holds the gate shared while it reads rows. It
+also reads the weights and the publication's number there; both are immutable values. Its tower runs with those weights
+after it has left the gate, so a cut-over waits for lookups (fractions of a millisecond) and never for towers. On a GPU,
+captured graphs contain the weights' addresses, so there a batch holds the gate to its end. In both cases the rows, the
+weights and the number of a batch are those of one publication.
 
-The cost of a cut-over is its rows: the core writes 2,000 rows of dim 16 in 26 tables in 0.3 ms at best on one core.
-Checks and conversions take five times as long and are in `prepare`. A trainer publishes often, so publications are
-small. A rollback to a far older publication stops the lanes for a time proportional to its rows.
+The duration of a cut-over depends on its rows: the core writes 2,000 rows of dim 16 in 26 tables in 0.3 ms at best on
+one core. Checks and conversions take five times as long and are in `prepare`. A trainer publishes often, so
+publications are small. A rollback to a far older publication stops the lanes for a time proportional to its rows.
 
-A cut-over that fails (no memory for new rows) is undone. For that, `prepare` reads the old rows wherever a memory
-budget without an SSD tier could be exceeded. With an SSD tier rows can always be evicted; if the disk fails there, rows
-of two publications remain, and MixedPublicationsError tells the follower to load everything again.
+A cut-over that fails (no memory for new rows) is undone. For that, `prepare` reads the old rows of every table whose
+memory budget could be exceeded: one without an SSD tier. With an SSD tier rows can always be evicted; if the disk fails
+there, rows of two publications remain, and on MixedPublicationsError the follower loads everything again.
 
-An overlay of changed rows beside the store, switched by one pointer, was tried and dropped: every lookup pays for it,
-and merging it into the store is the same work under the same lock.
+Rejected: an overlay of changed rows beside the store, switched by one pointer. Every lookup pays for it, and merging it
+into the store is the same work under the same lock.
 
 One thread prepares and cuts over; any number of threads run batches.
 """
@@ -49,7 +49,7 @@ class MixedPublicationsError(PublishError):
 
 @dataclass(frozen=True)
 class PreparedTable:
-    """The changes of one table: rows to set, keys to remove, and what an undo needs."""
+    """The changes of one table: rows to set, keys to remove, and the old rows for an undo."""
 
     rows: TableRows
     keys: Tensor
@@ -63,7 +63,7 @@ class PreparedTable:
         return torch.cat([self.keys, self.deleted])
 
     def apply(self, number: int) -> None:
-        """Change the store; with a remote store, change what is cached of it. `prepare` has checked the values."""
+        """Change the store; with a remote store, change its cached rows. `prepare` has checked the values."""
         if self.rows.remote is not None:
             self.rows.remote.apply(number, self.keys.numpy(), self.values.numpy(), self.deleted.numpy())
             return
@@ -74,7 +74,7 @@ class PreparedTable:
                 self.rows.store.core.assign(self.keys, self.values, None, None)
 
     def undo(self) -> None:
-        """Put the old rows back. This needs no more memory than the old rows took."""
+        """Restore the old rows. This needs no more memory than the old rows took."""
         if self.before is None:
             raise MixedPublicationsError(
                 f"table {self.rows.table.name!r} is changed in part and its old rows were not kept"

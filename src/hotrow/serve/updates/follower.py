@@ -1,24 +1,24 @@
-"""The path of an update: poll the bus → prepare beside what serves → cut over between two batches → acknowledge.
+"""The path of an update: poll the bus → prepare while batches run → cut over between two batches → acknowledge.
 
-A Follower takes a bus's publications into a served version, in order and each once, on a thread of its own:
+A Follower applies a bus's publications to a served version, in order and each once, on a thread of its own:
 
-    _poll           whole publications that come next on the bus                    publish/subscriber.py
+    _poll           read the next complete publications from the bus                publish/subscriber.py
     prepare_update  check and convert the rows and weights, while requests run      Engine.prepare_update, cut_over.py
     cut_over()      replace rows, weights and number between two batches            Engine, cut_over.py
-    _acknowledge    remember the position on the bus, count the rows
+    _acknowledge    record the position on the bus, count the rows
 
 Its state is one of:
 
     catching up   applying publications between the one that the version was exported at and the newest on the bus
-    following     applying each publication as it comes; heartbeats advance the watermark
+    following     applying each new publication; heartbeats advance the watermark
     behind        retention has removed the next publication. The newest snapshot that the bus names, or a newer export
-                  in the repository, is opened beside the old rows and replaces them; following continues from there
-    away          the bus does not answer. What is in service stays, and the follower retries with backoff
+                  in the repository, is loaded while the old rows serve, and replaces them; following continues there
+    away          the bus is unreachable. The data in service stays, and the follower retries with backoff
     stuck         a publication does not match the model, because the trainer trains another one. Publications are never
                   skipped, so nothing more is applied until a matching version is loaded
 
-Applied rows live as long as the process. A server that restarts, even after a kill in the middle of a publication,
-starts at its export and catches up. Nothing else needs to be remembered.
+Applied rows are kept only in this process. A server that restarts, even after a kill in the middle of a publication,
+starts at its export and catches up, so it needs no other state on disk.
 
 While it catches up, the follower pauses after each publication as long as applying it took, so at least half of the
 time is left for requests. Any thread may read the figures.
@@ -54,14 +54,14 @@ BEHIND, AWAY, STUCK = "behind", "away", "stuck"
 
 
 class UpdateTarget(Protocol):
-    """A version, or a remote store, that publications are applied to."""
+    """A version or a remote store to which publications are applied."""
 
     @property
     def fresh(self) -> Freshness:
         """The publication in service."""
 
     def prepare_update(self, publication: Publication) -> Callable[[], None]:
-        """Check a publication beside what serves; returns the function that puts it in service."""
+        """Check a publication while requests run; returns the function that puts it in service."""
 
     def reopen(self, path: Path) -> None:
         """Serve another export's rows and weights instead."""
@@ -88,11 +88,11 @@ class Follower:
         self.where = public(bus)
         self.counts = FollowerCounts()
         self.state, self.why = STARTING, ""
-        self._last_received = time.time()  # when anything whole came from the bus
+        self._last_received = time.time()  # of the last complete publication or heartbeat
         self._target = 0
         self._position: tuple[int, int] | None = None
         self._stop = threading.Event()
-        self._settled = threading.Event()  # has caught up, or cannot for now
+        self._settled = threading.Event()  # set once it has caught up, or cannot for now
         self._thread = threading.Thread(target=self._run, name="hotrow-follower", daemon=True)
 
     def start(self, wait: float = 0.0) -> bool:
@@ -108,7 +108,7 @@ class Follower:
             self._thread.join(10.0)
 
     def age(self, now: float) -> float:
-        """Seconds since the watermark in service; without event times, since anything came from the bus."""
+        """Seconds since the watermark in service; without event times, since the last publication or heartbeat."""
         age = self.served.fresh.age(now)
         return now - self._last_received if age is None else age
 
@@ -160,8 +160,8 @@ class Follower:
             reader.close()
 
     def _poll(self, reader: Subscriber) -> list[Publication]:
-        """Publications that are whole now. If the bus does not answer, the same reader polls again: it keeps its
-        parts."""
+        """Publications that are complete now. If the bus is unreachable, the same reader polls again, because it has
+        parts of later publications."""
         wait = RETRY[0]
         corrupt = reader.counters.corrupt
         while True:
@@ -186,13 +186,13 @@ class Follower:
         if publication.kind == SNAPSHOT:
             return
         begin = time.monotonic()
-        cut_over = self.served.prepare_update(publication)  # beside what serves
+        cut_over = self.served.prepare_update(publication)  # while batches run
         cut_over()  # between two batches
         if publication.kind in (DELTA, ROLLBACK):
             self._acknowledge(publication, time.monotonic() - begin)
 
     def _acknowledge(self, publication: Publication, seconds: float) -> None:
-        """The publication is in service: a reader that reconnects continues after it."""
+        """Record that the publication is in service: a reader that reconnects continues after it."""
         self._position = publication.resume
         self.counts.publications += 1
         self.counts.rows += publication.rows
@@ -202,7 +202,7 @@ class Follower:
     # --- starting again from a snapshot ---
 
     def _reload(self, announced: SnapshotPlace | None, oldest: int | None, everything: bool = False) -> None:
-        """Replace what serves by the newest snapshot or export from which the bus can be followed."""
+        """Replace the data in service by the newest snapshot or export from which the bus can be followed."""
         have = -1 if everything else self.served.fresh.publication
         for place in sorted(self._places(announced), key=lambda place: -place.number):
             if place.number <= have or (oldest is not None and place.number < oldest - 1):

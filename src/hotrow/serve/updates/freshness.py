@@ -1,8 +1,8 @@
-"""Freshness: how old the data is that requests are answered from, and an alarm when it grows too old.
+"""Freshness: the age of the data that requests are answered from, and an alarm when it is too old.
 
 Freshness is the time now minus the event-time watermark of the publication that answered. `AnswerAges` has its
 percentiles over the last 30 to 60 seconds, from two histograms used in turn. `StalenessAlarm` reports once when an age
-passes a limit, and once when it is below the limit again.
+exceeds a limit, and once when it is below the limit again.
 
 Lanes note an age for each answered request without a lock, so a count may be lost.
 """
@@ -20,7 +20,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 
 class Freshness(NamedTuple):
-    """The data that a batch was answered from: a publication and its event-time watermark in milliseconds.
+    """The publication that a batch was answered from, and its event-time watermark in milliseconds.
 
     `highest` is the newest publication that any of its rows may be from. It differs from `publication` only with a
     remote store.

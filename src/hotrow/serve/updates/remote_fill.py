@@ -1,8 +1,8 @@
-"""Fill a remote store from an export: all rows of a version, with the number of the publication they are from.
+"""Fills a remote store from an export: all rows of a version, with the number of the publication they are from.
 
-It needs the memory of one chunk, whatever the size of the tables. Rows that the store has and the export has not are
-removed after all others are written, and the mark `complete` is set last. So a reader never mistakes a store that is
-filled in part for one without those rows, and an interrupted fill is simply repeated.
+It needs the memory of one chunk, whatever the size of the tables. All rows of the export are written first, then rows
+that the export lacks are removed from the store, and the mark `complete` is set last. So readers can distinguish a
+partly filled store from a complete one without those rows, and an interrupted fill is simply repeated.
 
 Two processes may fill one store at the same time: rows carry their publication's number, and a write never replaces a
 higher one.

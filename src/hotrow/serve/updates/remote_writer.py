@@ -1,13 +1,13 @@
 """`hotrow publish-remote`: keeps a remote store up to date with a bus.
 
-    fill      a store without rows gets all rows of the newest export, or of the snapshot that the bus names
-    follow    each publication is written as it comes. A Follower does this as in a server: it retries a bus that does
-              not answer, and a writer that fell behind retention fills from a newer export
-    repair    a store that lost a part of its rows (a master that restarted empty) is filled again, and publications up
-              to the newest that it had are written again; nothing newer is replaced
+    fill      write all rows of the newest export, or of the snapshot that the bus names, into a store without rows
+    follow    write each new publication. A Follower does this as in a server: it retries if the bus is unreachable, and
+              if retention has removed publications that it needs, it fills the store from a newer export
+    repair    if a store lost a part of its rows (a master restarted empty), fill it again and write publications up to
+              the newest that it had again; newer rows are not replaced
 
 There is no leader election. Rows carry the number of their publication and a write never replaces a higher one, so
-several writers may do the same work at the same time. A writer that was killed does no harm: the next one starts at the
+several writers may do the same work at the same time. A writer may be killed at any time: the next one starts at the
 store's mark `complete`.
 
 The follower's thread writes; any thread may read its figures.
@@ -43,7 +43,7 @@ Wrote = Callable[[str, int, int], object]
 
 
 class RemoteWriter:
-    """A remote store as a Follower updates it."""
+    """Adapts a remote store to the UpdateTarget protocol of a Follower."""
 
     def __init__(
         self, store: RemoteStore, values: str | None = None, wrote: Wrote = lambda table, rows, of: None
@@ -95,7 +95,7 @@ class RemoteWriter:
 
 
 def first_export(bus: str, export: str | None) -> Path:
-    """The export to fill a store from: the newest version that is whole, or the newest snapshot named on the bus."""
+    """The export to fill a store from: the newest complete version, or the newest snapshot named on the bus."""
     if export is not None:
         return next(iter(candidates(Path(export)))).path
     opened = open_bus(bus)
@@ -111,7 +111,7 @@ def first_export(bus: str, export: str | None) -> Path:
 
 
 def run(bus: str, url: str, export: str | None, values: str | None, once: bool, quiet: bool) -> int:
-    """What `hotrow publish-remote` does."""
+    """Run `hotrow publish-remote`; returns the exit code."""
     if is_local(url):
         raise OptionError(
             f"{public(url)}: a RocksDB folder belongs to the server that reads it, and that server writes it: "

@@ -16,8 +16,8 @@ written back. No result depends on what is cached.
     capacity_split.py  how a group's slots are divided between its tables
     batch_layout.py    a batch's features as arrays on the device
     serving_reader.py  lookups of a server's lanes, and the filler that inserts what they missed
-    client.py          DeviceClient: the batch's half of a plan whose rows other processes own
-    owner.py           HbmOwner: the rows' half
+    client.py          DeviceClient: the requester's half of a plan whose rows other processes own
+    owner.py           HbmOwner: the owner's half
 
 Importers: nn, parallel, serve.execution, train and bench. The package imports tiers.host, kernels and device.
 

@@ -5,8 +5,8 @@ them.
 
 Threads: the training thread, and with a lookahead one thread that prefetches later batches on `prefetch_stream`. A
 thread holds `lock` while it looks keys up or changes the index. A batch that is fully staged does not need the lock at
-its turn. All changes of an index are ordered on one stream after the other. The rows that a staged batch evicts follow
-from the batches alone; no result depends on them anyway.
+its turn. All changes of an index are ordered across streams. Which rows a staged batch evicts is a function of the
+batches alone, and no result depends on it.
 
 `generation` increases whenever slots that were found before become invalid.
 """

@@ -1,4 +1,4 @@
-"""DeviceClient: the batch's half of a plan, on a GPU, where other objects own the rows. All its tables have one dim.
+"""DeviceClient: the requester's half of a plan, on a GPU. All its tables have one dim.
 
 Deduplication, pooling and gradient sums use the kernels of a batch in one process. Unique keys are copied to the host,
 about 9 bytes each. The gather kernel takes the received rows as a table and the positions of the unique keys as its
@@ -6,7 +6,7 @@ slots. Gradients are summed by the update kernel: plain SGD from zero with learn
 table and hash; one stable sort puts them into the order of owners.
 
 A batch that is routed ahead uses a stream of its own, so its route does not wait for training work on the device. At
-the batch's turn the training stream waits for it (`take_over`).
+the batch's turn the training stream waits for it (`join_route_stream`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SGD = 0  # the code of kernels/rows/rules.py
 
 
 class DeviceClient:
-    """The batch's half of a plan, on a GPU (hotrow.tiers.plan.RowClient). Batches that are routed ahead
+    """The requester's half of a plan, on a GPU (hotrow.tiers.plan.RowClient). Batches that are routed ahead
     enqueue their work on `stream`."""
 
     def __init__(self, device: torch.device, dim: int, stream: Any = None) -> None:

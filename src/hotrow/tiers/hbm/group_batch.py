@@ -266,10 +266,9 @@ class GroupBatch:
         """The begun upload, the slots of its rows, and their locations in DRAM as a device tensor."""
         group, assigned = self.group, misses.assigned
         self._host_rows = HostRowFetch(pinned=group.cache.device.type == "cuda")
-        room = int(assigned.slots.numpy().min()) >= 0
-        upload = group.begin_upload(
-            self._host_rows, misses.victims.bounds, misses.keys, assigned.seen, step, misses.target if room else None
-        )
+        all_have_slots = int(assigned.slots.numpy().min()) >= 0
+        target = misses.target if all_have_slots else None
+        upload = group.begin_upload(self._host_rows, misses.victims.bounds, misses.keys, assigned.seen, step, target)
         assert upload.places.block is not None
         places = to_device(upload.places.block, group.cache.device)
         return upload, self._place_rows(misses.target.slots, assigned.slots, misses.victims, upload.places), places

@@ -5,9 +5,9 @@ DRAM (`hosts`), the step of its last update and its count. While a row is here, 
 pinned. A row is written back when its slot is given to another key. `dirty` are the rows newer than their DRAM copy.
 
 A batch pins its rows from `find` until `settle`: slots with a pin above `settled` are never evicted. Several batches
-may hold pins. With a lookahead (`window` batches) the eviction candidates do not depend on how far these batches are. A
-row whose set is full of pinned rows goes to the batch's `extra` rows (slots from `capacity` on), which are written back
-right after its update. `overflows` counts them. No result depends on where a row lies.
+may hold pins. With a lookahead (`window` batches) the eviction candidates do not depend on the progress of these
+batches. A row whose set is full of pinned rows goes to the batch's `extra` rows (slots from `capacity` on), which are
+written back right after its update. `overflows` counts them. No result depends on which slot a row has.
 
 Tables that are only read are `frozen`: rows are fp32, fp16 or int8 values, never dirty, and keep no slot in DRAM. The
 extra rows of a reading batch are fp32 values in every case, because they may be initial or default values.

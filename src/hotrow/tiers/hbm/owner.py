@@ -23,7 +23,7 @@ from hotrow.tiers.plan import ANY_PUBLICATION, Feature, RequestedRows
 
 
 class HbmOwner:
-    """The rows' half of a plan, in HBM (hotrow.tiers.plan.RowOwner)."""
+    """The owner's half of a plan, in HBM (hotrow.tiers.plan.RowOwner)."""
 
     publications = ANY_PUBLICATION
 
@@ -99,7 +99,7 @@ class HbmOwner:
         self.plan.update(replace(update, gradients=blocks, checked=[]))
 
     def release(self) -> None:
-        """Let go of the rows."""
+        """Unpin the rows."""
         self.plan.release()
 
 

@@ -28,8 +28,8 @@ from hotrow.tiers.host.store import Budget
 from hotrow.units import format_size, round_up_size
 
 UPLOAD_BUFFERS, WRITE_BACK_BUFFERS = 4, 4  # of a RowTransfer; the last write-back buffer is being freed
-MIN_BYTES, MAX_BYTES = 4 << 10, 256 << 20  # bytes of one; a step of W-gpu-cached with Adam sends 206 MB down
-DRAM_SHARE = 8  # of dram= that all together may take, where that is enough for MIN_BYTES each
+MIN_BYTES, MAX_BYTES = 4 << 10, 256 << 20  # bytes of one; a step of W-gpu-cached with Adam writes back 206 MB
+DRAM_SHARE = 8  # all buffers together take at most this fraction (1/8) of dram=, if that gives each MIN_BYTES
 
 
 def buffer_bytes(dram: int, row_bytes: Sequence[int]) -> int:

@@ -103,15 +103,15 @@ class RowTransfer:
         incoming = self._incoming(count - zero_copy_count)
         while begin < count and not (absent and stop_at_first_miss):
             end = min(count, max(begin, zero_copy_count) + self.buffer_rows)
-            some, known = places.slice(begin, end), None if keys is None else keys[begin:end]
-            room = incoming[max(begin, zero_copy_count) - zero_copy_count : end - zero_copy_count]
+            part, part_keys = places.slice(begin, end), None if keys is None else keys[begin:end]
+            buffer = incoming[max(begin, zero_copy_count) - zero_copy_count : end - zero_copy_count]
             absent += self._upload_part(
-                some,
-                known,
+                part,
+                part_keys,
                 max(0, zero_copy_count - begin),
                 target if begin < zero_copy_count else None,
                 stop_at_first_miss,
-                room,
+                buffer,
             )
             begin = end
         return None if absent and stop_at_first_miss else incoming
@@ -125,13 +125,13 @@ class RowTransfer:
                 places, keys, zero_copy_count, target, False, self._incoming(count - zero_copy_count), scatter=True
             )
         absent = 0
-        for begin in range(0, count, self.buffer_rows):  # more rows than a buffer holds: part by part
+        for begin in range(0, count, self.buffer_rows):  # one part per buffer
             end = min(count, begin + self.buffer_rows)
-            some, early = places.separate(begin, end), (end - begin) * zero_copy_count // count
-            there = UploadTarget(target.source, target.slots[begin:end], target.tables[begin:end])
-            room = self._incoming(end - begin - early)
-            absent += self._upload_part(some, keys[begin:end], early, there, False, room, scatter=True)
-            places.copy_slice_from(begin, some)
+            part, in_place = places.separate(begin, end), (end - begin) * zero_copy_count // count
+            part_target = UploadTarget(target.source, target.slots[begin:end], target.tables[begin:end])
+            buffer = self._incoming(end - begin - in_place)
+            absent += self._upload_part(part, keys[begin:end], in_place, part_target, False, buffer, scatter=True)
+            places.copy_slice_from(begin, part)
         return absent
 
     def _upload_part(

@@ -163,13 +163,13 @@ class _Changed:
 
     def refresh(self, gate: ReaderWriterGate) -> None:
         """Requires: the caller holds the reader's lock, and no lane reads."""
-        cache, there = self.group.cache, torch.zeros(self.count, dtype=torch.bool)
+        cache, present = self.group.cache, torch.zeros(self.count, dtype=torch.bool)
         for store, keys, (begin, end) in zip(
             self.group.stores, self.keys, itertools.pairwise(self.bounds), strict=True
         ):
             if begin < end:
-                there[begin:end] = store.read_raw(keys, self._rows[begin:end])
-        incoming, stay = to_device(self._rows, cache.device), to_device(there, cache.device)
+                present[begin:end] = store.read_raw(keys, self._rows[begin:end])
+        incoming, stay = to_device(self._rows, cache.device), to_device(present, cache.device)
         with gate.writing():
             slots = find(cache.index, self._keys, self._bounds)
             nowhere = torch.full_like(slots, -1)
@@ -330,7 +330,7 @@ class CacheFiller:
         self.stream = new_stream(reader.device)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="hotrow fill", daemon=True)
-        if self.stream is not None:  # the interpreter, which stands in for a GPU, has one thread: call `round`
+        if self.stream is not None:  # the interpreter, which stands in for a GPU, has one thread: call `run_round`
             self._thread.start()
 
     @property
@@ -339,7 +339,8 @@ class CacheFiller:
         return self.rows_inserted >= self._slots
 
     def offer(self, part: GroupFeatures, numbers: Any, keys: Any) -> None:
-        """Keys that were missed, `numbers[f]` of feature f, one behind another. Those there is room for are copied."""
+        """Queue missed keys for insertion: `numbers[f]` of feature f, one feature after another. If not all fit
+        into the queue, every n-th key is kept."""
         capacity = (ROUND_KEYS if self.full else FIRST_KEYS) - self._keys
         if capacity <= 0:
             return
@@ -377,7 +378,7 @@ class CacheFiller:
                 try:
                     if not self._stop:
                         self.run_round()
-                except BaseException as error:  # the cache stays as it is; lanes read from the tiers below
+                except BaseException as error:  # no more insertions; lanes read misses from the tiers below
                     self.error = error
                     return
                 time.sleep(PAUSE if self.full else FIRST_PAUSE)
@@ -407,13 +408,13 @@ class CacheFiller:
         """The rows of those keys that are in DRAM. Keys whose row is only on SSD are left out."""
         bounds = np.searchsorted(tables, np.arange(len(group.stores) + 1)).tolist()
         rows = torch.empty(keys.size, group.width, dtype=torch.float32, pin_memory=group.cache.device.type == "cuda")
-        there = np.zeros(keys.size, dtype=bool)
+        present = np.zeros(keys.size, dtype=bool)
         for store, (begin, end) in zip(group.stores, itertools.pairwise(bounds), strict=True):
             if begin < end:
-                there[begin:end] = store.read_raw(torch.from_numpy(keys[begin:end]), rows[begin:end]).numpy()
-        if there.all():
+                present[begin:end] = store.read_raw(torch.from_numpy(keys[begin:end]), rows[begin:end]).numpy()
+        if present.all():
             return keys, tables, rows
-        return keys[there], tables[there], rows[torch.from_numpy(there)]
+        return keys[present], tables[present], rows[torch.from_numpy(present)]
 
 
 def _unique(lists: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:

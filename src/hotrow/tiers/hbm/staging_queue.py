@@ -3,11 +3,11 @@
 A plan adds tasks and the cache finishes them. A task holds table groups and a batch's part in each. It refers to
 neither the plan nor the cache.
 
-    StagedBatch    a later batch: its rows have slots, and the index names rows that may not be uploaded yet
+    StagedBatch    a later batch: its rows have slots and are in the index, but may not be uploaded yet
     DeferredFetch  the current batch: the host does not know yet whether rows are missing
 
 Threads: the fetch thread adds a staged batch. The stage thread, the training thread or a reader of the cache finishes
-it, whichever is first.
+it, whichever comes first.
 """
 
 from __future__ import annotations

@@ -220,9 +220,9 @@ class TableGroup:
     def erase_invalid(self) -> None:
         """Empty these slots, after the work on them that is enqueued."""
         while self._invalid_slots:
-            spoiled = self._invalid_slots.pop()
+            invalid = self._invalid_slots.pop()
             wait_for(self.upload_stream)  # each time: another thread may have added slots meanwhile
-            slots = to_device(spoiled.clone(), self.cache.device)
+            slots = to_device(invalid.clone(), self.cache.device)
             erase(self.cache.index, slots)
             self.cache.hosts[slots[slots >= 0].long()] = -1
 

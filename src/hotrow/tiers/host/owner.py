@@ -1,7 +1,8 @@
-"""HostOwner: rows in DRAM and on SSD that processes ask for.
+"""HostOwner: rows in DRAM and on SSD that other processes request.
 
-Each Asked has a plan of the core, with one feature for each table and asker, in the order of askers. So counts,
-admission and the order of every sum are those of one process that is given the askers' batches one after another.
+Each RequestedRows has a plan of the core, with one feature for each table and requester, in the order of requesters.
+So counts, admission and the order of every addition are those of one process that gets the requesters' batches one
+after another.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""HostPlan: one batch's way through the tables' rows in DRAM and on SSD (core/plan/plan.h).
+"""HostPlan: the plan of one batch, for rows in DRAM and on SSD (core/plan/plan.h).
 
 The core does the work; this file checks the batch's tensors and passes their addresses. HostPlan is the plan protocol
 where this process owns the rows. HostClient and HostOwner use its second half, where requester and owner are two
-objects. Threads: those of the plan protocol (tiers/plan.py).
+objects. The threads are those of the plan protocol (tiers/plan.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NOTHING: Block = (0, 0, 0, 0)
 
 
 class HostPlan:
-    """One batch's way through several tables (hotrow.tiers.plan.Plan)."""
+    """The plan of one batch over several tables (hotrow.tiers.plan.Plan)."""
 
     def __init__(self) -> None:
         self.core = _core.Plan()
@@ -118,7 +118,7 @@ class HostPlan:
         return KeyRequest(counts.tolist(), keys, occurrences)
 
     def set_received_rows(self, rows: Tensor) -> None:
-        """The rows of those keys, float32 one after another. `gather` reads them from there."""
+        """Make `gather` read those keys' rows from this buffer: float32, one row after another."""
         self._received_rows = rows  # keeps the memory that the core reads
         self.core.set_received_rows(rows.data_ptr())
 

@@ -1,4 +1,4 @@
-"""Rows of DRAM that a GPU loads and writes back.
+"""Rows in DRAM that a GPU loads and writes back.
 
 RowLocations says where rows are in DRAM. HostRowFetch finds the rows that HBM lacks for one batch (reads them from SSD,
 or creates them) and pins them in DRAM while the GPU has them. tiers/hbm calls both, from its staging, training and
@@ -44,7 +44,8 @@ class RowLocations:
         )
 
     def separate(self, begin: int, end: int) -> RowLocations:
-        """Room for as many as `begin` to `end`, one matrix of its own; `copy_slice_from` brings back what was found."""
+        """New, unfilled locations for rows `begin` to before `end`, in memory of their own. `copy_slice_from` copies
+        them back."""
         pinned = self.block is not None and self.block.is_pinned()
         return HostRowFetch(pinned).allocate(self.stores, self.slice(begin, end).bounds, end - begin)
 
@@ -62,7 +63,7 @@ class RowLocations:
 
     @functools.cached_property
     def core_ranges(self) -> list[tuple[Any, int, int]]:
-        """The same, as the core takes it."""
+        """`by_table`, with the core's tables."""
         return [(store.core, begin, end) for store, begin, end in self.by_table()]
 
     def lookup(self, keys: Tensor, begin: int, end: int, out: Tensor | None = None) -> int:
@@ -77,7 +78,7 @@ class RowLocations:
         _core.gather_rows(self.core_ranges, self.slots.data_ptr(), begin, end, out.data_ptr(), out.stride(0))
 
     def write_back(self, rows: Tensor, begin: int, end: int, clean: int) -> None:
-        """Store rows that come back from a GPU, with their steps and counts. Skips rows without a slot, and rows that
+        """Store rows that a GPU wrote back, with their steps and counts. Skips rows without a slot, and rows that
         no update after step `clean` has changed."""
         with core_errors():
             _core.write_back_rows(

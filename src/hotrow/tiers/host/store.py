@@ -1,9 +1,8 @@
-"""Rows in DRAM: the checked way into the C++ core.
+"""HostStore: one table's rows in DRAM and on SSD. Checks every argument and calls the C++ core.
 
-`HostStore` is one table's rows; plan.py takes a batch through the rows of several tables, row_staging.py brings rows
-up to a GPU and back. Every array is checked there and here (dtype, shape, layout) before its address goes down, so the
-core never sees a wrong one; the core's own errors come up as HotRow's (core_errors.py). Calls release the interpreter
-lock and use the core's thread pool. Reads may run beside a writer.
+plan.py runs a batch over several tables, and row_staging.py moves rows to a GPU and back. All three check the dtype,
+shape and layout of every array before they pass its address to the core. core_errors.py turns the core's exceptions
+into HotRow's. Calls release Python's lock and use the core's thread pool. Reads may run beside a writer.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from hotrow.optim import Optimizer
 from hotrow.tiers.host.core_errors import core_errors
 
 SHARDS = 1024
-TYPES = {"fp32": 0, "fp16": 1, "int8": 2, "bf16": 3}  # of a row's values (core/rows/row_type.h)
-VALUES = ("fp32", "fp16", "int8")  # those of rows that are only read
-LATE = {"wait": 0, "initial": 1, "default": 2}  # what a reader gets of a row that is on SSD alone
-MOST = {"fp16": 65520.0, "bf16": 2.0**128 - 2.0**119}  # what would be rounded to infinity
+TYPES = {"fp32": 0, "fp16": 1, "int8": 2, "bf16": 3}  # types of a row's values (core/rows/row_type.h)
+VALUES = ("fp32", "fp16", "int8")  # types of read-only rows
+LATE = {"wait": 0, "initial": 1, "default": 2}  # policies for a row that is only on SSD (core: ColdReadPolicy)
+MOST = {"fp16": 65520.0, "bf16": 2.0**128 - 2.0**119}  # the least absolute value that would be rounded to infinity
 
 
 Words = npt.NDArray[np.float32]
 
 
 class Budget:
-    """Bytes that rows may take, shared by several tables. A limit of 0 is no limit."""
+    """A limit on the bytes of several tables' rows together. 0 is no limit."""
 
     def __init__(self, limit: int = 0) -> None:
         self.core = _core.Budget(limit)
@@ -55,7 +54,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Rows:
-    """Whole rows as they were at one moment: keys, values with optimizer state, counts and last steps."""
+    """Copies of whole rows: keys, values followed by optimizer state, counts and last steps."""
 
     keys: Tensor
     values: Tensor
@@ -67,9 +66,9 @@ class HostStore:
     """One table's rows in DRAM: key → values, optimizer state, count and last step.
 
     `dtype` ("fp32", "fp16" or "bf16") is the type of the values; the optimizer's state is fp32. With `values` ("fp32",
-    "fp16" or "int8") rows are values of that type alone: they are read (as float32), assigned and erased, and what
-    would create or train one is refused; `dtype` is then what they were trained in, and unseen keys read accordingly.
-    Any number of threads may read, prefetch and ask what is cold at once.
+    "fp16" or "int8") the rows are read-only for training: values of that type without state, which can be read (as
+    float32), assigned and erased. `dtype` is then the type that they were trained in; the initial values of unseen keys
+    are rounded to it. Any number of threads may call read, prefetch and cold at once.
     """
 
     def __init__(
@@ -100,8 +99,8 @@ class HostStore:
         self.dim = dim
         self.values = values
         self.type = values or dtype
-        self.width = int(self.core.width)  # floats of a whole row, as it is read and assigned
-        self.row_bytes = int(self.core.row_bytes)  # as it is kept
+        self.width = int(self.core.width)  # floats of a row with its state, as scan returns and assign takes it
+        self.row_bytes = int(self.core.row_bytes)  # of a stored row
 
     def __len__(self) -> int:
         return len(self.core)
@@ -114,7 +113,7 @@ class HostStore:
         return slots
 
     def find_or_create(self, keys: Tensor) -> Tensor:
-        """Slots of the keys; unseen ones get their initial row."""
+        """Slots of the keys. Creates the initial rows of unseen keys."""
         keys = _keys(keys)
         slots = torch.empty_like(keys)
         with core_errors():
@@ -122,12 +121,12 @@ class HostStore:
         return slots
 
     def create(self, keys: Tensor) -> None:
-        """Give unseen keys their initial row."""
+        """Create the initial rows of unseen keys."""
         with core_errors():
             self.core.create(_keys(keys))
 
     def read(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Values [n, dim] of the keys and whether each has a row; those without one read their initial values."""
+        """Values [n, dim] of the keys, and whether each has a row. A key without one reads its initial values."""
         keys = _keys(keys)
         values = torch.empty(keys.numel(), self.dim, dtype=torch.float32, device="cpu")
         found = torch.empty(keys.numel(), dtype=torch.bool, device="cpu")
@@ -135,13 +134,13 @@ class HostStore:
         return values, found
 
     def read_into(self, keys: Tensor, values: Tensor, found: Tensor) -> None:
-        """As `read`, into float32 [n, dim] and bool [n]. All are contiguous, on the CPU."""
+        """As `read`, into float32 [n, dim] and bool [n]. Requires: all are contiguous and on the CPU."""
         with core_errors():
             self.core.read(keys, values, found)
 
     def read_late(self, keys: Tensor, late: str) -> tuple[Tensor, Tensor]:
-        """As `read`, without the disk: values, and which keys (bool) were answered by the policy `late`, "initial" or
-        "default", because their rows are on SSD alone."""
+        """As `read`, without disk access. Returns values, and which keys (bool) the policy `late` ("initial" or
+        "default") answered because their rows are only on SSD."""
         keys = _keys(keys)
         values = torch.empty(keys.numel(), self.dim, dtype=torch.float32, device="cpu")
         answered = torch.empty(keys.numel(), dtype=torch.uint8, device="cpu")
@@ -149,20 +148,20 @@ class HostStore:
         return values, answered.view(torch.bool)
 
     def read_raw(self, keys: Tensor, out: Tensor) -> Tensor:
-        """Rows of the keys that are in DRAM as they are kept, into `out` (float32 words [n, row_bytes / 4]); which
-        those are. For a store of values alone, beside any writer."""
+        """Copy the stored bytes of the keys' rows in DRAM into `out` (float32 words [n, row_bytes / 4]). Returns which
+        keys are in DRAM. For a store of values alone. May run beside a writer."""
         found = torch.empty(keys.numel(), dtype=torch.bool, device="cpu")
         self.core.read_raw(keys, out, found)
         return found
 
     def check_trainable(self) -> None:
-        """An error with the cure, where rows are only read."""
+        """Raise if the rows are read-only; the error names the cure."""
         with core_errors():
             self.core.check_trainable()
 
     def cold(self, keys: Tensor) -> Tensor:
-        """Which keys have rows on SSD alone. Quick: the disk is not asked, so that one unseen key in thousands is taken
-        for one of them."""
+        """Which keys have rows only on SSD. Does not access the disk, so about one unseen key in thousands is wrongly
+        reported."""
         keys = _keys(keys)
         out = torch.empty(keys.numel(), dtype=torch.bool, device="cpu")
         self.core.cold(keys, out)
@@ -170,7 +169,7 @@ class HostStore:
 
     @property
     def default_row(self) -> Tensor:
-        """What the policy "default" reads."""
+        """The row that the policy "default" answers with."""
         return torch.tensor(self.core.default_row, dtype=torch.float32)
 
     @default_row.setter
@@ -181,10 +180,8 @@ class HostStore:
     def assign(
         self, keys: Tensor, values: Tensor, counts: Tensor | None = None, last_steps: Tensor | None = None
     ) -> None:
-        """Set rows, creating those that are missing. `values` is [n, dim], or [n, width] with optimizer state.
-
-        They are rounded to the store's type.
-        """
+        """Set rows, and create those that are missing. `values` is [n, dim], or [n, width] with optimizer state. They
+        are rounded to the store's type."""
         keys = _keys(keys)
         if values.dim() != 2 or values.shape[0] != keys.numel() or values.shape[1] not in (self.dim, self.width):
             raise BatchError(
@@ -203,7 +200,7 @@ class HostStore:
             self.core.assign(keys, values, _int64(counts), _int64(last_steps))
 
     def _check_fits(self, values: Tensor) -> None:
-        """Whether the store's type has these numbers."""
+        """Raise if a value would become infinite in the store's type."""
         if self.type == "fp32" or not values.numel():
             return
         values = values[:, : self.dim]
@@ -220,7 +217,7 @@ class HostStore:
             return int(self.core.erase(_keys(keys)))
 
     def scan(self, chunk: int = 65536) -> Iterator[Rows]:
-        """All rows, in chunks: those in DRAM in slot order, then those on SSD alone. For a table at rest."""
+        """All rows, in chunks: those in DRAM in slot order, then those only on SSD. Requires: no writer meanwhile."""
         start = 0
         while True:
             keys, counts, steps = (torch.empty(chunk, dtype=torch.int64, device="cpu") for _ in range(3))
@@ -236,10 +233,10 @@ class HostStore:
                 yield Rows(cold[0], cold[3], cold[1], cold[2])
 
     def memory(self) -> dict[str, int]:
-        """Rows and bytes: payload (what rows hold), and what rows, headers and index take."""
+        """Numbers of rows and bytes: payload (values and state), rows, headers and index."""
         return dict(self.core.memory())
 
-    # --- a GPU above ---
+    # --- for the HBM tier ---
 
     def alive(self, slots: Tensor) -> Tensor:
         """Whether each slot still holds a row."""
@@ -253,71 +250,73 @@ class HostStore:
         return bool(self.core.evicts)
 
     def row_memory(self) -> tuple[int, int, int]:
-        """Where rows lie: address of slot 0, bytes in use, bytes from slot to slot. The address never changes."""
+        """The memory of the rows: address of slot 0, bytes in use, bytes per slot. The address never changes."""
         address, used, stride = self.core.row_memory()
         return int(address), int(used), int(stride)
 
     # --- SSD ---
 
     def attach(self, folder: str, evicts: bool, buffer: int = 1 << 20, lock: Any = None) -> None:
-        """Keep a log of the rows in `folder`; with `evicts`, DRAM becomes a cache over it.
+        """Keep a log of the rows in `folder`. With `evicts`, DRAM becomes a cache over the log.
 
-        `lock` is held for as long as anybody uses the rows: a batch or a save may outlive this store.
+        The core holds a reference to `lock` for as long as a batch or a save uses the rows: these may outlive this
+        store.
         """
         with core_errors():
             self.core.attach(folder, evicts, buffer, lock=lock)
 
     def attach_cache(self, folder: str) -> None:
-        """DRAM becomes a cache over another store: rows that leave it are forgotten.
+        """Make DRAM a cache over a remote store: evicted rows are discarded.
 
-        The core wants an empty folder for the log that every tier has; nothing is ever written to it, and it may be
-        removed afterwards. The budget needs a limit for rows to leave at all.
+        The core needs an empty folder for a log to which it never writes; the folder may be removed afterwards. Rows
+        are evicted only if the budget has a limit.
         """
         with core_errors():
             self.core.attach(folder, True, 1 << 16, drops=True)
 
     @property
     def has_log(self) -> bool:
-        """Whether there is a log below the rows, so that snapshots can be taken."""
+        """Whether the rows have a log, which snapshots need."""
         return bool(self.core.has_log)
 
     def set_admission(self, after: int, probability: float, sketch_bytes: int) -> None:
-        """Which keys get a row."""
+        """Set admission control: which unseen keys get a row."""
         with core_errors():
             self.core.set_admission(after, probability, sketch_bytes)
 
     def sweep(self, **rules: float) -> int:
-        """Remove rows by the rules; returns how many went at once (those on SSD go when they are met)."""
+        """Remove expired rows: those in DRAM now, those on SSD when they are next read. Returns how many were removed
+        now."""
         with core_errors():
             return int(self.core.sweep(**rules))
 
     def staying(self, **rules: float) -> int:
-        """How many rows no rule but the cap would remove at a sweep; those on SSD are read for it."""
+        """How many rows a sweep would keep if there were no cap. Reads the rows on SSD."""
         with core_errors():
             return int(self.core.staying(**rules))
 
     def prefetch(self, keys: Tensor) -> int:
-        """Bring rows up from SSD; returns how many came. No result depends on it."""
+        """Load rows from SSD into DRAM. Returns how many were loaded. No result depends on it."""
         with core_errors():
             return int(self.core.prefetch(_keys(keys)))
 
-    # --- what changed, for publications (core/table/changed_keys.h) ---
+    # --- changed keys, for publications (core/table/changed_keys.h) ---
 
     def begin_changes(self, everything: bool = False) -> None:
-        """From now on the keys of changed rows are noted; with `everything`, rows of now count as changed."""
+        """Record the keys of changed rows from now on. With `everything`, all present rows count as changed."""
         with core_errors():
             self.core.begin_changes(everything)
 
     def end_changes(self) -> None:
-        """Note them no more."""
+        """Stop recording."""
         self.core.end_changes()
 
     def take_changes(self) -> Tensor:
-        """Keys whose rows changed, came or went since the last call, rising. Rows in HBM are flushed first."""
+        """Keys whose rows were changed, created or removed since the last call, ascending. Flush HBM first."""
         return torch.from_numpy(self.core.take_changes())
 
     def tier(self) -> dict[str, int]:
-        """What the SSD tier has done and holds: hits, misses, evictions, bytes on disk, reads and writes.
+        """Counters and sizes of the SSD tier: hits, misses, evictions, bytes on disk, reads and writes.
 
         Space amplification is disk_bytes / live_bytes; compaction keeps it near 2 at most.
         """
@@ -325,7 +324,7 @@ class HostStore:
 
     @property
     def notes(self) -> str:
-        """A few words that are saved and loaded with the rows."""
+        """A text that is saved and loaded with the rows."""
         return str(self.core.notes)
 
     @notes.setter
@@ -333,22 +332,20 @@ class HostStore:
         self.core.notes = text
 
     def begin_snapshot(self) -> Snapshot:
-        """The rows of this moment, to be written by `finish` while they go on changing."""
+        """Begin a snapshot of the rows as they are now. `finish` writes it; rows may change meanwhile."""
         with core_errors():
             self.core.begin_snapshot()
         return Snapshot(self)
 
     def load_snapshot(self, folder: str) -> None:
-        """The store's rows become the snapshot's."""
+        """Replace all rows by those of a snapshot."""
         self.clear()
         with core_errors():
             self.core.load_snapshot(folder)
 
     def load_state(self, folder: str, shards: tuple[int, int] = (0, SHARDS)) -> None:
-        """What a snapshot has beside the rows: sketch and caps (of some shards), cutoffs and notes.
-
-        Call it when the rows are there.
-        """
+        """Load what a snapshot has beside the rows: sketch and caps (of some shards), cutoffs and notes. Call it after
+        the rows are loaded."""
         with core_errors():
             self.core.load_state(folder, *shards)
 
@@ -359,7 +356,7 @@ class HostStore:
 
     @staticmethod
     def snapshot_info(folder: str) -> dict[str, Any]:
-        """What a snapshot's folder says about itself: table, row_bytes, rows."""
+        """What a snapshot's header says: table, row_bytes, rows, and the type of the values."""
         with core_errors():
             reader = _core.SnapshotReader(folder)
         types = {number: name for name, number in TYPES.items()}
@@ -372,7 +369,7 @@ class HostStore:
 
 
 def scan_snapshot(folder: str, dim: int, chunk: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values (float32 [n, dim]) of a table's files, chunk by chunk, in whatever type they are stored."""
+    """Keys and values (float32 [n, dim]) of a snapshot, chunk by chunk. The stored type may be any."""
     with core_errors():
         reader = _core.SnapshotReader(folder)
         while (found := reader.next(chunk)) is not None:
@@ -381,7 +378,7 @@ def scan_snapshot(folder: str, dim: int, chunk: int = 65536) -> Iterator[tuple[T
 
 
 def floats_of(words: Words, row_type: int, dim: int) -> Words:
-    """Rows as files have them (words of 4 bytes, core/rows/row_type.h) as values and, behind them, state: float32."""
+    """Stored rows (words of 4 bytes, core/rows/row_type.h) as float32: values, then state."""
     raw = words.view(np.uint8).reshape(len(words), -1)
     if row_type == TYPES["int8"]:
         return raw[:, :dim].astype(np.float32) * words[:, -2:-1] + words[:, -1:]
@@ -396,32 +393,32 @@ def floats_of(words: Words, row_type: int, dim: int) -> Words:
 
 
 def count_cold(parts: Sequence[tuple[HostStore, Tensor]]) -> int:
-    """How many of some tables' keys (int64, contiguous) have rows on SSD alone, duplicates counted. See `cold`."""
+    """How many of some tables' keys (int64, contiguous) have rows only on SSD, duplicates counted. See `cold`."""
     return int(_core.count_cold([(store.core, *_address(keys)) for store, keys in parts]))
 
 
 def prefetch_all(parts: Sequence[tuple[HostStore, Tensor]]) -> int:
-    """Bring rows of several tables up from SSD at once; returns how many came. Any thread, beside readers.
+    """Load rows of several tables from SSD into DRAM. Returns how many were loaded. Any thread, beside readers.
 
-    It creates no row and touches no count, and keeps the budget: rows that nobody asked for lately leave.
+    It creates no row, changes no count and stays within the budget: rows that were not used lately are evicted.
     """
     with core_errors():
         return int(_core.prefetch_all([(store.core, *_address(keys)) for store, keys in parts]))
 
 
 class PrefetchHandle:
-    """Rows on their way up from SSD."""
+    """A prefetch from SSD that runs on a background thread."""
 
     def __init__(self, store: HostStore, keys: Tensor) -> None:
         self._future = _prefetcher().submit(store.prefetch, keys)
 
     def wait(self) -> int:
-        """Until they are there; returns how many came."""
+        """Block until the rows are loaded. Returns how many were loaded."""
         return self._future.result()
 
     @property
     def done(self) -> bool:
-        """Whether they are there."""
+        """Whether the rows are loaded."""
         return self._future.done()
 
 
@@ -431,18 +428,18 @@ def _prefetcher() -> ThreadPoolExecutor:
 
 
 class Snapshot:
-    """A store's rows at the moment it was begun. Finish or abandon it, once."""
+    """A snapshot of a store's rows. Requires: exactly one call of `finish` or `abandon`."""
 
     def __init__(self, store: HostStore) -> None:
         self.store = store
 
     def finish(self, folder: str, previous: str = "") -> dict[str, int]:
-        """Write what is left to write and make `folder` hold the rows. Any thread; training may go on."""
+        """Write the rows that are not on disk yet and complete `folder`. Any thread, while training continues."""
         with core_errors():
             return dict(self.store.core.finish_snapshot(folder, previous))
 
     def abandon(self) -> None:
-        """Give it up."""
+        """Drop the snapshot."""
         self.store.core.abandon_snapshot()
 
 

@@ -1,7 +1,7 @@
-"""StoredTable: what a tier sees of a table. `TableRows` is one; tiers never import it.
+"""StoredTable: the interface of a table that tiers use. `TableRows` implements it; tiers never import TableRows.
 
 A tier needs the table's definition for its name and row layout, the optimizer for the state in a row, and the store
-that holds the rows. `smallest_dram_bytes` is the least that the DRAM tier takes for some tables.
+that holds the rows. `smallest_dram_bytes` is the smallest `dram=` for some tables.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StoredTable(Protocol):
 
 
 def smallest_dram_bytes(tables: Sequence[StoredTable]) -> int:
-    """The least that a cache in DRAM takes for these tables, whatever tier is below it."""
+    """The smallest `dram=` with which DRAM can be a cache for these tables, over any tier."""
     buffers = READ_BUFFERS + SMALLEST_BUFFER * len(tables)
     slots = sum(SLOTS_AT_A_TIME * (rows.store.row_bytes + SLOT_BYTES) for rows in tables)
     sketches: int = sum(rows.memory()["sketch_bytes"] for rows in tables)

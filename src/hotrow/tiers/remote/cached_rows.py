@@ -10,9 +10,9 @@ key.
 
 `apply` changes cached rows to a publication that the server applies. The store may get that publication later, or a
 read in flight may return the row from before it. So CachedTable remembers the keys of every publication that the store
-does not have whole yet. It keeps a row that is older than what was applied, with a stale mark: the publication that the
-row is good for, and the one that the store must have before the row is read again. This takes 8 bytes a changed row for
-as long as the store is behind. Every answer can thus name a publication that all its rows are as new as.
+does not have completely yet. It keeps a row that is older than what was applied, with a stale mark: the publication
+that the row is good for, and the one that the store must have before the row is read again. This takes 8 bytes a
+changed row until the store has caught up. So every answer can name a publication that all its rows are as new as.
 
 Threads: any number may read and load at once, beside one that applies.
 """
@@ -39,19 +39,19 @@ from hotrow.tiers.plan import ANY_PUBLICATION
 from hotrow.tiers.remote.store import Answer, Keys, RemoteStore
 
 TOUCH_EVERY = 4  # reads: one in four records its rows as used, which is enough and costs a fourth
-ABSENT_SECONDS = 1.0  # for so long a key is taken to have no row
+ABSENT_SECONDS = 1.0  # seconds for which a key without a row is remembered as absent
 MOST_ABSENT = 200_000
 NEWEST = ANY_PUBLICATION[0]  # "as new as anything"
 
 
 @dataclass(frozen=True)
 class ReadRows:
-    """Values [n, dim] of a batch's keys. Rows not found or late read as unseen keys do; the caller knows which."""
+    """Values [n, dim] of a batch's keys. A row that is not found or late has the values of an unseen key."""
 
     values: Tensor
     found: Tensor
     late: Tensor
-    lowest: int  # of the publications that rows from the store contain
+    lowest: int  # every row from the store is as new as this publication
     highest: int
 
 
@@ -83,7 +83,7 @@ class ReadResult:
 
 
 class CachedTable:
-    """One table's rows, cached in DRAM over a remote store; in `store`, or in one of its own within `budget`."""
+    """One table's rows, cached in DRAM over a remote store. The cache is `store`, or a new one within `budget`."""
 
     def __init__(
         self, table: Table, remote: RemoteStore, seed: int, budget: Budget, store: HostStore | None = None
@@ -112,7 +112,7 @@ class CachedTable:
             int, tuple[int, int]
         ] = {}  # key → (publication its row is good for, publication the store must have)
         self._swept = -1
-        self._absent: dict[int, float] = {}  # key → until when it is taken to have no row
+        self._absent: dict[int, float] = {}  # key → until when it counts as absent
         self._highest = 0  # publication of any cached row
         self._reads = 0
 

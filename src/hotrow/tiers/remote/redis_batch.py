@@ -25,7 +25,7 @@ from hotrow.tiers.remote.redis_nodes import Node, Nodes, key_slot
 from hotrow.tiers.remote.store import TableFormat
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.5  # between two attempts after a transient error
-# Errors that mean "not now": the cluster is electing a master, a node is loading, a key is between two nodes.
+# Transient errors: the cluster is electing a master, a node is loading, a key is between two nodes.
 TRANSIENT = ("CLUSTERDOWN", "LOADING", "TRYAGAIN", "MASTERDOWN", "READONLY", "NOREPLICAS")
 
 

@@ -1,8 +1,8 @@
 """Connections to Redis nodes, and pipelined requests on several of them at once.
 
 `exchange` sends on all connections and receives from all as replies come, until every reply is there or a deadline has
-passed. No socket blocks. A connection that lacks a reply must be closed: a late reply would be taken for that of the
-next request.
+passed. No socket blocks. A connection that lacks a reply must be closed: the late reply would be read as the reply to
+the next request.
 
 The core decodes replies with rows (core/remote/redis_replies.h), this file all others. The protocol is RESP2, TLS is
 Python's. Why not redis-py with hiredis: its client takes 1.8 µs of processor time a row where this takes 0.2 (batches
@@ -143,8 +143,8 @@ class Connection:
     def _log_in(self, access: NodeAccess, deadline: float) -> None:
         commands = []
         if access.password:
-            who = (access.username,) if access.username else ()
-            commands.append(command("AUTH", *who, access.password))
+            user = (access.username,) if access.username else ()
+            commands.append(command("AUTH", *user, access.password))
         if access.db:
             commands.append(command("SELECT", access.db))
         for reply in self.call(commands, deadline) if commands else ():

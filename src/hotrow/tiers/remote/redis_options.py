@@ -15,7 +15,7 @@ from hotrow.tiers.remote.redis_nodes import Address
 class RedisOptions:
     """How to reach Redis. Times are in seconds, files are paths. An option in the URL overrides one given here."""
 
-    timeout: float = 0.25  # a node that sends nothing for so long is taken to be down
+    timeout: float = 0.25  # a node that sends nothing for this long counts as down
     connect_timeout: float = 1.0
     write_timeout: float = 30.0  # for a write, retries and failovers included
     username: str = ""
@@ -25,7 +25,7 @@ class RedisOptions:
     key: str = ""
     verify: bool = True  # TLS: whether to check the server's certificate
     replicas: int = 0  # how many replicas must have a write before it counts
-    namespace: str = ""  # so that several models can share a server
+    namespace: str = ""  # a prefix of all keys, so that several models can share a server
 
     def __post_init__(self) -> None:
         for name in ("timeout", "connect_timeout", "write_timeout"):

@@ -1,7 +1,7 @@
 """The Lua scripts that write rows to Redis. They compare publication numbers at the server, so that a write never
 replaces a newer row. docs/formats/remote.md describes the fields.
 
-Each script has one key, because a command with two would have to wait while its slot is being moved.
+Each script has one key, because a command with two keys would have to wait while its slot is being moved.
 """
 
 # KEYS: a partition. ARGV: version, complete, whether the table is being filled, then field, value, field, value ...; an

@@ -2,8 +2,8 @@
 
 A read sends one HMGET for each partition that the batch has keys in, over one connection to each node (redis_batch.py).
 A write goes through a script that compares publication numbers at the server (redis_scripts.py), some hundred rows at a
-time. An erased row leaves its number in a field of its own until that publication is complete; from then on the store
-takes no write as old as that (docs/formats/remote.md).
+time. An erased row leaves its number, a tombstone, in a field of its own until that publication is complete. From then
+on the store ignores older writes (docs/formats/remote.md).
 
 Bytes and round trips decide the layout. Beside its value a row costs Redis 125 bytes as a field of a hash and 162 as a
 string key of its own (dim 64). HMGET of many fields is one command, one lookup and one slot; MGET needs a slot's hash
@@ -12,7 +12,7 @@ tag in every key, 22 bytes more in each request. Measured on 2 cores with three 
 value would save most of those bytes, but a batch of random keys would read every bucket for one row of it.
 
 With `replicas=n` a write counts when n replicas have it. Without, a failover may lose the last writes unnoticed. Each
-partition has a stamp that every read asks for: if it is missing, the master has lost its data, the partition's rows are
+partition has a stamp that every read requests: if it is missing, the master has lost its data, the partition's rows are
 late and `health` reports it.
 
 Threads: any number may read at once, beside one that writes.
@@ -115,7 +115,7 @@ class RedisStore:
 
     @property
     def lowest(self) -> int:
-        """The newest publication that the store is known to have whole."""
+        """The newest publication that the store is known to have completely. Never blocks."""
         return self._complete
 
     def create(self, table: str, form: TableFormat) -> None:
@@ -200,7 +200,7 @@ class RedisStore:
     # --- writing ---
 
     def write(self, table: str, keys: Keys, values: Values, version: int, filling: bool = False) -> int:
-        """Set the rows whose version is not above this one; returns how many. Keys are unique."""
+        """Set the rows whose version is not above this one. Returns how many were set. Requires: keys are unique."""
         known = self._table(table)
         keys = check_keys(keys)
         values = check_values(values, keys, known.form)
@@ -210,7 +210,7 @@ class RedisStore:
         return self._change(known, keys, raw, version, filling)
 
     def erase(self, table: str, keys: Keys, version: int) -> int:
-        """Remove rows, as publication `version` did: an older write does not bring them back. Returns how many."""
+        """Remove rows as of publication `version`: later writes of older versions are ignored. Returns how many."""
         keys = check_keys(keys)
         return self._change(self._table(table), keys, np.empty((len(keys), 0), np.uint8), check_number(version))
 
@@ -228,7 +228,7 @@ class RedisStore:
         for p, (first, last) in enumerate(pairwise(cuts)):
             for at in range(first, last, ROWS_OF_SCRIPT):
                 end = min(last, at + ROWS_OF_SCRIPT)
-                # The script forgets what was erased up to `complete`, but nothing that was erased after this write.
+                # The script removes tombstones up to `complete`, but none of rows that were erased after this write.
                 numbers = (b"%d" % version, b"%d" % min(self._complete, version - 1), b"%d" % filling)
                 head = b"".join(_bulk(part) for part in (b"EVAL", WRITE, b"1", known.names[p], *numbers))
                 count = b"*%d\r\n" % (7 + 2 * (end - at))
@@ -240,7 +240,7 @@ class RedisStore:
         return changed + sum(self._execute(commands))
 
     def purge(self, table: str, version: int) -> int:
-        """Remove rows older than a publication with which the whole table was just filled. Returns how many."""
+        """Remove rows older than publication `version`, with which the table was just filled. Returns how many."""
         known, gone = self._table(table), 0
         cursors = dict.fromkeys(range(len(known.names)), b"0")
         while cursors:
@@ -261,7 +261,7 @@ class RedisStore:
     # --- publications ---
 
     def marks(self) -> Marks:
-        """How far publications have come."""
+        """The last complete and the last begun publication."""
         reply = self._meta_call("HMGET", self._meta, "complete", "started")
         complete, started = (int(text or 0) for text in reply)
         self._complete = complete  # it goes back if a server has lost its data
@@ -298,7 +298,7 @@ class RedisStore:
         return True
 
     def finish(self, number: int) -> None:
-        """All of publication `number` is written, with `replicas=n` on n replicas too."""
+        """Publication `number` is written completely, with `replicas=n` on n replicas too."""
         self._meta_call("EVAL", FINISH, 1, self._meta, check_number(number, "number"))
         self._complete = max(self._complete, number)
 

@@ -1,15 +1,15 @@
-"""Rows in RocksDB: a full copy on a local disk, under the same protocol as Redis.
+"""RocksStore: rows in RocksDB, a full copy on a local disk, under the same protocol as Redis.
 
-A table is a column family, a row is 8 bytes of key → 8 bytes of publication number and the values. What a write
-compares, it reads first, and one lock is around both: RocksDB lets one process open a folder, so that is enough. Rows
-of one call are one write batch, all or none of it. An erased row leaves its number in the column family of the dead
-until its publication is complete, and from then on nothing as old is taken (docs/formats/remote.md).
+A table is a column family. A row maps 8 bytes of key to 8 bytes of publication number and the values. A write first
+reads the stored numbers that it compares, under one lock for both. That is enough, because only one process can open a
+RocksDB folder. The rows of one call are one atomic write batch. An erased row leaves its number, a tombstone, in the
+column family `dead:` until its publication is complete. From then on older writes are ignored (docs/formats/remote.md).
 
-`finish` syncs the log: what is complete survives a power cut, the rest a kill. RocksDB cannot be interrupted, so reads
-go in parts and look at the deadline between them.
+`finish` syncs the log: complete publications survive a power failure, the rest survives a kill of the process. A
+RocksDB read cannot be interrupted, so reads are split into parts and check the deadline between them.
 
-Needs rocksdict: pip install 'hotrow[rocksdb]'. It holds the interpreter lock while it reads; HotRow's own SSD tier does
-not, and is faster (`hotrow bench ssd`): RocksDB is for who has its tools and files already.
+Needs rocksdict: pip install 'hotrow[rocksdb]'. It holds Python's lock while it reads. HotRow's own SSD tier does not,
+and is faster (`hotrow bench ssd`). Use RocksDB if you have its tools and files already.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hotrow.tiers.remote.store import (
     gap,
 )
 
-PART = 4096  # keys between two looks at the clock
+PART = 4096  # keys between two checks of the deadline
 DEAD, TABLE, FLOOR = "dead:", "table:", b"floor"
 
 
@@ -90,16 +90,16 @@ class RocksStore:
 
     @property
     def lowest(self) -> int:
-        """A publication that the store has whole."""
+        """The last complete publication."""
         return self._complete
 
     def create(self, table: str, form: TableFormat) -> None:
-        """Make room for a table; one that is there must have the same dim and value."""
+        """Create a table. One that exists must have the same dim and value."""
         with self._lock:
             if table not in self._tables:
-                there = self._rocksdict.Rdict.list_cf(self.folder)
+                existing = self._rocksdict.Rdict.list_cf(self.folder)
                 for name in (TABLE + table, DEAD + table):
-                    if name not in there:
+                    if name not in existing:
                         self._db.create_column_family(name, self._options())
                 text = json.dumps({"dim": form.dim, "value": form.value, "bits": form.bits})
                 self._db[(TABLE + table).encode()] = text.encode()
@@ -107,11 +107,11 @@ class RocksStore:
             check_same(table, self._tables[table], form)
 
     def stamp(self, table: str) -> None:
-        """The table is filled. A folder is whole or does not open, so there is nothing to note."""
+        """Check that the table exists. A folder that opens has lost no part of a table, so nothing is recorded."""
         self._form(table)
 
     def tables(self) -> dict[str, TableFormat]:
-        """What is there."""
+        """The tables, by name."""
         return dict(self._tables)
 
     def _form(self, table: str) -> TableFormat:
@@ -132,12 +132,12 @@ class RocksStore:
                 late[at:] = True
                 break
             values = rows[_as_bytes(keys[at : at + PART])]
-            there = np.fromiter((value is not None for value in values), np.bool_, len(values))
+            present = np.fromiter((value is not None for value in values), np.bool_, len(values))
             joined = b"".join([value for value in values if value is not None])
-            if len(joined) != int(there.sum()) * raw.shape[1]:
+            if len(joined) != int(present.sum()) * raw.shape[1]:
                 raise StorageError(f"table {table!r} has rows of another size in {self.folder!r}; fill the folder anew")
-            found[at : at + PART] = there
-            raw[at : at + PART][there] = np.frombuffer(joined, np.uint8).reshape(-1, raw.shape[1])
+            found[at : at + PART] = present
+            raw[at : at + PART][present] = np.frombuffer(joined, np.uint8).reshape(-1, raw.shape[1])
         versions = np.where(found, np.ascontiguousarray(raw[:, :8]).view(np.int64)[:, 0], np.int64(-1))
         size = int(found.sum()) * form.row_bytes
         with self._lock:
@@ -147,7 +147,7 @@ class RocksStore:
         return Answer(values_out, found, late, versions, lowest, size)
 
     def write(self, table: str, keys: Keys, values: Values, version: int, filling: bool = False) -> int:
-        """Set rows whose version is not above this one; returns how many were. Keys are unique."""
+        """Set the rows whose version is not above this one. Returns how many were set. Requires: keys are unique."""
         form = self._form(table)
         keys = check_keys(keys)
         values = check_values(values, keys, form)
@@ -158,13 +158,13 @@ class RocksStore:
         return self._change(table, keys, [flat[at : at + size] for at in range(0, len(flat), size)], version)
 
     def erase(self, table: str, keys: Keys, version: int) -> int:
-        """Remove rows, as publication `version` did: an older write does not bring them back. Returns how many."""
+        """Remove rows as of publication `version`: later writes of older versions are ignored. Returns how many."""
         keys = check_keys(keys)
         self._form(table)
         return self._change(table, keys, [None] * len(keys), check_number(version))
 
     def _change(self, table: str, keys: Keys, values: list[bytes | None], version: int) -> int:
-        """One write batch; None erases."""
+        """Write or erase (None) rows in one write batch."""
         (rows, rows_handle), (dead, dead_handle) = self._family(TABLE + table), self._family(DEAD + table)
         names = _as_bytes(keys)
         mark = np.int64(version).tobytes()
@@ -189,7 +189,7 @@ class RocksStore:
         return changed
 
     def _bury(self, dead: Any, handle: Any) -> int:
-        """Forget the dead of complete publications. Returns the floor: nothing as old as that is taken any more."""
+        """Remove the tombstones of complete publications. Returns the floor: writes at or below it are ignored."""
         mark = dead.get(FLOOR)
         floor = -1 if mark is None else int.from_bytes(mark, "little")
         if self._complete <= max(floor, 0):
@@ -205,7 +205,7 @@ class RocksStore:
         return floor
 
     def purge(self, table: str, version: int) -> int:
-        """Remove rows older than a publication with which the whole table was just filled. Returns how many."""
+        """Remove rows older than publication `version`, with which the table was just filled. Returns the count."""
         self._form(table)
         (rows, rows_handle), (dead, dead_handle) = self._family(TABLE + table), self._family(DEAD + table)
         with self._lock:
@@ -221,12 +221,12 @@ class RocksStore:
         return gone
 
     def marks(self) -> Marks:
-        """How far publications have come."""
+        """The last complete and the last begun publication."""
         said = [self._db.get(name) for name in (b"complete", b"started")]
         return Marks(int(said[0] or 0), int(said[1] or 0), said[0] is not None)
 
     def begin(self, number: int, after: int) -> bool:
-        """Publication `number`, which follows `after`, will be written. False: it is here already. A gap raises."""
+        """Begin to write publication `number`, which follows `after`. Returns False if it is complete; a gap raises."""
         check_number(number, "number")
         with self._lock:
             marks = self.marks()
@@ -238,7 +238,7 @@ class RocksStore:
         return True
 
     def finish(self, number: int) -> None:
-        """All of publication `number` is written; it survives a power cut from now on."""
+        """Publication `number` is written completely. From now on it survives a power failure."""
         with self._lock:
             marks = self.marks()
             self._db[b"started"] = b"%d" % max(marks.started, check_number(number, "number"))
@@ -247,11 +247,11 @@ class RocksStore:
             self._complete = max(marks.complete, number)
 
     def health(self) -> dict[str, Any]:
-        """That it is open, and what was read."""
+        """The folder's state and the counters of reads."""
         return {"ok": True, "nodes": {self.folder: "open"}, "complete": self._complete, **self.counters}
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the folder, so that another process may open it."""
         with self._lock:
             self._families.clear()
             self._db.close()

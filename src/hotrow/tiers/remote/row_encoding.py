@@ -1,9 +1,9 @@
-"""Rows as bytes: float32, half of it, or a quarter.
+"""Row values as bytes: fp32, fp16 or int8.
 
-fp32 is exact. fp16 rounds to nearest even; what is beyond its range is refused, not made infinite. int8 is the
-quantization of quantize.py: codes 0 to 255, then the row's scale and bias as float32; value = code * scale +
-bias, in float32. Everything is little-endian. Decoding a stored row and encoding it again gives the same bytes for fp32
-and fp16.
+fp32 is exact. fp16 rounds to nearest even; a value beyond its range is an error, not an infinity. int8 is the
+quantization of kernels/rows/quantize.py: codes 0 to 255, then the row's scale and bias as float32; value = code * scale
++ bias, in float32. Everything is little-endian. Decoding a stored row and encoding it again gives the same bytes for
+fp32 and fp16.
 """
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
-"""The remote tier: rows that several servers share (Redis) or a full copy on local disk (RocksDB), behind one protocol.
+"""RemoteStore: the protocol of a store outside this process. Several servers share Redis; RocksDB is a local full copy.
 
-A `RemoteStore` holds, by table, key → (publication number, values). The number is that of the publication that last
-wrote the row; a write never replaces a row of a higher number, so writes may be repeated, and several writers may
-write the same publication: nobody is elected. The price is 8 bytes a row and one comparison a write, at the store.
-(An elected writer with a lease was the other choice. It needs clocks that agree, and numbers all the same for the
-writer that lost its lease without noticing.)
+For each table a store maps a key to (publication number, values). The number is that of the publication that last wrote
+the row. A write never replaces a row with a higher number. So writes may be repeated, several writers may write the
+same publication, and no writer has to be elected. The cost is 8 bytes a row, and one comparison a write at the store.
+(Dropped: an elected writer with a lease. It needs synchronized clocks, and still needs the numbers, because a writer
+may lose its lease without noticing.)
 
-A store has two marks: `started` ≥ `complete`. A publication is begun (started rises), written, then finished (complete
-rises). After a crash in between, whoever comes next writes it again from its beginning. So every row that a reader gets
-is at least as new as publication `complete`, and at most `started`: `Answer.lowest` and `Answer.highest`.
+A store has two marks: `started` ≥ `complete`. `begin` raises started, then the rows are written, then `finish` raises
+complete. After a crash in between, the next writer writes the publication again from its beginning. So every row that a
+reader gets is at least as new as publication `complete` and at most as new as `started`: `Answer.lowest` and
+`Answer.highest`.
 
-Reads have a deadline. Rows that have not come by then are `late`: neither found nor missing, and the caller's policy
-says what to do. Nothing waits much longer than the deadline, and a dead server is waited for once (redis_nodes.py).
+Reads have a deadline. Rows that have not arrived by then are `late`: neither found nor missing, and the caller's policy
+decides. No read takes much longer than its deadline, and only one request waits for a dead server (redis_nodes.py).
 
-Threads: any number may read at once, beside one that writes. Values travel as fp32, fp16 or int8 (row_encoding.py).
+Threads: any number may read at once, beside one that writes. Values are sent and stored as fp32, fp16 or int8
+(row_encoding.py).
 """
 
 from __future__ import annotations
@@ -38,15 +40,15 @@ WRITTEN_TOGETHER = 65_536  # rows
 
 
 class LostError(StorageError):
-    """A part of a table is gone from the store; fill it anew."""
+    """The store has lost a part of a table; fill the table anew."""
 
 
 @dataclass(frozen=True)
 class TableFormat:
-    """How a table's rows lie in a store: `dim` values as `value`, spread over 2^`bits` partitions (Redis alone).
+    """The format of a table's rows in a store: `dim` values of type `value`, in 2^`bits` partitions (only in Redis).
 
-    A partition is one hash, in one slot of a cluster: it moves as a whole, so keep it below a million rows. More
-    partitions make small batches slower (docs/remote.md has the figures).
+    A partition is one hash, in one slot of a cluster. A cluster moves it as a whole, so keep it below a million rows.
+    More partitions make small batches slower (docs/remote.md has the figures).
 
     >>> TableFormat(16).row_bytes
     64
@@ -70,14 +72,14 @@ class TableFormat:
 
 
 def check_kind(value: str) -> str:
-    """How rows may be kept."""
+    """Check the type of stored values."""
     if value not in VALUES:
         raise OptionError(f"value={value!r}: {choices(value, VALUES)}")
     return value
 
 
 def bits_for(rows: int) -> int:
-    """Partition bits for a table that will have so many rows: half a million in each, 64 partitions at least.
+    """Partition bits for a table of `rows` rows: half a million in each partition, at least 64 partitions.
 
     >>> bits_for(1_000_000), bits_for(1_000_000_000)
     (6, 11)
@@ -87,9 +89,9 @@ def bits_for(rows: int) -> int:
 
 @dataclass(frozen=True)
 class Marks:
-    """Publications that the store has whole (`complete`), and has begun to get (`started`).
+    """The last publication that the store has completely (`complete`) and the last one that was begun (`started`).
 
-    `filled`: whether anything was ever finished; before that, a row that is not there may still be on its way.
+    `filled`: whether any publication was ever finished. Before that, a missing row may not have been written yet.
     """
 
     complete: int
@@ -99,9 +101,9 @@ class Marks:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a store said of a batch of keys, in their order.
+    """A store's answer for a batch of keys, in their order.
 
-    `values` are zeros and `versions` -1 where a row is not found; `late` are those of which nothing is known.
+    `values` are zeros and `versions` -1 where a row is not found. `late` marks keys without an answer by the deadline.
     """
 
     values: Values
@@ -109,7 +111,7 @@ class Answer:
     late: NDArray[np.bool_]
     versions: Keys
     lowest: int  # every row found is as new as this publication
-    bytes: int  # that came over the wire or from disk, roughly: those of the rows
+    bytes: int  # approximate bytes received or read from disk: those of the rows
 
     @property
     def highest(self) -> int:
@@ -122,10 +124,10 @@ class RemoteStore(Protocol):
 
     @property
     def lowest(self) -> int:
-        """A publication that the store has whole; at most a second behind `marks().complete`, and never waits."""
+        """A publication that the store has completely, at most a second behind `marks().complete`. Never blocks."""
 
     def create(self, table: str, form: TableFormat) -> None:
-        """Make room for a table; one that is there must have the same dim and value."""
+        """Create a table. One that exists must have the same dim and value."""
 
     def tables(self) -> dict[str, TableFormat]:
         """What is there."""
@@ -134,39 +136,39 @@ class RemoteStore(Protocol):
         """Rows of the keys (duplicates too), until `deadline` (time.monotonic())."""
 
     def write(self, table: str, keys: Keys, values: Values, version: int, filling: bool = False) -> int:
-        """Set rows whose version is not above this one; returns how many were. Keys are unique.
+        """Set the rows whose version is not above this one. Returns how many were set. Requires: keys are unique.
 
-        With `filling`, a table that lost a part of itself is written all the same; `stamp` it when it is whole again.
+        With `filling`, a table that has lost partitions may be written; call `stamp` when it is filled again.
         """
 
     def stamp(self, table: str) -> None:
-        """The table is filled: what is not found in it is not there."""
+        """The table is filled: from now on a key that is not found has no row."""
 
     def erase(self, table: str, keys: Keys, version: int) -> int:
-        """Remove rows, as publication `version` did: an older write does not bring them back. Returns how many."""
+        """Remove rows as of publication `version`: later writes of older versions are ignored. Returns how many."""
 
     def purge(self, table: str, version: int) -> int:
-        """Remove rows older than a publication with which the whole table was just filled; from now on nothing as old
-        as that is taken. Returns how many."""
+        """Remove rows older than publication `version`, with which the whole table was just filled. Later writes of
+        older versions are ignored. Returns how many rows were removed."""
 
     def marks(self) -> Marks:
-        """How far publications have come."""
+        """The last complete and the last begun publication."""
 
     def begin(self, number: int, after: int) -> bool:
-        """Publication `number`, which follows `after`, will be written. False: it is here already. A gap raises."""
+        """Begin to write publication `number`, which follows `after`. Returns False if it is complete; a gap raises."""
 
     def finish(self, number: int) -> None:
-        """All of publication `number` is written, and durable as far as the store is."""
+        """Publication `number` is written completely. When this returns, it is as durable as the store can make it."""
 
     def health(self) -> dict[str, Any]:
-        """For people and metrics: where it is, whether it answers, what failed."""
+        """For operators and metrics: addresses, whether they answer, last errors, counters."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close connections and files."""
 
 
 def open_remote(url: str, **options: Any) -> RemoteStore:
-    """The store at a URL; `options` are those of RedisOptions, and may stand in the URL behind a `?` too.
+    """The store at a URL. `options` are those of RedisOptions; they may also follow a `?` in the URL.
 
     `redis://[user[:password]@]host[:port][/db][?password_file=/path]`, `rediss://` with TLS,
     `redis+cluster://host:port,host:port` and `rediss+cluster://` (any of its nodes), `rocksdb:/folder`.
@@ -190,10 +192,10 @@ def write_publication(
     deletions: Mapping[str, Keys] | None = None,
     after: int | None = None,
 ) -> bool:
-    """Bring a store to publication `number`, which follows `after` (the one before, by default).
+    """Write publication `number`, which follows `after` (default: `number` - 1), to a store.
 
-    False: it was there already. Whatever happens in the middle, calling it again makes it whole. Several callers may
-    write the same publication at once.
+    Returns False if the store had it already. After a crash or an error, call it again. Several callers may write the
+    same publication at once.
     """
     if not store.begin(number, number - 1 if after is None else after):
         return False
@@ -214,10 +216,10 @@ def fill(
     number: int,
     progress: Any = None,
 ) -> int:
-    """Write a whole table as publication `number` has it, chunk by chunk, so that memory is a chunk's.
+    """Write a whole table as of publication `number`, with one chunk at a time in memory.
 
-    `progress(rows so far)` is called after each. Rows that the store had and the table has not are removed. Call
-    `store.finish(number)` when all tables are in. Returns the rows.
+    Calls `progress(rows so far)` after each chunk. Then removes rows that the store has and the table lacks. After the
+    last table call `store.finish(number)`. Returns the number of rows.
     """
     rows = 0
     for keys, values in chunks:
@@ -254,14 +256,14 @@ def check_values(values: Any, keys: Keys, form: TableFormat) -> Values:
 
 
 def check_number(number: int, what: str = "version") -> int:
-    """A publication number."""
+    """Check a publication number."""
     if not isinstance(number, int) or not 0 <= number <= MOST_NUMBER:
         raise OptionError(f"{what}={number!r}: give a publication number from 0 to 2^53 - 1")
     return number
 
 
 def check_same(table: str, there: TableFormat, wanted: TableFormat) -> None:
-    """A table that exists must be what is asked for."""
+    """Check that an existing table has the wanted format."""
     if (there.dim, there.value) != (wanted.dim, wanted.value):
         raise StorageError(
             f"table {table!r} is in the remote store with dim {there.dim} and {there.value} values, not with dim "
@@ -270,7 +272,7 @@ def check_same(table: str, there: TableFormat, wanted: TableFormat) -> None:
 
 
 def gap(number: int, after: int, complete: int) -> StorageError:
-    """The error of a publication that does not follow what is there."""
+    """The error for a publication that does not follow the last complete one."""
     return StorageError(
         f"publication {number} follows {after}, but the remote store is complete up to {complete}; write publications "
         f"{complete + 1} to {after} first, or fill the store from an export that has them"

@@ -52,7 +52,7 @@ def open_shared_store(url: str) -> RemoteStore:
 
 
 def close_shared_store(url: str) -> None:
-    """Close the store if its last user does."""
+    """Close the store when its last user calls this."""
     with _opening:
         found = _opened.pop(url)
         if found.users > 1:
@@ -96,8 +96,8 @@ class RemoteTables:
         return sum([int(self.by_store[id(store)].cold(keys).sum()) for store, keys in parts])
 
     def load(self, parts: Sequence[tuple[HostStore, Tensor]], seconds: float) -> list[LoadedRows | None]:
-        """Load the keys that DRAM lacks from the store. Returns what was loaded for each part, None where nothing
-        lacked."""
+        """Load the keys that DRAM lacks from the store. Returns what was loaded for each part, None if DRAM lacked
+        nothing."""
         wanted = []
         for store, keys in parts:
             rows = self.by_store[id(store)]

@@ -1,8 +1,8 @@
 """Saver: writes checkpoints one at a time, on the caller's thread or on a background thread while training goes on.
 
 A second save waits for the first. An error of the background thread is kept and raised by the next save or wait, with
-the cure; until then training goes on, because the model in memory is intact. The thread is not a daemon: a program that
-ends during a save ends after it.
+the cure; until then training continues, because the model in memory is intact. The thread is not a daemon: a program
+that ends during a save waits for it.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Saver:
         if not isinstance(error, HotRowError):
             raise error
         raise type(error)(
-            f"the checkpoint of step {report.step} was not written: {error}. The model in memory is whole and earlier "
-            "checkpoints are as they were: put that right and call save() again"
+            f"the checkpoint of step {report.step} was not written: {error}. The model in memory and earlier "
+            "checkpoints are unchanged: fix the cause and call save() again"
         ) from error
 
     def settle(self) -> None:
@@ -74,7 +74,7 @@ class Saver:
             warnings.warn(f"the checkpoint of step {report.step} was not written: {error}", stacklevel=3)
 
     def after_load(self, path: Path) -> None:
-        """Note that the checkpoint `path` was loaded: its folder belongs to this run now."""
+        """Record that the checkpoint `path` was loaded: this run may now save into its folder."""
         self._folders.add(path.resolve().parent)
 
     def check_folder(self, folder: Path) -> None:

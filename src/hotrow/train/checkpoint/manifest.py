@@ -1,8 +1,8 @@
-"""A checkpoint on disk: what is in its folder, how to read it, which one is the newest. docs/formats/checkpoint.md.
+"""A checkpoint on disk: the layout of its folder, reading it, finding the newest. docs/formats/checkpoint.md.
 
     checkpoints/
       step-000000001000/
-        manifest.json             what is here, with sizes and checksums, and everything that is not a tensor
+        manifest.json             all files with sizes and checksums, and everything that is not a tensor
         dense.safetensors         the tower's weights
         optimizer.safetensors     the dense optimizer's state
         state.safetensors         metrics and torch's random state
@@ -12,8 +12,8 @@
       .step-000000002000.tmp/     a draft: being written, or left by a crash; never read
 
 A folder with its final name is complete (saving.py). Checkpoints are numbered in the order of publication; the newest
-has the highest number, whatever its step. Every file is compared with its checksum when it is read, and the bytes that
-were checked are the bytes that are used. Reading needs no trainer. Any thread may read.
+has the highest number, whatever its step. Every file is compared with its checksum when it is read, and is not read
+again after that check. Reading needs no trainer. Any thread may read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DRAFT = re.compile(r"\.step-.*\.tmp")
 
 @dataclass(frozen=True)
 class Part:
-    """A folder with the rows of some shards of a table, from the first to before the second."""
+    """A folder with the rows of a range of a table's shards: from the first number up to, not including, the second."""
 
     folder: Path
     shards: tuple[int, int]
@@ -55,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint: its folder and its manifest, which has been checked. Its files are checked as they are read."""
+    """One checkpoint: its folder and its checked manifest. Its other files are checked when they are read."""
 
     path: Path
     manifest: dict[str, Any]
@@ -109,7 +109,7 @@ class Checkpoint:
         return FeatureSpec.from_json(self.read(FEATURES).decode())
 
     def verify(self) -> None:
-        """Check everything that can be checked without reading the rows themselves; what is wrong is named."""
+        """Check everything except the rows' blocks. The error names the wrong file."""
         for name in self.manifest["files"]:
             if not name.startswith("rows/"):
                 self.read(name)
@@ -163,7 +163,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def is_readable(path: Path) -> bool:
-    """Whether a checkpoint's manifest can be read; its other files are not looked at."""
+    """Whether a checkpoint's manifest can be read; its other files are not checked."""
     return _number(path) != float("inf")
 
 
@@ -197,7 +197,7 @@ def part_name(rank: int) -> str:
 
 
 def draft_name(name: str) -> str:
-    """The name under which a checkpoint is written, and under which it is removed."""
+    """The folder name that a checkpoint has while it is written, and while it is removed."""
     return f".{name}.tmp"
 
 

@@ -2,7 +2,7 @@
 
 Tensors go into a safetensors file, and `{"$tensor": name}` takes their place. Numbers, text, None, lists and dicts with
 text keys stay as they are; values that JSON lacks get a tag: `{"$tuple": [...]}`, `{"$items": [[key, value],
-...]}` for a dict with other keys, `{"$float": "nan"}`. Anything else is refused by name, because loading it
+...]}` for a dict with other keys, `{"$float": "nan"}`. Any other type is an error that names it, because loading it
 would mean running code from the file.
 """
 
@@ -48,7 +48,7 @@ def pack(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
 
 
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `pack` was given. Raises KeyError for a tensor that is not there.
+    """The reverse of `pack`. Raises KeyError for a missing tensor.
 
     >>> unpack({"betas": {"$tuple": [0.9, 0.99]}, "state": {"$items": [[0, 1]]}}, {})
     {'betas': (0.9, 0.99), 'state': {0: 1}}
