@@ -61,11 +61,13 @@ Examples:
 
     hotrow train job.toml --steps 100
 
-    hotrow train job.toml --resume   # after a crash: goes on from the newest checkpoint, to the same result
+    hotrow train job.toml --resume   # after a crash: continues from the newest checkpoint, to the same result
 
     hotrow train job.toml --ranks 4  # four processes that share the rows (or torchrun -m hotrow train job.toml)
 
-    hotrow train job.toml --trace run.json   # what every stage did when: open it at https://ui.perfetto.dev
+    hotrow train job.toml --towers 1 --rows 2   # one process trains the tower, two own the rows, to the same result
+
+    hotrow train job.toml --trace run.json   # a trace of all stages; open it at https://ui.perfetto.dev
 
     hotrow train job.toml --ray 10.0.0.5:6379   # read and make features on a Ray cluster, to the same result
 
@@ -78,11 +80,11 @@ second one ends it at once.
 
 @app.command()
 def demo(
-    output: Annotated[str, typer.Option(help="where everything goes")] = "runs/demo",
-    seconds: Annotated[float | None, typer.Option(min=8, help="how long it takes, about")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="go on serving at the end, until Ctrl-C")] = False,
+    output: Annotated[str, typer.Option(help="the folder for all output")] = "runs/demo",
+    seconds: Annotated[float | None, typer.Option(min=8, help="approximate duration of the demo")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="keep serving at the end, until Ctrl-C")] = False,
 ) -> None:
-    """Learn a drifting click log with rows beyond memory, serve it, publish what is learned; a report page.
+    """Train on a drifting click log with more rows than fit in memory, serve the model, update it live, write a report.
 
     Example: hotrow demo --seconds 60
     """
@@ -95,11 +97,15 @@ def demo(
 @app.command(help=TRAIN_HELP)
 def train(
     job: Annotated[str, typer.Argument(help="the job file")],
-    steps: Annotated[int | None, typer.Option(min=1, help="stop after so many steps")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")] = False,
+    steps: Annotated[int | None, typer.Option(min=1, help="stop after this many steps")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
     trace: Annotated[str | None, typer.Option(help="write a trace for ui.perfetto.dev to this file")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="as so many processes on this machine")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="number of processes on this machine")] = 1,
+    towers: Annotated[
+        int | None, typer.Option(min=1, help="number of processes that read batches and run the tower, beside --rows")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="number of processes that own the rows")] = None,
     follow: Annotated[bool, typer.Option("--follow", help="wait for more events instead of ending")] = False,
     ray: Annotated[
         str | None,
@@ -111,18 +117,25 @@ def train(
     ] = None,
 ) -> None:
     """Train a model from a job file."""
-    if ranks > 1 and "RANK" not in os.environ:
-        from hotrow.parallel.launch import launch
-
-        _note_ignored_ctrl_c()
-        raise typer.Exit(launch(ranks, [sys.executable, "-m", "hotrow", *sys.argv[1:]]))
     from dataclasses import replace
 
-    from hotrow.job import load_job
+    from hotrow.job import cluster_of, load_job
     from hotrow.train.interrupt import Interrupted
     from hotrow.train.stage_times import table
 
-    loaded = load_job(job, ray, follow)
+    cluster = cluster_of(job, towers, rows)
+    if cluster is not None and ranks > 1:
+        raise OptionError(
+            f"--ranks {ranks} beside {cluster.towers} towers and {cluster.rows} row ranks: --ranks is for processes "
+            "that have both; leave it out, or --towers, --rows and the job's [cluster]"
+        )
+    processes = ranks if cluster is None else cluster.ranks
+    if processes > 1 and "RANK" not in os.environ:
+        from hotrow.parallel.launch import launch
+
+        _note_ignored_ctrl_c()
+        raise typer.Exit(launch(processes, [sys.executable, "-m", "hotrow", *sys.argv[1:]]))
+    loaded = load_job(job, ray, follow, towers, rows)
     team = loaded.trainer.team
     if ranks > 1 and team is not None and team.ranks.world != ranks:
         raise OptionError(f"--ranks {ranks}, but the launcher started {team.ranks.world}; leave --ranks out")
@@ -131,7 +144,7 @@ def train(
         loaded = replace(loaded, steps=steps)
     if trace is not None:
         loaded.trainer.trace = Path(trace)
-    if ranks == 1 and not console.quiet:
+    if processes == 1 and not console.quiet:
         _note_ignored_ctrl_c()
     console.print(f"{loaded.source.describe()}", highlight=False)
     try:
@@ -159,11 +172,11 @@ def train(
         console.print(_curve(report.windows), highlight=False)
     if report.saves:
         console.print(
-            f"{len(report.saves)} checkpoints on the way; the longest pause was {report.longest_pause * 1000:.0f} ms",
+            f"{len(report.saves)} checkpoints; the longest pause of training was {report.longest_pause * 1000:.0f} ms",
             highlight=False,
         )
     if loaded.output:
-        console.print(f"saved to [bold]{loaded.output}[/]; look inside with `hotrow inspect {loaded.output}`")
+        console.print(f"saved to [bold]{loaded.output}[/]; `hotrow inspect {loaded.output}` shows its contents")
 
 
 @contextmanager
@@ -190,7 +203,7 @@ def _curve(windows: list[Window]) -> str:
     """The first and last points of progressive validation, in a line."""
     shown = [f"{window.auc:.4f}" for window in windows]
     shown = shown if len(shown) <= 8 else [*shown[:2], "...", *shown[-5:]]
-    return f"AUC of predictions before they were learned from, {len(windows)} windows: {' '.join(shown)}"
+    return f"progressive validation AUC, {len(windows)} windows: {' '.join(shown)}"
 
 
 EXPORT_HELP = """Write a checkpoint into a repository, as the next version of a model that a server opens.
@@ -212,8 +225,8 @@ def export(
     model: Annotated[str | None, typer.Option(help="the model's name; without it, that of the run's folder")] = None,
     values: Annotated[str, typer.Option(help="how rows are stored: fp32, fp16 or int8")] = "fp32",
     job: Annotated[str | None, typer.Option(help="the job file that trained it, if the checkpoint lacks it")] = None,
-    policy: Annotated[str, typer.Option(help="for rows that come too late: wait, initial or default")] = "wait",
-    deadline: Annotated[float | None, typer.Option(help="milliseconds that a request has by default")] = None,
+    policy: Annotated[str, typer.Option(help="for rows that miss the deadline: wait, initial or default")] = "wait",
+    deadline: Annotated[float | None, typer.Option(help="default deadline of a request, in milliseconds")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
 ) -> None:
     """Write a checkpoint into a repository."""
@@ -254,7 +267,7 @@ def inspect(
     table: Annotated[str | None, typer.Option(help="show one table's rows and hottest keys")] = None,
     top: Annotated[int, typer.Option(min=1, help="how many of the hottest keys")] = 10,
 ) -> None:
-    """Show what is on disk: checkpoints, their tables, rows and hottest keys, checking files on the way.
+    """Show what is on disk: checkpoints, their tables, rows and hottest keys; verify the files that are read.
 
     Examples: hotrow inspect runs/demo · hotrow inspect runs/demo --table C3 --top 20 · hotrow inspect /data/rows
     """
@@ -309,26 +322,26 @@ def serve(
     grpc: Annotated[int, typer.Option(min=-1, max=65535, help="port; 0 lets the system choose, -1 is none")] = 8001,
     metrics: Annotated[int, typer.Option(min=-1, max=65535, help="port; 0 lets the system choose, -1 is none")] = 8002,
     lanes: Annotated[int, typer.Option(min=1, help="workers of each engine process")] = 1,
-    threads: Annotated[int | None, typer.Option(min=1, help="of each lane; else the cores are shared")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="threads per lane; default: cores / lanes")] = None,
     processes: Annotated[int, typer.Option(min=1, help="engine processes")] = 1,
     frontends: Annotated[int, typer.Option(min=1, help="processes that speak HTTP and gRPC")] = 1,
     dram: Annotated[str | None, typer.Option(help="memory for rows, such as 8GiB; with --ssd a cache over it")] = None,
     ssd: Annotated[str | None, typer.Option(help="a folder for rows that do not fit --dram")] = None,
     hbm: Annotated[str | None, typer.Option(help="GPU memory for hot rows, such as 4GiB")] = None,
     deadline: Annotated[
-        str | None, typer.Option(help="of requests that give none, such as 50ms; else the version's, or 1s")
+        str | None, typer.Option(help="deadline of requests without one, such as 50ms; default: the version's, or 1s")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="for rows that would come too late: wait, initial or default; else the version's")
+        str | None, typer.Option(help="for rows that miss the deadline: wait, initial or default; else the version's")
     ] = None,
     compile: Annotated[
-        bool, typer.Option(help="compile buckets of the tower behind the traffic", envvar="HOTROW_COMPILE")
+        bool, typer.Option(help="compile the tower's buckets in the background", envvar="HOTROW_COMPILE")
     ] = True,
     artifacts: Annotated[str | None, typer.Option(help="folder of compiled buckets; else the user's cache")] = None,
     precision: Annotated[str, typer.Option(help="of towers on a GPU: fp32, tf32, bf16 or fp16")] = "fp32",
-    max_batch: Annotated[int, typer.Option(min=1, help="rows of a joined batch")] = 1024,
-    max_wait: Annotated[str, typer.Option(help="the longest that a request waits for others, such as 2ms")] = "2ms",
-    poll: Annotated[str, typer.Option(help="look for new versions so often, such as 5s; 0s is never")] = "0s",
+    max_batch: Annotated[int, typer.Option(min=1, help="most rows (examples) in a batch")] = 1024,
+    max_wait: Annotated[str, typer.Option(help="longest wait of a request for its batch to fill, such as 2ms")] = "2ms",
+    poll: Annotated[str, typer.Option(help="interval between checks for new versions, such as 5s; 0s: never")] = "0s",
     bus: Annotated[
         list[str] | None,
         typer.Option(help="follow a trainer's publications: dir:/path, redis://..., kafka://..., or model=address"),
@@ -341,20 +354,20 @@ def serve(
         ),
     ] = None,
     stale_after: Annotated[
-        str | None, typer.Option(help="an alarm when answers are made from data older than this, such as 10s")
+        str | None, typer.Option(help="raise an alarm when answers use data older than this, such as 10s")
     ] = None,
     token: Annotated[
         str | None,
         typer.Option(
-            help="for loading and unloading off loopback; every user of this machine can read it in the command line, "
-            "so use --token-file or HOTROW_TOKEN",
+            help="token for loading and unloading models from other machines; every user of this machine can read it "
+            "in the command line, so use --token-file or HOTROW_TOKEN",
             envvar="HOTROW_TOKEN",
         ),
     ] = None,
     token_file: Annotated[
         str | None, typer.Option(metavar="PATH", help="a file with the token in one line, which others cannot read")
     ] = None,
-    drain: Annotated[str, typer.Option(help="the longest that the end may take")] = "10s",
+    drain: Annotated[str, typer.Option(help="longest time to finish requests at shutdown")] = "10s",
     loader: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Serve a repository."""
@@ -423,7 +436,7 @@ def rollback(
     bus: Annotated[str, typer.Argument(help="the bus: dir:/path, redis://host/0?stream=name or kafka://host/topic")],
     to: Annotated[int, typer.Option("--to", min=0, help="the publication to go back to")],
 ) -> None:
-    """Put an older publication back on every server, as a new publication, and hold the trainer's publisher.
+    """Restore an older publication on every server, as a new publication, and hold the trainer's publisher.
 
     Example: hotrow rollback dir:/data/publications --to 1200
     """
@@ -444,7 +457,7 @@ def rollback(
 
 @app.command()
 def release(bus: Annotated[str, typer.Argument(help="the bus")]) -> None:
-    """Let a publisher go on that `hotrow rollback` holds; what it has trained since is published next.
+    """Release a publisher that `hotrow rollback` holds; it then publishes everything trained since.
 
     Example: hotrow release dir:/data/publications
     """
@@ -456,9 +469,9 @@ def release(bus: Annotated[str, typer.Argument(help="the bus")]) -> None:
 
 PUBLISH_REMOTE_HELP = """Keep a remote store (Redis, Redis Cluster) that servers read up to date with a bus.
 
-It fills the store first, from the export of a model or from the newest snapshot that the bus tells of; then it writes
-each publication as it comes. Writing is idempotent: it may be killed and started again at any moment, and several may
-run at once, on several machines, so that one is there when another is not.
+It fills the store first, from the export of a model or from the newest snapshot that the bus names; then it writes
+each new publication. Writing is idempotent: the command may be killed and started again at any moment, and several may
+run at once on several machines, for redundancy.
 
 Examples:
 
@@ -468,8 +481,8 @@ Examples:
 
     hotrow publish-remote dir:/data/publications redis://10.0.0.1:6379 --export repository/ctr --once   # and end
 
-Ctrl-C or SIGTERM ends it after the publication that it is at, with 0; while it fills the store, at once. A folder of
-RocksDB belongs to the server that reads it, and that server writes it: hotrow serve --remote rocksdb:/folder --bus BUS.
+Ctrl-C or SIGTERM ends it after the current publication with exit code 0, or at once while it fills the store. A RocksDB
+folder is written by the server that reads it: hotrow serve --remote rocksdb:/folder --bus BUS.
 """
 
 
@@ -481,7 +494,7 @@ def publish_remote(
     values: Annotated[
         str | None, typer.Option(help="how a new store keeps rows: fp32, fp16 or int8; else as the export does")
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="end when the store has all that the bus has")] = False,
+    once: Annotated[bool, typer.Option("--once", help="exit when the store has every publication on the bus")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="print only problems")] = False,
 ) -> None:
     """Keep a remote store up to date with a bus."""

@@ -14,6 +14,9 @@
     every = 1000
     [ranks]                          # for torchrun and --ranks; docs/ranks.md
     wire = "bf16"
+    [cluster]                        # rows and towers in processes of their own
+    towers = 2
+    rows = 4
 
 Every section is checked against the options that its part takes, so a wrong one is an error before data is read.
 """
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,9 +42,11 @@ from hotrow.errors import OptionError, choices
 from hotrow.features import FeatureSpec
 from hotrow.models import build_tower
 from hotrow.nn import EmbeddingCollection, Recommender
+from hotrow.parallel.rank_batches import NoBatches
 from hotrow.parallel.ranks import Ranks, join_ranks
 from hotrow.publish.publisher import Publish
 from hotrow.table import Table
+from hotrow.tiers.host.store import SHARDS
 from hotrow.train.interrupt import Interrupted
 from hotrow.train.report import Report, SaveReport
 from hotrow.train.trainer import Trainer
@@ -90,6 +95,7 @@ SECTIONS = {
     "memory": ["dram", "hbm", "ssd", "hbm_policy"],
     "checkpoints": ["folder", "every", "keep"],
     "ranks": ["timeout", "wire", "backend"],
+    "cluster": ["towers", "rows"],
     "output": ["path"],
 }
 RAY_OPTIONS = ["address", "workers", "ahead", "memory", "cpus", "resources", "timeout"]
@@ -99,6 +105,47 @@ DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
 }
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """[cluster]: how many ranks have a tower, and how many own rows (docs/ranks.md)."""
+
+    towers: int
+    rows: int
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> Cluster | None:
+        """The job's, checked; None where every rank does both."""
+        if "cluster" not in values:
+            return None
+        given = values["cluster"]
+        check_options("[cluster]", given, SECTIONS["cluster"] or [])
+        for name, most in (("towers", None), ("rows", SHARDS)):
+            number = given.get(name)
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise OptionError(
+                    f"[cluster] {name}={number!r}: give a whole number of ranks, 1 or more; for ranks that have both "
+                    "rows and a tower, leave [cluster] out and use --ranks"
+                )
+            if most is not None and number > most:
+                raise OptionError(
+                    f"[cluster] {name}={number}: rows are divided into {most} shards; give {most} at most"
+                )
+        return Cluster(given["towers"], given["rows"])
+
+    @property
+    def ranks(self) -> int:
+        """How many processes the job has."""
+        return self.towers + self.rows
+
+    def check_world(self, world: int) -> None:
+        """Refuse another number of processes."""
+        if world != self.ranks:
+            raise OptionError(
+                f"[cluster] asks for {self.towers} towers and {self.rows} row ranks, {self.ranks} processes, but the "
+                f"launcher started {world}; change one of them"
+            )
 
 
 @dataclass(frozen=True)
@@ -143,7 +190,7 @@ class Job:
                 tested = None  # it covers only some of the examples
             saved = None if self.output is None else self.trainer.save(self.output, notes={"metrics": {"test": tested}})
             if self.trainer.team is not None:
-                self.trainer.team.ranks.barrier()  # no rank leaves while others need its replies
+                self.trainer.team.ranks.barrier()  # no rank exits while others need its replies
             if number:
                 self._stopped_after_training(report, saved, number)
         return report, tested
@@ -157,9 +204,25 @@ class Job:
         raise Interrupted(self.trainer.steps, checkpoint, why, report, number)
 
 
-def load_job(path: str | os.PathLike[str], ray: str | None = None, follow: bool = False) -> Job:
-    """Read a job file and build it. `ray` and `follow` replace the file's."""
-    values = _read(Path(path))
+def cluster_of(path: str | os.PathLike[str], towers: int | None = None, rows: int | None = None) -> Cluster | None:
+    """A job file's [cluster]. `towers` and `rows` replace the file's."""
+    return Cluster.of(_with_cluster(_read(Path(path)), towers, rows))
+
+
+def _with_cluster(values: dict[str, Any], towers: int | None, rows: int | None) -> dict[str, Any]:
+    given = {name: number for name, number in (("towers", towers), ("rows", rows)) if number is not None}
+    return {**values, "cluster": {"towers": 1, "rows": 1, **values.get("cluster", {}), **given}} if given else values
+
+
+def load_job(
+    path: str | os.PathLike[str],
+    ray: str | None = None,
+    follow: bool = False,
+    towers: int | None = None,
+    rows: int | None = None,
+) -> Job:
+    """Read a job file and build it. The other arguments replace what the file says."""
+    values = _with_cluster(_read(Path(path)), towers, rows)
     if follow:
         values.setdefault("data", {})["follow"] = True
     if ray is not None:
@@ -204,7 +267,10 @@ def build_job(values: Mapping[str, Any]) -> Job:
     for section, known in SECTIONS.items():
         if known is not None and section in values:
             check_options(f"[{section}]", values[section], known)
-    ranks = join_ranks(**values.get("ranks", {}))
+    cluster = Cluster.of(values)
+    ranks = join_ranks(**values.get("ranks", {}), rows=0 if cluster is None else cluster.rows)
+    if cluster is not None:
+        cluster.check_world(1 if ranks is None else ranks.world)
     if ranks is not None:
         ranks.agree("the job file", values)
         _limit_threads()
@@ -212,13 +278,14 @@ def build_job(values: Mapping[str, Any]) -> Job:
     if saves and "folder" not in saves:
         raise OptionError('[checkpoints] needs folder=, such as folder = "runs/ctr"')
     begin = partial(_open, dict(values.get("data", {})), saves.get("folder"))
-    source, test, (names, dense) = begin() if ranks is None else ranks.collective("opening the data", begin)
+    source, test, (names, dense) = begin() if ranks is None else _open_on_ranks(begin, ranks)
     embeddings = _embeddings(values, names, ranks)
     record = {"tower": values.get("tower", {}), "dense_features": dense}
-    tower = build_recorded_tower(record, embeddings)
+    has_tower = ranks is None or ranks.has_tower
+    tower = build_recorded_tower(record, embeddings) if has_tower else torch.nn.Identity()
     trainer = Trainer(
         Recommender(embeddings, tower),
-        _dense_optimizer(train.get("dense_optimizer", {}), tower),
+        _dense_optimizer(train.get("dense_optimizer", {}), tower) if has_tower else None,
         precision=train.get("precision", "fp32"),
         accumulate=train.get("accumulate", 1),
         clip_dense_norm=train.get("clip_dense_norm"),
@@ -244,13 +311,26 @@ def build_job(values: Mapping[str, Any]) -> Job:
 
 
 def _open(options: dict[str, Any], home: str | None) -> tuple[Source, Source | None, tuple[list[str], int]]:
-    """The training and test source of a job, on Ray if it asks for that, and the shape of the batches."""
+    """The training and test source of a job, on Ray if the job says so, and the shape of the batches."""
     source, test = _sources(options, home)
     shape = _shape(source)
     if "ray" in options:
         chosen = _ray_options(options["ray"])
         source, test = data.on_ray(source, **chosen), None if test is None else data.on_ray(test, **chosen)
     return source, test, shape
+
+
+def _open_on_ranks(
+    begin: Callable[[], tuple[Source, Source | None, tuple[list[str], int]]], ranks: Ranks
+) -> tuple[Source, Source | None, tuple[list[str], int]]:
+    """As `_open`, on ranks. Row ranks open nothing: they hear the batches' shape and whether there is test data."""
+    opened = ranks.collective("opening the data", lambda: begin() if ranks.has_tower else None)
+    shape, tests = ranks.broadcast_json(None if opened is None else [opened[2], opened[1] is not None])
+    if opened is not None:
+        return opened
+    names, dense = shape
+    source = NoBatches(names, ranks)
+    return source, source if tests else None, (names, dense)
 
 
 def _shape(source: Source) -> tuple[list[str], int]:

@@ -23,13 +23,13 @@ class Failed(AssertionError):  # noqa: N818
 class Crew:
     """So many ranks. `run` gives each rank's result; `errors` what each rank raised."""
 
-    def __init__(self, world: int, timeout: float = 30.0, backend: str = "gloo") -> None:
-        self.world = world
+    def __init__(self, world: int, timeout: float = 30.0, backend: str = "gloo", rows: int = 0) -> None:
+        self.world, self.rows = world, rows
         port = free_port()
         self.pipes, self.processes = [], []
         for rank in range(world):
             here, there = forked.Pipe()
-            process = forked.Process(target=_work, args=(rank, world, port, timeout, backend, there), daemon=True)
+            process = forked.Process(target=_work, args=(rank, world, port, timeout, backend, rows, there), daemon=True)
             process.start()
             self.pipes.append(here)
             self.processes.append(process)
@@ -81,12 +81,12 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def _work(rank: int, world: int, port: int, timeout: float, backend: str, pipe: Any) -> None:
+def _work(rank: int, world: int, port: int, timeout: float, backend: str, rows: int, pipe: Any) -> None:
     os.environ.update(environment(rank, world, port))
     torch.set_num_threads(1)
     hr.set_threads(1)
     torch.use_deterministic_algorithms(True)
-    ranks = hr.join_ranks(backend, timeout=timeout, alone=True)
+    ranks = hr.join_ranks(backend, timeout=timeout, alone=True, rows=rows)
     while (job := pipe.recv()) is not None:
         function, arguments = job
         try:

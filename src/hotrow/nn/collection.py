@@ -1,14 +1,15 @@
 """EmbeddingCollection: the sparse part of a model. Keys in, vectors out.
 
-It is an `nn.Module` without parameters: rows live in the store, not in torch, and change by `step()`, not by a torch
-optimizer. In training mode with gradients on, a forward pass creates rows for unseen keys, backward leaves gradients
-on the lookup, and `step()` applies them, once for all forward passes since the last step (gradient accumulation).
-Otherwise (`eval()` or `torch.no_grad()`) a forward pass only reads: it creates no row and touches no count.
+It is an `nn.Module` without parameters: the rows are in the tiers, not in torch, and `step()` changes them, not a torch
+optimizer. In training mode with gradients enabled, a forward pass creates rows for unseen keys, backward stores
+gradients in the lookup, and `step()` applies them, once for all forward passes since the last step (gradient
+accumulation). Otherwise (`eval()` or `torch.no_grad()`) a forward pass only reads: it creates no row and changes no
+count.
 
-Pipelines prepare lookups ahead: `route(batch)`, then `fetch()` on what it returns, then `collection(lookup)`.
+Pipelines prepare lookups ahead of their turn: `route(batch)`, then `fetch(lookup)`, then `collection(lookup)`.
 
-With `ranks` each process owns the rows of its shards, and `route`, forward passes, backward's `step()` and reads are
-done by all ranks together, in the same order. `table(name)` then has this rank's rows.
+With `ranks` each process owns the rows of its shards. All ranks call `route`, forward, `step` and reads together, in
+the same order. `table(name)` then has this rank's rows.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class EmbeddingCollection(nn.Module):
-    """Tables of rows behind named features.
+    """Embedding tables, looked up by the names of features.
 
     >>> embeddings = EmbeddingCollection([Table("user", dim=4)], seed=1)
     >>> batch = KeyedBatch({"user": Jagged(torch.tensor([7, 7, 8]))})
@@ -80,13 +81,14 @@ class EmbeddingCollection(nn.Module):
         self.hbm_cache = _hbm_cache(self.tables, self.memory, self.device, self.budget)
         for rows in self.tables:
             rows.hbm_cache = self.hbm_cache
-            if ranks is not None and not rows.table.replicate:
+            if ranks is not None and not ranks.replicates(rows.table.replicate):
                 rows.sum_over_ranks = lambda number: sum(n for (n,) in ranks.rows.gather_numbers(number))
         self._over_ranks = RankPlanFactory(self.tables, ranks, self.hbm_cache) if ranks is not None else None
-        self.layout = Layout(self.tables, self.device, self._over_ranks or _plans(self.hbm_cache, self.remote))
+        rows_device = self.device if self.hbm_cache is not None else torch.device("cpu")
+        self.layout = Layout(self.tables, rows_device, self._over_ranks or _plans(self.hbm_cache, self.remote))
         self._waiting: list[Lookup] = []
         self._plans: list[Plan] = []
-        # Something that requires a gradient, so that backward reaches the rows. Not a parameter: nobody optimizes it.
+        # Requires a gradient, so that backward reaches the rows. Not a parameter: no optimizer changes it.
         self._anchor = torch.zeros(0, requires_grad=True, device=self.device)
 
     @property
@@ -96,7 +98,7 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def width(self) -> int:
-        """Of the pooled features side by side."""
+        """The sum of the pooled features' widths."""
         return self.layout.width
 
     @property
@@ -115,22 +117,22 @@ class EmbeddingCollection(nn.Module):
     def route(self, batch: KeyedBatch, ahead: bool = True) -> Lookup:
         """Begin a batch's lookup: deduplicate its keys. Follow with `fetch()` or `read()`.
 
-        Batches to train on are routed in their order, perhaps ahead by a thread of its own; whoever routes another one
-        beside them (an evaluation) says `ahead=False`.
+        Training batches are routed in their order, perhaps ahead of their turn and on a thread of their own. Pass
+        `ahead=False` for a batch beside that stream, such as one of an evaluation.
         """
         try:
             plan = self._plans.pop()
-        except IndexError:  # nobody is asked first: several threads route
+        except IndexError:  # not checked beforehand: several threads route
             plan = None
         return Lookup(self.layout, batch, plan, self.steps + 1, ahead).route()
 
     def fetch(self, lookup: Lookup) -> Lookup:
-        """A lookup's turn has come: find its rows. It is part of the next update, whichever it was routed for."""
+        """On the lookup's turn: find its rows. It becomes part of the next update, whichever it was routed for."""
         lookup.step = self.steps + 1
         return lookup.fetch()
 
     def in_flight(self, batches: int) -> None:
-        """So many batches may be on their way at once, from their route to their update."""
+        """Allow this many batches in flight at once: routed, and not updated yet."""
         if self.hbm_cache is not None:
             self.hbm_cache.set_max_in_flight(batches)
 
@@ -166,12 +168,12 @@ class EmbeddingCollection(nn.Module):
         if training:
             outputs = _Gather.apply(self._anchor, lookup, self._waiting, whole)  # type: ignore[no-untyped-call]
             return outputs, lookup.batch
-        pooled, parts = lookup.gather(whole)
+        pooled, parts = _on_device(lookup, *lookup.gather(whole), self.device)
         self._release(lookup)
         return [pooled] if whole else parts, lookup.batch
 
     def step_without_gradients(self, lookup: Lookup, gathered: bool = False) -> None:
-        """Stand in for forward (unless it was `gathered`) and backward of a batch that gives no gradients: other ranks
+        """Replace forward (unless the lookup was `gathered`) and backward of a batch without gradients: other ranks
         need the rows that this one owns."""
         if not gathered:
             lookup.gather()
@@ -179,9 +181,9 @@ class EmbeddingCollection(nn.Module):
         self._waiting.append(lookup)
 
     def settle(self, end: Callable[[], object] = lambda: None) -> None:
-        """With ranks: end the routes that ran ahead, at the same one on all ranks. Call it when a pipeline ends, on
-        every rank, with what waits for its route thread (`thread.join`): a route that the others will never make comes
-        to its end, and one that is begun meanwhile is refused with a RankError."""
+        """With ranks: stop routing ahead, after the same number of routes on all ranks. Every rank calls this when its
+        pipeline ends. `end` waits for the route thread (`thread.join`). A rank that has begun fewer routes than another
+        routes empty batches, so that no route waits forever. A route that is begun meanwhile raises RankError."""
         plans = self._over_ranks
         if self.ranks is None or plans is None:
             end()
@@ -191,14 +193,14 @@ class EmbeddingCollection(nn.Module):
         self.ranks.routes.settle(self.ranks.rows, lambda: plans.route_missing(inputs), end)
 
     def release(self, lookup: Lookup) -> None:
-        """Let go of a lookup that will not be trained on."""
+        """Release a lookup that will not be trained on."""
         self._release(lookup)
 
     def step(self, grad_scale: float = 1.0, also: Sequence[Tensor] = ()) -> None:
-        """Update the rows with the gradients that backward left since the last step, times `grad_scale`.
+        """Update the rows with all gradients since the last step, times `grad_scale`.
 
-        A gradient that is NaN or infinite raises GradientError, and no row has changed; so does a number in `also`,
-        float32 matrices on the rows' device.
+        If a gradient is NaN or infinite this raises GradientError, and no row has changed. The float32 matrices `also`,
+        on the rows' device, are checked the same way.
         """
         if not math.isfinite(grad_scale):
             raise OptionError(f"grad_scale={grad_scale!r}: give a finite number")
@@ -226,12 +228,12 @@ class EmbeddingCollection(nn.Module):
             self.hbm_cache.rebalance()
 
     def flush(self) -> None:
-        """Bring rows that are newer in HBM down to DRAM. Whoever reads rows below calls it first."""
+        """Write back the rows that are newer in HBM. Call it before reading rows in DRAM or on SSD directly."""
         if self.hbm_cache is not None:
             self.hbm_cache.flush()
 
     def discard(self) -> None:
-        """Forget gradients that wait for `step()`."""
+        """Drop the gradients that wait for `step()`."""
         self._waiting.clear()
 
     def memory_report(self) -> dict[str, dict[str, Any]]:
@@ -250,16 +252,16 @@ class EmbeddingCollection(nn.Module):
 
 
 class _Gather(torch.autograd.Function):
-    """Rows to outputs; the backward pass leaves the gradients on the lookup and the lookup in the waiting list.
+    """Gathers rows into outputs. Backward stores the gradients in the lookup and adds the lookup to `waiting`.
 
-    Outputs are the features' (views of one matrix), or that matrix whole.
+    Outputs are one per feature (views of one matrix), or with `whole` that matrix.
     """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, lookup: Lookup, waiting: list[Lookup], whole: bool) -> tuple[Tensor, ...]:
         ctx.lookup, ctx.waiting, ctx.whole = lookup, waiting, whole
         ctx.set_materialize_grads(False)
-        pooled, parts = lookup.gather()
+        pooled, parts = _on_device(lookup, *lookup.gather(), anchor.device)
         return (pooled,) if whole else tuple(parts)
 
     @staticmethod
@@ -274,8 +276,22 @@ class _Gather(torch.autograd.Function):
         return None, None, None, None
 
 
+def _on_device(
+    lookup: Lookup, pooled: Tensor, parts: list[Tensor], device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """What `Lookup.gather` returned, on the tower's device. The matrix is copied once, not feature by feature."""
+    if pooled.device.type == device.type:
+        return pooled, parts
+    pooled = pooled.to(device)
+    if not parts:
+        return pooled, parts
+    slices = lookup.layout.split(pooled)
+    return pooled, [part.to(device) if piece is None else piece for part, piece in zip(parts, slices, strict=True)]
+
+
 def _device(memory: Memory, device: str | torch.device | None, ranks: Ranks | None) -> torch.device:
-    """Where rows and tower are. Ranks take a GPU each, as far as there are some, and agree on how rows travel."""
+    """The device of the tower, and with hbm= of the rows. Ranks take a GPU each if there are any, and agree on a
+    backend."""
     chosen = _chosen_device(memory, device, ranks)
     if ranks is not None:
         if chosen.type == "cuda":
@@ -285,14 +301,14 @@ def _device(memory: Memory, device: str | torch.device | None, ranks: Ranks | No
 
 
 def _chosen_device(memory: Memory, device: str | torch.device | None, ranks: Ranks | None) -> torch.device:
-    if memory.hbm is None:
-        if device is not None and torch.device(device).type != "cpu":
-            raise OptionError(
-                f"device={str(device)!r} without hbm=: say how much GPU memory rows may take, such as hbm='8GiB'"
-            )
+    if memory.hbm is None and (device is None or (ranks is not None and not ranks.has_tower)):
         return torch.device("cpu")
     chosen = torch.device(device or "cuda")
     if chosen.type == "cuda" and not torch.cuda.is_available():
+        if memory.hbm is None:
+            raise OptionError(
+                f"device={str(device)!r}: torch sees no GPU; leave device= out to run the tower on the CPU"
+            )
         raise OptionError(f"hbm={memory.hbm!r} needs a GPU, and torch sees none; leave hbm= out to keep rows in DRAM")
     if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device()) if ranks is None else own_device()
@@ -312,17 +328,26 @@ def _hbm_cache(tables: Sequence[TableRows], memory: Memory, device: torch.device
 
 
 def _memory_of_rank(memory: Memory, ranks: Ranks | None) -> Memory:
-    """Budgets are each rank's own; the SSD folder has a folder for each."""
-    if ranks is None or memory.ssd is None:
+    """This rank's budgets and SSD folder. Each owner has its own, and a rank without rows needs none."""
+    if ranks is None:
         return memory
-    return dataclasses.replace(memory, ssd=os.path.join(memory.ssd, f"rank-{ranks.rank:04d}"))
+    if ranks.roles.are_apart and memory.hbm is not None:
+        raise OptionError(
+            f"hbm={memory.hbm!r} with row ranks: rows are in their DRAM and on their SSDs; leave hbm= out, or start "
+            "without row ranks"
+        )
+    if not ranks.owns_rows:
+        return Memory()
+    if memory.ssd is None:
+        return memory
+    return dataclasses.replace(memory, ssd=os.path.join(memory.ssd, f"rank-{ranks.roles.owner_number(ranks.rank):04d}"))
 
 
 def _remote(memory: Memory, tables: Sequence[TableRows], seed: int, ranks: Ranks | None) -> RemoteTables | None:
     if memory.remote is None:
         return None
     if ranks is not None:
-        raise OptionError("remote= with ranks: rows over a remote store are only read, by each process alone")
+        raise OptionError("remote= with ranks: a remote store is read-only, and each process reads it by itself")
     remote = RemoteTables(memory, tables, seed)
     for table, rows in zip(tables, remote.rows, strict=True):
         table.remote = rows

@@ -34,8 +34,10 @@ class DenseGradients:
     def __init__(self, parameters: Sequence[Tensor], ranks: Ranks, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.ranks = ranks
         groups = _cut(list(parameters)[::-1], bucket_bytes)
+        channel = ranks.dense
         self.buckets = [
-            Bucket(group, len(parameters) if group is groups[-1] else 0, ranks.rank, ranks.world) for group in groups
+            Bucket(group, len(parameters) if group is groups[-1] else 0, channel.rank, channel.world)
+            for group in groups
         ]
         self._begun = 0
         self._armed = False
@@ -71,7 +73,7 @@ class DenseGradients:
 
     def _begin_next(self) -> None:
         bucket = self.buckets[self._begun]
-        size = [bucket.piece] * self.ranks.world
+        size = [bucket.piece] * self.ranks.dense.world
         marks = [p.grad is not None for b in self.buckets for p in b.parameters] if bucket.marked else []
         bucket.exchange = self.ranks.dense.begin_all_to_all(
             bucket.pack(marks), size, size, bucket.received, "gradients", own=False

@@ -1,6 +1,6 @@
-"""Channel: the exchanges that HotRow makes between all ranks, over one carrier.
+"""Channel: the exchanges that HotRow makes between ranks, over one carrier. A channel connects all ranks, or `members`.
 
-All ranks must issue the exchanges of one channel in the same order. So each activity with an order of its own (the
+All members must issue the exchanges of one channel in the same order. So each activity with an order of its own (the
 route thread, the training thread, dense gradients during backward, a background save) has its own channel. One thread
 at a time uses a channel.
 
@@ -124,9 +124,13 @@ class Channel:
     """Exchanges over one carrier: call `create_group` or `use_shared_memory` first. `what` names an exchange on a
     trace."""
 
-    def __init__(self, name: str, health: Health, patient: bool = False) -> None:
+    def __init__(self, name: str, health: Health, patient: bool = False, members: Sequence[int] | None = None) -> None:
         self.name, self.health, self.patient = name, health, patient
-        self.rank, self.world = health.rank, health.world
+        self.members = tuple(range(health.world)) if members is None else tuple(members)
+        self.is_member = health.rank in self.members
+        # This rank's number among the members, and how many there are.
+        self.rank = self.members.index(health.rank) if self.is_member else -1
+        self.world = len(self.members)
         self.group: Any = None  # Gloo's
         self.carries: str | None = None  # the kind of device whose memory the device group carries
         self._device_group: Any = None
@@ -134,14 +138,12 @@ class Channel:
         self.sent = 0  # bytes to other ranks
         self.count = 0  # exchanges begun
         self._lanes: list[bool] = []  # of a trace, in use or not
-        self._shared_memory: Any = (
-            None  # a _core.SharedMemoryExchange: what is in CPU memory goes through memory that ranks share
-        )
+        self._shared_memory: Any = None  # a _core.SharedMemoryExchange, which carries CPU memory
         self._outputs: deque[tuple[int, Tensor]] = deque()  # keeps the memory that shared-memory exchanges write into
 
     def create_group(self, timeout: float) -> None:
-        """Make a Gloo group for this channel. All ranks call it, for their channels in one order."""
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        """Make a Gloo group for this channel. All ranks call it, members or not, for their channels in one order."""
+        self.group = dist.new_group(list(self.members), backend="gloo", timeout=timedelta(seconds=timeout))
 
     def use_device_group(self, kind: str, group: Any, watch: Watchdog) -> None:
         """Exchange memory of devices of this kind over `group` from now on; the device waits for it."""

@@ -1,5 +1,7 @@
 """Batches for ranks: rank r of N takes batches r, r + N, r + 2N, ... of the one stream that all ranks read.
 
+Where rows have ranks of their own (ownership.py), N counts the tower ranks, and row ranks read nothing.
+
 So a step of N ranks is N consecutive batches, the cursor after it is the cursor after the last of them, and another
 number of ranks can resume the run: the stream and the cursor know nothing of ranks. A source that can skip the other
 ranks' batches has `every(rank, world, cursor)` (data/strided.py); from other sources they are read and dropped.
@@ -12,7 +14,7 @@ whose streams differ in length end together, too.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -20,6 +22,25 @@ from hotrow.batch import Jagged, KeyedBatch
 from hotrow.data import Cursor, Source
 from hotrow.data.strided import strided_steps
 from hotrow.parallel.ranks import Ranks
+
+
+class NoBatches:
+    """What a row rank reads: an empty batch for each step, without an end."""
+
+    examples: int | None = None
+
+    def __init__(self, features: Sequence[str], ranks: Ranks) -> None:
+        none = torch.zeros(0, dtype=torch.int64)
+        self._batch = KeyedBatch({name: Jagged(none, torch.zeros(1, dtype=torch.int64)) for name in features})
+        self._ranks = ranks
+
+    def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
+        """The same empty batch again and again. Tower ranks know the cursor."""
+        return itertools.repeat((self._batch, {}))
+
+    def describe(self) -> str:
+        """One line for a log."""
+        return f"no batches on {self._ranks.roles.name(self._ranks.rank)}"
 
 
 class RankSource:
@@ -30,7 +51,9 @@ class RankSource:
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
         """This rank's batch of each step, empty when there is none left, with the cursor after the step."""
-        steps = strided_steps(self.source, self.ranks.rank, self.ranks.world, cursor)
+        number = self.ranks.roles.requester_number(self.ranks.rank)
+        assert number is not None
+        steps = strided_steps(self.source, number, len(self.ranks.roles.requesters), cursor)
         last: Cursor | None = cursor
         shape: KeyedBatch | None = None
         for batch, after in steps:
@@ -45,7 +68,8 @@ class RankSource:
 
     def describe(self) -> str:
         """One line for a log."""
-        return f"{self.source.describe()}, every {self.ranks.world}th of them on each of {self.ranks.world} ranks"
+        towers = len(self.ranks.roles.requesters)
+        return f"{self.source.describe()}, every {towers}th of them on each of {towers} ranks"
 
     @property
     def examples(self) -> int | None:

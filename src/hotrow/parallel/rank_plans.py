@@ -27,7 +27,7 @@ class RankPlanFactory:
 
     def __init__(self, tables: Sequence[TableRows], ranks: Ranks, hot: HbmCache | None) -> None:
         self.transport = RankTransport(ranks, ranks.roles)
-        kinds = [(0 if hot is None else rows.table.dim, rows.table.replicate) for rows in tables]
+        kinds = [(0 if hot is None else rows.table.dim, ranks.replicates(rows.table.replicate)) for rows in tables]
         self._kinds = list(dict.fromkeys(kinds))
         if hot is None:  # the part of sharded tables comes first, and exists even if it has none
             self._kinds = sorted({(0, False), *kinds})

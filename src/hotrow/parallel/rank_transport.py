@@ -9,6 +9,7 @@ Batches that are routed ahead use the channel `route`, everything else uses `row
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -74,9 +75,10 @@ class RankTransport:
         return ReceivedRequests(sizes, received_counts, [k for k, _ in arrays], [n for _, n in arrays])
 
     def routed(self, size: int, sizes: Sequence[int]) -> RoutedBatch:
-        """This rank's part of the step's examples."""
+        """This rank's part of the step's examples. Row ranks have none, and are left out of the sizes."""
         examples = sum(sizes)
-        return RoutedBatch(size / examples if examples else 0.0, examples, examples == 0, tuple(sizes))
+        requesters = tuple(sizes[rank] for rank in self.ranks.roles.requesters)
+        return RoutedBatch(size / examples if examples else 0.0, examples, examples == 0, requesters)
 
     def check_policy(self, late: str) -> None:
         """Only "wait": ranks always wait for their rows."""
@@ -97,8 +99,9 @@ class RankTransport:
         """Send a byte for each key to the owners."""
         return self.ranks.rows.all_to_all(send, send_counts, receive_counts)
 
-    def agree(self, sums: Sequence[GradientSums]) -> list[bool]:
-        """Whether every key of all ranks has a gradient, by part. If one is not finite on any rank, all raise.
+    def agree(self, sums: Sequence[GradientSums], scale: float) -> tuple[list[bool], float]:
+        """Whether every key of all ranks has a gradient, by part, and the scale of rank 0, which row ranks do not know.
+        If a gradient is not finite on any rank, all raise.
 
         Ranks also exchange their stop signals here, so that all stop after the same step.
         """
@@ -106,13 +109,16 @@ class RankTransport:
         finite = all(one.finite for one in sums) and not not_finite
         before = not not_finite and all(one.finite or one.overflowed for one in sums)
         stop_signal = self.ranks.stop_signal()
-        everyones = self.ranks.rows.gather_numbers(finite, before, stop_signal, *(one.all_present for one in sums))
+        everyones = self.ranks.rows.gather_numbers(
+            finite, before, stop_signal, _bits(scale), *(one.all_present for one in sums)
+        )
         self.ranks.stopping = max(self.ranks.stopping, *(wants for _, _, wants, *_ in everyones))
         bad = [rank for rank, (was_finite, *_) in enumerate(everyones) if not was_finite]
         self.ranks.failing = bool(bad)
         if bad:
             raise GradientError(self._why(bad, all(everyones[rank][1] for rank in bad)))
-        return [all(wholes) for wholes in zip(*(numbers[3:] for numbers in everyones), strict=True)]
+        present = [all(of_part) for of_part in zip(*(numbers[4:] for numbers in everyones), strict=True)]
+        return present, _float(everyones[0][3])
 
     def _why(self, bad: Sequence[int], finite_before: bool) -> str:
         """The error text for ranks whose sums are not finite, or are not after rounding to the type `wire`."""
@@ -129,6 +135,15 @@ class RankTransport:
             f"the loss or a gradient is NaN or infinite on rank {ranks}; no row was changed. Lower the learning rate, "
             f"clip gradients{also}, or find the bad input with torch.autograd.set_detect_anomaly(True)"
         )
+
+
+def _bits(number: float) -> int:
+    """A float as the integer that has its bits."""
+    return int(struct.unpack("=q", struct.pack("=d", number))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("=d", struct.pack("=q", bits))[0])
 
 
 def _bytes(count: int, width: int) -> int:

@@ -47,7 +47,7 @@ from hotrow.errors import HotRowError, OptionError, RankError, choices
 from hotrow.parallel.backend import BACKENDS, check_backend, choose_backend, describe_device, has_nccl
 from hotrow.parallel.exchange import Channel
 from hotrow.parallel.health import Health
-from hotrow.parallel.ownership import Roles, shard_range
+from hotrow.parallel.ownership import Roles
 from hotrow.parallel.shared_memory import connect_shared_memory
 from hotrow.parallel.watchdog import ASYNC_ERRORS, Watchdog
 from hotrow.undocumented import find
@@ -66,11 +66,13 @@ class Ranks:
     ("fp32", "fp16" or "bf16"); they are kept and summed in fp32.
     """
 
-    def __init__(self, store: Any, rank: int, world: int, backend: str | None, timeout: float, wire: str) -> None:
+    def __init__(
+        self, store: Any, rank: int, world: int, backend: str | None, timeout: float, wire: str, rows: int = 0
+    ) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
         self.requested_backend = backend  # `backend=` of join_ranks; `backend` is the one in use
         self.wire = WIRES[wire]
-        self.roles = Roles.everyone(world)
+        self.roles = Roles.apart(world, rows)
         self.remote_keys = 0  # unique keys of this rank's batches whose rows other ranks own, so far
         self.not_finite = False  # something of this batch was not finite, though its gradients may be
         # Returns the number of the signal that stops this rank, or 0. Called in every step.
@@ -80,14 +82,15 @@ class Ranks:
         self._health = Health(store, rank, world, timeout, self._exchanges)
         self._watch: Watchdog | None = None  # where devices wait for exchanges
         self.patient, self.saves = (Channel(name, self._health, patient=True) for name in ("patient", "saves"))
-        self.route, self.rows, self.dense = (Channel(name, self._health) for name in ("route", "rows", "dense"))
+        self.route, self.rows = (Channel(name, self._health) for name in ("route", "rows"))
+        self.dense = Channel("dense", self._health, members=self.roles.requesters)
         training = [self.route, self.rows, self.dense]
         self._channels = {channel.name: channel for channel in (*training, self.patient, self.saves)}
         self.routes = AheadRoutes()
         for channel in (self.patient, self.saves):
             channel.create_group(max(timeout, PATIENT_SECONDS))
         try:
-            self.agree("the options of ranks", {"backend": backend, "wire": wire})
+            self.agree("the options of ranks", {"backend": backend, "wire": wire, "rows": rows})
             check_backend(backend, self.patient.gather_json(has_nccl()) if backend == "nccl" else [])
             if not connect_shared_memory(training, self.patient, timeout):
                 for channel in training:
@@ -102,17 +105,19 @@ class Ranks:
         return "gloo" if self.rows.carries is None else "nccl"
 
     def carry(self, device: torch.device) -> None:
-        """Agree on the backend for rows on `device`. All ranks call it, for every collection."""
-        chosen = choose_backend(self.requested_backend, self.patient.gather_json(describe_device(device)))
-        if chosen == "nccl" and self.backend != "nccl":
-            os.environ.setdefault(
-                ASYNC_ERRORS, "0"
-            )  # before there is a group: our watchdog ends the process, and names the rank
+        """Agree on the backend for a collection whose tower is on `device`. All ranks call it, for every collection."""
+        devices = self.patient.gather_json(describe_device(device))
+        chosen = choose_backend(self.requested_backend, [devices[rank] for rank in self.roles.requesters])
+        if chosen == "nccl" and self.dense.carries is None:
+            # Set before there is a group: our watchdog ends the process, and names the rank.
+            os.environ.setdefault(ASYNC_ERRORS, "0")
             self._watch = Watchdog(self._health)
-            for channel in (self.rows, self.dense):
+            for channel in (self.dense,) if self.roles.are_apart else (self.rows, self.dense):
                 # If torch's own watchdog is switched on, ours still fires first.
-                group = dist.new_group(backend="nccl", timeout=timedelta(seconds=self.timeout + 60))
-                channel.use_device_group("cuda", group, self._watch)
+                timeout = timedelta(seconds=self.timeout + 60)
+                group = dist.new_group(list(channel.members), backend="nccl", timeout=timeout)
+                if channel.is_member:
+                    channel.use_device_group("cuda", group, self._watch)
 
     @property
     def first(self) -> bool:
@@ -122,7 +127,22 @@ class Ranks:
     @property
     def shards(self) -> tuple[int, int]:
         """The shards whose rows this rank owns, from the first to before the second."""
-        return shard_range(self.rank, self.world)
+        return self.roles.shards(self.rank)
+
+    @property
+    def has_tower(self) -> bool:
+        """Whether this rank has batches and runs the tower."""
+        return self.rank in self.roles.requesters
+
+    @property
+    def owns_rows(self) -> bool:
+        """Whether this rank owns rows."""
+        return self.rank in self.roles.owners
+
+    def replicates(self, replicate: bool) -> bool:
+        """Whether a table with this `replicate` has all its rows on every rank. Row ranks hold rows for others, so
+        there it is sharded as any table; results are the same."""
+        return replicate and not self.roles.are_apart
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -134,12 +154,14 @@ class Ranks:
         return self._channels[name]
 
     def agree(self, what: str, mine: Mapping[str, Any]) -> None:
-        """Compare JSON values of all ranks. If they differ, every rank raises an error that names the field."""
+        """Compare JSON values of all ranks. If they differ, every rank raises an error that names the field. A rank of
+        another role than rank 0 is compared in the fields that both have."""
         everyones = self.patient.gather_json(dict(mine))
         for rank, theirs in enumerate(everyones):
+            same_role = rank in self.roles.requesters
             for name in [*everyones[0], *theirs]:
                 one, other = everyones[0].get(name), theirs.get(name)
-                if one != other:
+                if one != other and (same_role or (name in everyones[0] and name in theirs)):
                     raise OptionError(
                         f"rank {rank} differs from rank 0 in {what}, {name}: {_short(other, one)} against "
                         f"{_short(one, other)}; start all ranks with the same job file, model and version of HotRow"
@@ -222,7 +244,8 @@ class Ranks:
 
     def _exchanges(self) -> int:
         channels = getattr(self, "_channels", {})
-        return sum(channels[name].count for name in ("rows", "dense") if name in channels)
+        shared = ("rows",) if self.roles.are_apart else ("rows", "dense")  # which every rank takes part in
+        return sum(channels[name].count for name in shared if name in channels)
 
 
 class AheadRoutes:
@@ -271,7 +294,7 @@ class AheadRoutes:
 
 
 def join_ranks(
-    backend: str | None = None, timeout: float = 60.0, wire: str = "fp32", alone: bool = False
+    backend: str | None = None, timeout: float = 60.0, wire: str = "fp32", alone: bool = False, rows: int = 0
 ) -> Ranks | None:
     """Meet the other ranks of this job; None if there are none. Call it once, early, on every rank.
 
@@ -279,6 +302,9 @@ def join_ranks(
     rank has one of its own, and Gloo otherwise. A backend that cannot work is an error on every rank. `timeout` is how
     many seconds an exchange waits for a rank before the job stops. `wire` is the type in which rows and gradients are
     sent. With `alone` a launcher's only rank exchanges with itself, to try a backend.
+
+    With `rows=R` the last R ranks own all rows and nothing else (row ranks, on CPU machines); the others have batches
+    and towers. Results are those of as many ranks as there are towers (docs/ranks.md).
 
     >>> join_ranks() is None  # one process, without a launcher
     True
@@ -288,6 +314,8 @@ def join_ranks(
         raise OptionError(f"wire={wire!r}: {choices(wire, WIRES)}")
     if backend is not None and backend not in BACKENDS:
         raise OptionError(f"backend={backend!r}: {choices(backend, BACKENDS)}")
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+        raise OptionError(f"rows={rows!r}: give a number of row ranks, 0 or more")
     if not timeout > 0:
         raise OptionError(f"timeout={timeout!r}: give how many seconds a rank may be late, above 0")
     if _joined is not None:
@@ -299,7 +327,7 @@ def join_ranks(
     if dist.get_world_size() < 2 and not alone:
         return None
     try:
-        _joined = Ranks(store, dist.get_rank(), dist.get_world_size(), backend, timeout, wire)
+        _joined = Ranks(store, dist.get_rank(), dist.get_world_size(), backend, timeout, wire, rows)
     except RuntimeError as error:
         if isinstance(error, HotRowError):
             raise

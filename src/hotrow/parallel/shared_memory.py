@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hotrow import _core
 
@@ -23,26 +23,32 @@ SWITCH = "HOTROW_SHARED_MEMORY"
 
 def connect_shared_memory(channels: Sequence[Channel], patient: Channel, timeout: float) -> bool:
     """Make the channels use shared memory if all ranks can; returns whether they do. All ranks call it."""
-    rank, world = patient.rank, patient.world
-    exchanges = []
+    exchanges: list[Any] = []  # one for each channel; None where this rank is no member
     try:
         if os.environ.get(SWITCH) != "0":
-            exchanges = [_core.SharedMemoryExchange(rank, world, timeout) for _ in channels]
+            exchanges = [
+                _core.SharedMemoryExchange(channel.rank, channel.world, timeout) if channel.is_member else None
+                for channel in channels
+            ]
     except RuntimeError:
         exchanges = []  # the system has no such memory
-    answers = patient.gather_json([_machine(), [list(exchange.address) for exchange in exchanges]])
+    answers = patient.gather_json(
+        [_machine(), [None if exchange is None else list(exchange.address) for exchange in exchanges]]
+    )
     if any(machine != answers[0][0] or not addresses for machine, addresses in answers):
         return False
     try:
-        for number, exchange in enumerate(exchanges):
-            exchange.connect([tuple(addresses[number]) for _, addresses in answers])
+        for number, (channel, exchange) in enumerate(zip(channels, exchanges, strict=True)):
+            if exchange is not None:
+                exchange.connect([tuple(answers[rank][1][number]) for rank in channel.members])
         connected = True
     except RuntimeError:
         connected = False  # a process may not open another's memory: other users, other containers
     if not all(patient.gather_json(connected)):
         return False
     for channel, exchange in zip(channels, exchanges, strict=True):
-        channel.use_shared_memory(exchange)
+        if exchange is not None:
+            channel.use_shared_memory(exchange)
     return True
 
 

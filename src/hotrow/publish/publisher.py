@@ -1,20 +1,20 @@
 """Publisher: a trainer's changed rows and dense weights, cut at step boundaries.
 
-    trainer's thread    when a cut is due after a step: take the keys that the store noted (core/table/changed_keys.h),
-                        read their rows from whatever tier they are in, copy the dense weights. This is the pause.
+    trainer's thread    if a cut is due after a step: take the changed keys from the store (core/table/changed_keys.h),
+                        read their rows from any tier, copy the dense weights. Training pauses for this.
     delivery's thread   encode, send or spool, commit (delivery.py)
 
 Cuts. A publication is cut every `every_steps` steps, or at the first step boundary after `every_seconds`. Its commit on
-the bus has the step. A checkpoint is always taken at a cut and has its number. A run that resumes from there finds on
-the bus at which steps cuts followed, cuts at the same steps, compares (nothing is sent twice), and publishes once it is
-past the newest. If the bus no longer knows (retention), or a replay differs (another number of ranks), the rows
-concerned are published again with the first new publication. Readers end up with the same rows either way.
+the bus records the step. A checkpoint is always taken at a cut and records its number. A run that resumes from it reads
+the steps of later cuts from the bus, cuts at the same steps and compares, without sending anything twice. After the
+newest publication on the bus it publishes again. If retention has removed these commits, or a replay differs (another
+number of ranks), the first new publication has the affected rows again. Readers end up with the same rows either way.
 
-Readers always have the trainer's rows of some step. So a trainer whose rows the bus has never seen, because they were
-trained or loaded before publishing began, publishes all of them first.
+Readers always have the trainer's rows of some step. So if rows were trained or loaded before publishing began, the
+first publication has all of them.
 
-With ranks, every rank makes all calls at the same step, and the ranks agree on the number at each cut. Their clocks
-differ, so ranks cut by steps only.
+With ranks, every rank makes all calls at the same step, and the ranks agree on the number at each cut. Ranks' clocks
+differ, so only `every_steps` is allowed.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Publish:
     """How a trainer publishes: where, how often, in which precision.
 
     `bus` is an address (`dir:/path`, `redis://host:6379/0?stream=name`, `kafka://host:9092/topic`). `every_steps` or
-    `every_seconds` says when; `values` is "fp16" or "fp32". While the bus does not answer, publications wait in
-    `spool`, a folder (beside the checkpoints by default), up to `spool_size`.
+    `every_seconds` is the interval; `values` is "fp16" or "fp32". While the bus is unreachable, publications are stored
+    in `spool`, a folder (beside the checkpoints by default), up to `spool_size`.
 
-    `snapshot` is called with a number after every `snapshot_every` publications, at that step boundary. It writes all
-    rows (an export, for example) and returns the path. Readers that are new or fell behind start there.
+    `snapshot` is called with the publication's number after every `snapshot_every` publications, at that step boundary.
+    It writes all rows (an export, for example) and returns the path. Readers that are new or fell behind start there.
 
     >>> Publish("dir:/tmp/publications", every_steps=50).values
     'fp16'
@@ -156,7 +156,7 @@ class Publisher:
         everything = bool(found["everything"])
         missing = set(range(newest + 1, after + 1)) - set(spool.numbers)
         if any(self._gather(bool(missing))):
-            everything, after = True, newest  # the bus lost publications: publish all rows again
+            everything, after = True, newest  # publications are missing on the bus: publish all rows again
         known = {int(n): Commit(int(n), fields, 0) for n, fields in found["known"].items()}
         self._delivery = Delivery(
             lambda: open_bus(self.options.bus),
@@ -185,7 +185,7 @@ class Publisher:
             bus.close()
 
     def _inspect_bus(self, saved: dict[str, Any] | None, resume: bool) -> dict[str, Any]:
-        """The state of the bus, and what this trainer will repeat of it; JSON values."""
+        """The state of the bus, and which of its publications this trainer will repeat; JSON values."""
         bus = open_bus(self.options.bus)
         newest = newest_commit(bus)
         rows = any(len(table) for table in self.embeddings.tables)
@@ -263,7 +263,7 @@ class Publisher:
             self.watermark = max(int(times.max()), self.watermark or 0)
 
     def after_step(self) -> None:
-        """Publish if it is time. Call it after every step."""
+        """Publish if a cut is due. Call it after every step."""
         step = self.embeddings.steps
         if step <= self._replays_until:
             if step in self._replay:
@@ -277,7 +277,7 @@ class Publisher:
         return time.monotonic() - self._cut_at >= (self.options.every_seconds or 0)
 
     def cut(self) -> int | None:
-        """Publish what changed since the last cut; returns its number, or None if nothing changed or a hold is on."""
+        """Publish all changes since the last cut; returns its number, or None if nothing changed or a hold is set."""
         started, step = time.perf_counter(), self.embeddings.steps
         agreed = self._agree_on_number()
         if agreed is None or (step == self._cut_step and not self._any(self._has_news())):
@@ -311,11 +311,11 @@ class Publisher:
         return number
 
     def _has_news(self) -> bool:
-        """Whether there is something to publish although no step was made."""
+        """Whether there is something to publish even if no step was made."""
         return self._cut_step < 0 or self.delivery.lost
 
     def snapshot(self) -> SnapshotPlace:
-        """Write a snapshot of the last cut and tell readers its place. If a step was made since, it cuts first."""
+        """Write a snapshot of the last cut and announce its path to readers. If a step was made since, cut first."""
         if self.options.snapshot is None:
             raise OptionError("snapshot() has no function to write one: give Publish(snapshot=)")
         if self.embeddings.steps != self._cut_step and self.cut() is None:
@@ -326,10 +326,10 @@ class Publisher:
         return place
 
     def idle(self, watermark: int) -> None:
-        """The source is at this event time and has no examples: heartbeats carry the watermark. Steps that wait for a
-        cut by the clock are published.
+        """Called while the source has no examples: later heartbeats carry `watermark`, its current event time. If
+        `every_seconds` has passed, the steps made since the last cut are published.
 
-        Publications never carry this watermark: a resumed run is idle at other moments, but must repeat publications.
+        Publications never carry this watermark: a resumed run is idle at other times, but must repeat publications.
         """
         step = self.embeddings.steps
         if step == self._cut_step:
@@ -347,21 +347,21 @@ class Publisher:
             self.cut()
 
     def state(self) -> dict[str, Any] | None:
-        """For the checkpoint: the number of the publication that has these rows, and whether it has all."""
+        """For the checkpoint: the number of the publication with these rows, and whether it has all of them."""
         if self._delivery is None:
             return None
         whole = self.embeddings.steps == self._cut_step and not self.delivery.held
         return {"run": self.delivery.sender.run, "number": self._last, "whole": whole, "watermark": self.watermark}
 
     def finish(self, seconds: float = 10.0) -> None:
-        """Publish what is left at the end of a run, and wait until it is on the bus or in the spool."""
+        """Publish the remaining changes at the end of a run, and wait until they are on the bus or in the spool."""
         if self._delivery is not None:
             if not self.replaying and self.embeddings.steps != self._cut_step:
                 self.cut()
             self._delivery.flush(seconds, kept=True)
 
     def close(self) -> None:
-        """End the thread. What is not on the bus is in the spool."""
+        """End the thread. Publications that are not on the bus are in the spool."""
         if self._delivery is not None:
             self._delivery.close()
             self._delivery = None
@@ -370,7 +370,12 @@ class Publisher:
 
     def _tables(self) -> list[TableRows]:
         """The tables that this rank publishes. Only the first rank publishes a replicated table."""
-        return [t for t in self.embeddings.tables if self.ranks is None or self.ranks.first or not t.table.replicate]
+        ranks = self.ranks
+        return [
+            rows
+            for rows in self.embeddings.tables
+            if ranks is None or ranks.first or not ranks.replicates(rows.table.replicate)
+        ]
 
     def _changed(self, carried: Keys) -> dict[str, TableChange]:
         changes = {}
@@ -379,7 +384,7 @@ class Publisher:
             carried_keys = carried.get(rows.table.name)
             if carried_keys:
                 keys = torch.unique(torch.cat([keys, *carried_keys]))
-            if self.ranks is not None and carried_keys and not rows.table.replicate:
+            if self.ranks is not None and carried_keys and not self.ranks.replicates(rows.table.replicate):
                 keys = self._owned(keys)
             values, found = rows.store.read(keys)
             if bool(found.all()):

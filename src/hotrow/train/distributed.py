@@ -1,13 +1,13 @@
-"""A trainer's part in a job of several ranks. Without ranks there is no RankTeam, and nothing here runs.
+"""What a trainer does in a job of several ranks. Without ranks there is no RankTeam, and nothing here runs.
 
-All ranks make the same calls in the same order on the same model. That is compared once, when the trainer is made
-(`describe`), and then relied upon. A step is the mean over the examples of all ranks' batches: each rank's loss is
-weighted by its share of them, so that sums over ranks give that mean. Every rank has the same tower and dense
-optimizer with the same bits; metrics and random state are the rank's own and are merged only for a report.
+All ranks make the same calls in the same order on the same model. The models are compared once, when the trainer is
+made (`describe`). A step is the mean over the examples of all ranks' batches: each rank's loss is weighted by its share
+of the examples, so that sums over ranks give that mean. Every rank has the same tower and dense optimizer with the same
+bits; metrics and random state are the rank's own and are merged only for a report.
 
-A rank never stops alone, because the others would wait for it in the next exchange. A stop request on one rank is
-exchanged with every step (`Ranks.wants_to_stop`), and all ranks stop after the same step. Where no step is made, in an
-evaluation and at the end, `exchange_stop` does it. Called by the training thread.
+All ranks stop after the same step; otherwise the others would wait in the next exchange. A stop request on one rank is
+exchanged with every step (`Ranks.stop_signal`). During an evaluation and at the end of a run, where no step is made,
+`exchange_stop` exchanges it. Called by the training thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hotrow.data import Source
 from hotrow.errors import OptionError
 from hotrow.features import FeatureSpec
 from hotrow.parallel.dense_all_reduce import DenseGradients
-from hotrow.parallel.rank_batches import RankSource
+from hotrow.parallel.rank_batches import NoBatches, RankSource
 from hotrow.parallel.ranks import Ranks
 from hotrow.table import Lookup
 from hotrow.train.interrupt import Interrupted
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class RankTeam:
-    """A trainer's part in a job of several ranks."""
+    """The calls of a trainer that involve the other ranks."""
 
     def __init__(self, ranks: Ranks, trainer: Trainer) -> None:
         self.ranks = ranks
@@ -48,11 +48,14 @@ class RankTeam:
         ranks.agree("the trainer", describe(trainer))
         self._in_fit = False
         self.tower = trainer.model.tower
-        ranks.broadcast_tensors([*self.tower.parameters(), *self.tower.buffers()])
-        self.dense = DenseGradients(trainer.parameters, ranks)
+        # Sums over several towers; one alone has them already, and a row rank has none.
+        self.dense = DenseGradients(trainer.parameters, ranks) if self._has_other_towers else None
+        if self._has_other_towers:
+            ranks.broadcast_tensors([*self.tower.parameters(), *self.tower.buffers()], "dense")
         self._sent = 0  # bytes, before the run
         # Dropout differs from rank to rank; rank 0 draws as one process would.
-        torch.manual_seed(torch.initial_seed() + ranks.rank)
+        if len(ranks.roles.requesters) > 1:
+            torch.manual_seed(torch.initial_seed() + ranks.rank)
 
     @contextmanager
     def fitting(self, stop_signal: Callable[[], int]) -> Iterator[None]:
@@ -77,24 +80,32 @@ class RankTeam:
         return self.ranks.stopping
 
     def compare(self, call: str, source: Source, options: dict[str, Any]) -> None:
-        """Refuse a call of `fit` or `evaluate` that differs between ranks: they would end at different steps, or hash
+        """Raise if a call of `fit` or `evaluate` differs between ranks: they would end at different steps, or hash
         keys differently."""
+        if not self.ranks.has_tower:
+            return self.ranks.agree(f"the call of {call}", options)
         spec = getattr(source, "features", None)
         features = json.loads(spec.to_json()) if isinstance(spec, FeatureSpec) else None
         self.ranks.agree(f"the call of {call}", {**options, "the source's feature spec": features})
 
     def source(self, source: Source) -> Source:
-        """This rank's share of a source."""
+        """This rank's share of a source; empty batches on a row rank, which does not read it."""
+        if not self.ranks.has_tower:
+            return NoBatches([place.feature for place in self.embeddings.layout.outputs], self.ranks)
         return RankSource(source, self.ranks)
 
+    @property
+    def _has_other_towers(self) -> bool:
+        return self.ranks.has_tower and len(self.ranks.roles.requesters) > 1
+
     def check_first(self, lookup: Lookup) -> None:
-        """Refuse a source that has not even one batch for every rank."""
+        """Raise if the source has fewer batches than there are ranks."""
         sizes = lookup.routed.batch_sizes
         if min(sizes) == 0:
             self.ranks.failing = True
             raise OptionError(
-                f"rank {sizes.index(0)} gets no batch: the source has fewer batches than there are ranks "
-                f"({self.ranks.world}); use fewer ranks, or a smaller batch_size"
+                f"rank {sizes.index(0)} gets no batch: the source has fewer batches than there are ranks that read "
+                f"({len(sizes)}); use fewer, or a smaller batch_size"
             )
 
     def stand_in(self, lookup: Lookup) -> tuple[Tensor, Tensor, int]:
@@ -104,13 +115,19 @@ class RankTeam:
 
     def reduce_dense(self) -> None:
         """Sum dense gradients over all ranks; copy the tower's buffers from rank 0."""
-        self.dense.finish()
-        self.ranks.broadcast_tensors(list(self.tower.buffers()), "dense")
+        if self.dense is not None:
+            self.dense.finish()
+            self.ranks.broadcast_tensors(list(self.tower.buffers()), "dense")
+
+    def arm_dense(self) -> None:
+        """The next backward is the last of this step: sum its gradients over ranks as they are made."""
+        if self.dense is not None:
+            self.dense.arm()
 
     @contextmanager
     def recording(self, path: Path | None) -> Iterator[None]:
         """Record this rank's part of a trace for one run; `path` may be None on some ranks. All ranks call it. After a
-        run that ends in order, rank 0 joins the parts that it can see."""
+        run without an error, rank 0 joins the parts that it can see."""
         starts = self.ranks.patient.gather_json([path is not None, time.time()])
         origin, rank = min(at for _, at in starts), self.ranks.rank
         self._sent = sum(self.ranks.bytes_sent.values())
@@ -156,15 +173,12 @@ class RankTeam:
 
 
 def describe(trainer: Trainer) -> dict[str, Any]:
-    """Everything that must be the same on every rank, as JSON values."""
+    """Everything that must be the same on every rank, as JSON values. A row rank leaves out what concerns the tower."""
     import hotrow
 
     embeddings, optimizer = trainer.model.embeddings, trainer.dense_optimizer
-    return {
-        "HotRow's version": hotrow.__version__,
-        "torch's version": str(torch.__version__),
-        "tables": [{**rows.table.to_dict(), "optimizer": rows.optimizer.to_dict()} for rows in embeddings.tables],
-        "seed": embeddings.seed,
+    ranks = embeddings.ranks
+    of_tower = {
         "tower": type(trainer.model.tower).__name__,
         "the tower's weights": {
             name: [list(value.shape), str(value.dtype)] for name, value in trainer.model.tower.state_dict().items()
@@ -172,12 +186,19 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         "dense optimizer": None
         if optimizer is None
         else [type(optimizer).__name__, {name: repr(value) for name, value in optimizer.defaults.items()}],
+        "clip_dense_norm": trainer.clip_dense_norm,
+        "the kind of device": embeddings.device.type,
+    }
+    return {
+        "HotRow's version": hotrow.__version__,
+        "torch's version": str(torch.__version__),
+        "tables": [{**rows.table.to_dict(), "optimizer": rows.optimizer.to_dict()} for rows in embeddings.tables],
+        "seed": embeddings.seed,
         "precision": trainer.precision,
         "accumulate": trainer.accumulate,
         "lookahead": trainer.lookahead,
-        "clip_dense_norm": trainer.clip_dense_norm,
         "checkpoints": None if trainer.checkpoints is None else str(trainer.checkpoints),
         "checkpoint_every": trainer.checkpoint_every,
-        "the kind of device": embeddings.device.type,
-        "wire": None if embeddings.ranks is None else str(embeddings.ranks.wire),
+        "wire": None if ranks is None else str(ranks.wire),
+        **(of_tower if ranks is None or ranks.has_tower else {}),
     }

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 ForwardResult = tuple[Tensor, Tensor, int]  # logits, loss, the step's examples
-PendingBatch = tuple[ForwardResult, KeyedBatch, Cursor]  # its gradients wait for the step; the cursor after it
+PendingBatch = tuple[ForwardResult, KeyedBatch, Cursor]  # a batch whose gradients are not applied yet; the cursor after
 
 
 def labels_of(batch: KeyedBatch) -> Tensor:
@@ -55,7 +55,7 @@ def make_step(trainer: Trainer, losses: Sequence[Tensor]) -> None:
     if trainer.team is not None:
         trainer.team.reduce_dense()
     if trainer.scaler.is_enabled():
-        _scaled_step(trainer)
+        _scaled_step(trainer) if trainer.has_tower else _scaled_step_of_rows(trainer)
         return
     _clip(trainer)
     losses = losses if checks_loss_in_step(trainer) else []
@@ -81,10 +81,14 @@ def _scaled_step(trainer: Trainer) -> None:
     scale = trainer.scaler.get_scale()
     if trainer.dense_optimizer is not None:
         trainer.scaler.unscale_(trainer.dense_optimizer)
+    team = trainer.team
     try:
         if not all(bool(torch.isfinite(p.grad).all()) for p in trainer.parameters if p.grad is not None):
-            raise GradientError("a dense gradient overflowed")
-        _clip(trainer)
+            if team is None or not team.ranks.roles.are_apart:  # all ranks see the same sums
+                raise GradientError("a dense gradient overflowed")
+            team.ranks.not_finite = True  # row ranks see none: the exchange of gradients tells them
+        else:
+            _clip(trainer)
         trainer.model.embeddings.step(grad_scale=1.0 / scale)
     except GradientError:
         if trainer.team is not None:
@@ -96,6 +100,16 @@ def _scaled_step(trainer: Trainer) -> None:
         trainer.scaler.step(trainer.dense_optimizer)
         trainer.dense_optimizer.zero_grad()
     trainer.scaler.update()
+
+
+def _scaled_step_of_rows(trainer: Trainer) -> None:
+    """The same step on a row rank, which hears the scale, and that a gradient overflowed, from the tower ranks."""
+    try:
+        trainer.model.embeddings.step()
+    except GradientError:
+        assert trainer.team is not None
+        trainer.team.ranks.failing = False
+        trainer.model.embeddings.discard()
 
 
 def _clip(trainer: Trainer) -> None:

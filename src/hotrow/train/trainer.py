@@ -1,12 +1,12 @@
 """Trainer: the options of training, and its calls: fit, evaluate, predict, save, load, stop.
 
-`fit` is in fit.py: one step is a batch through the pipeline (pipeline.py), loss, backward, the update of rows by their
-sparse optimizers and of dense weights by a torch optimizer. Every number that training computes is a function of the
-seed and the batches; the clock decides only when the progress bar moves. A gradient that is NaN or infinite stops the
-run before anything has changed.
+`fit` is in fit.py. One step passes a batch through the pipeline (pipeline.py), computes loss and gradients, and updates
+rows by their sparse optimizers and dense weights by a torch optimizer. Every number that training computes is a
+function of the seed and the batches; the clock decides only when the progress bar moves. A gradient that is NaN or
+infinite stops the run before anything has changed.
 
-A checkpoint is taken between two steps (checkpoint/saving.py) and holds everything that decides what comes next, so a
-run that was interrupted and resumed (checkpoint/loading.py) computes the same bits as one that was not.
+A checkpoint is taken between two steps (checkpoint/saving.py) and holds everything that later steps depend on, so a run
+that was interrupted and resumed (checkpoint/loading.py) computes the same bits as one that was not.
 
 One thread calls a trainer; `stop` may be called by any.
 """
@@ -52,8 +52,8 @@ from hotrow.train.train_step import (
 )
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-# Batches. With HBM, one is routed and another's rows are staged while a third is computed. The core distinguishes at
-# most 15 batches in flight.
+# In batches. With HBM, one batch is routed and another one's rows are staged while a third is computed. The core
+# distinguishes at most 15 batches in flight.
 LOOKAHEAD, LOOKAHEAD_HBM, MOST_AHEAD = 2, 3, 12
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -65,19 +65,19 @@ class Trainer:
     `accumulate` batches make one step. `clip_dense_norm` clips the dense gradient's norm; rows are clipped by their own
     optimizer. With `log_dir` the metrics also go to TensorBoard, if it is installed.
 
-    `checkpoints` is the folder of this run's checkpoints. With `checkpoint_every`, `fit` saves there at every so many
-    steps while training goes on; the last `keep` stay (None keeps all). A scheduler that changes the dense optimizer's
-    learning rate is yours to save: the checkpoint has the rate that it last set, not its own counters. Ctrl-C or
-    SIGTERM ends `fit` after a whole step and saves there too; it raises KeyboardInterrupt. Signal handlers of your own
-    stay.
+    `checkpoints` is the folder of this run's checkpoints. With `checkpoint_every`, `fit` saves there every
+    `checkpoint_every` steps in the background and keeps the last `keep` (None keeps all). If a scheduler changes the
+    dense optimizer's learning rate, save its state yourself: the checkpoint has only the rate that it last set. Ctrl-C
+    or SIGTERM ends `fit` after a whole step, saves there and raises KeyboardInterrupt. Your own signal handlers are not
+    replaced.
 
     `lookahead` is how many batches are read, routed and fetched while one is computed; results are the same for any
-    number, and 0 does one thing after another. `trace` is a file for a trace of every `fit`, which
-    https://ui.perfetto.dev opens; with ranks it has a process for each.
+    number, and 0 runs the stages one after another. `trace` is a file for a trace of every `fit`, which
+    https://ui.perfetto.dev opens; with ranks the trace shows one process per rank.
 
-    `publish` sends rows and weights to servers while training goes on (docs/online.md). `window` is a number of
-    examples, or event time ("1h"), after each of which there is a point of progressive validation: the AUC and log loss
-    of the predictions made before they were learned from (`report.windows`).
+    `publish` sends rows and weights to servers during training (docs/online.md). `window` is a number of examples, or
+    event time ("1h"). Each window gives one point of progressive validation (`report.windows`): the AUC and log loss of
+    predictions on examples that the model had not trained on yet.
 
     >>> import hotrow as hr
     >>> clicks = hr.data.synthetic.criteo_like(examples=2048, batch_size=256)
@@ -122,8 +122,12 @@ class Trainer:
         if not isinstance(lookahead, int) or isinstance(lookahead, bool) or not 0 <= lookahead <= MOST_AHEAD:
             raise OptionError(f"lookahead={lookahead!r}: give a number of batches from 0 to {MOST_AHEAD}")
         self.model = model
-        self.parameters = [p for p in model.tower.parameters() if p.requires_grad]
-        self.dense_optimizer = dense_optimizer or (torch.optim.Adam(self.parameters) if self.parameters else None)
+        ranks = model.embeddings.ranks
+        self.has_tower = ranks is None or ranks.has_tower  # a row rank runs none, and has nothing dense to train
+        self.parameters = [p for p in model.tower.parameters() if p.requires_grad] if self.has_tower else []
+        self.dense_optimizer = None
+        if self.parameters:
+            self.dense_optimizer = dense_optimizer or torch.optim.Adam(self.parameters)
         self.loss = loss or nn.functional.binary_cross_entropy_with_logits
         self.precision = precision
         self.accumulate = accumulate
@@ -142,7 +146,6 @@ class Trainer:
         self.trace = None if trace is None else Path(trace)
         self.stop_requests = StopRequests()
         self.pending: list[PendingBatch] = []  # batches whose gradients the next step will apply
-        ranks = model.embeddings.ranks
         self.team = None if ranks is None else RankTeam(ranks, self)
         self.writer = open_writer(log_dir) if self.is_first else None
         self.counts = RunCounts(None if window is None else Windows(window), self.writer)
@@ -152,7 +155,7 @@ class Trainer:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that shows progress and writes logs."""
+        """Whether this process shows progress and writes logs."""
         return self.team is None or self.team.ranks.first
 
     @property
@@ -191,9 +194,9 @@ class Trainer:
     ) -> Report:
         """Train on `source` from its start (or `cursor`), for `epochs` passes or `steps` updates, whichever is first.
 
-        With `evaluate` and `evaluate_every`, that source is evaluated every so many updates. With `resume`, the newest
-        valid checkpoint is loaded and its run continues as if it had never stopped: `steps` and `epochs`
-        count from its start. Without a checkpoint it begins here.
+        `evaluate` is a source that is evaluated every `evaluate_every` updates. With `resume`, the newest valid
+        checkpoint is loaded and its run continues as if it had never stopped: `steps` and `epochs` count from the
+        start of that run. Without a checkpoint a new run starts.
         """
         if self.team is not None:
             given = {"steps": steps, "epochs": epochs, "cursor": cursor, "resume": resume}
@@ -205,10 +208,10 @@ class Trainer:
         return FitRun(self, source, options).run()
 
     def evaluate(self, source: Source, *, steps: int | None = None, progress: bool = True) -> dict[str, float]:
-        """Metrics of the model on `source`. Creates no row and touches no count.
+        """Metrics of the model on `source`. Creates no row and changes no count.
 
-        With ranks, each evaluates its share of the batches and all get the metrics of the whole; `steps` are then those
-        of all ranks together.
+        With ranks, each evaluates its share of the batches and all return the metrics of the whole; `steps` then counts
+        the batches of all ranks together.
         """
         if self.team is not None:
             self.team.compare("evaluate", source, {"steps": steps})
@@ -255,11 +258,12 @@ class Trainer:
     def save(
         self, path: str | os.PathLike[str] | None = None, wait: bool = True, notes: dict[str, Any] | None = None
     ) -> SaveReport:
-        """Save everything as it is now into a folder of checkpoints (this run's own, unless `path` names another).
+        """Save the current state into a folder of checkpoints (this run's own, unless `path` names another).
 
-        That gives `path/step-000000001000`, whole or not at all; what is beyond `keep` there is removed. With
-        `wait=False` only the capture happens now, and training may go on while it is written; an error is raised at the
-        next save, at `wait()` or at the end of `fit`. `notes` are plain values of yours, for `hotrow inspect`.
+        The result is `path/step-000000001000`, complete or absent; checkpoints beyond `keep` there are removed. With
+        `wait=False` only the capture happens now, and training may continue while it is written; an error is raised by
+        the next save, by `wait()` or at the end of `fit`. `notes` are your own JSON values, which `hotrow inspect`
+        shows.
         """
         folder = self.checkpoints if path is None else Path(path)
         if folder is None:
@@ -285,12 +289,12 @@ class Trainer:
         rename: Mapping[str, str] | None = None,
         tables: Sequence[str] | None = None,
     ) -> None:
-        """Become what a checkpoint holds (or the newest of a folder): rows, tower, optimizer, metrics, random state.
+        """Load a checkpoint (or the newest of a folder): rows, tower, optimizer, metrics, random state.
 
-        `rename` maps saved tables to this model's; sightings and expiry go on, while new rows and draws of an admission
-        with a probability are those of the new name. With `tables`, only the rows of those tables of this model are
-        loaded, and everything else stays. Other memory budgets are fine; what does not fit is an error, and then
-        nothing has changed.
+        `rename` maps saved tables to this model's. Sightings and expiry continue, but the generator of new rows and
+        of admission with a probability is keyed by the new name. With `tables`, only the rows of those tables of this
+        model are loaded, and everything else stays. Memory budgets may differ. If the checkpoint does not match the
+        model, an error is raised and nothing has changed.
         """
         self.saver.settle()
         if self.publisher is not None:
@@ -298,19 +302,20 @@ class Trainer:
         loading.load(self, Path(path), rename, tables)
 
     def forget(self) -> None:
-        """Drop gradients that wait for a step."""
+        """Drop the gradients of batches that no step has applied yet."""
         self.pending.clear()
         drop_gradients(self)
 
     def figures_of_this_rank(self, ids: int) -> tuple[int | None, str]:
-        """The ids to show before the ranks' figures are summed, and the prefix of metrics that are this rank's only."""
+        """The ids to show before figures are summed over ranks (None: unknown), and a prefix for one rank's metrics."""
         return (ids, "") if self.team is None else (None, "rank 0: ")
 
     @contextmanager
     def stoppable(self, end_source: Callable[[], None] | None = None) -> Iterator[None]:
-        """Hold Ctrl-C and SIGTERM back: the work inside polls for them (`asked_to_stop`) where it can stop.
+        """Intercept Ctrl-C and SIGTERM: the code inside polls for them (`asked_to_stop`) where it can stop.
 
-        `fit` does so itself; a block around several calls makes them one piece of work (job.py). All ranks enter it.
+        `fit` does so itself; a block around several calls (job.py) covers them and the code between them. All ranks
+        enter it.
         """
         if self.stop_requests.held:
             with self.stop_requests.ending(end_source):
@@ -322,7 +327,7 @@ class Trainer:
             yield
 
     def asked_to_stop(self) -> int:
-        """The number of the signal that asked to stop, or 0. For places where no step is made: ranks exchange it, so
+        """The number of the signal that requested a stop, or 0. For code that makes no step: ranks exchange it, so
         all ranks call it."""
         return self.stop_requests.number if self.team is None else self.team.exchange_stop()
 
@@ -331,7 +336,7 @@ class Trainer:
         self.stop_requests.request()
 
     def _after_step(self, report: Report, evaluate: Source | None, evaluate_every: int | None) -> None:
-        """Publish, evaluate and save, if it is due after this step."""
+        """Publish, evaluate and save, where each is due after this step."""
         if self.publisher is not None:
             self.publisher.after_step()
         if evaluate is not None and evaluate_every and (self.steps - self.position.first_step) % evaluate_every == 0:
@@ -341,7 +346,7 @@ class Trainer:
             self.save(wait=False)
 
     def _forward_backward(self, lookup: Lookup) -> ForwardResult:
-        """Logits, loss (with ranks, what this one adds to it) and the number of examples, all ranks' together."""
+        """Logits, loss (with ranks, this rank's contribution) and the number of examples of all ranks together."""
         if self.team is not None and self.cursor is None:
             self.team.check_first(lookup)
         if self.team is not None and lookup.batch.size == 0:
@@ -358,7 +363,7 @@ class Trainer:
             self.forget()
             raise loss_error(self, value)
         if self.team is not None and len(self.pending) + 1 == self.accumulate:
-            self.team.dense.arm()
+            self.team.arm_dense()
         self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
         return logits.detach(), value.detach() * self.accumulate, lookup.examples
 

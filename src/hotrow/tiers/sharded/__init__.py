@@ -1,6 +1,6 @@
 """A plan whose rows another object owns: other ranks, or a remote store.
 
-    transport.py   how a request, its rows and its gradients get from one process to another; LocalTransport
+    transport.py   Transport: the exchange of requests, rows and gradients between processes; LocalTransport
     plan.py        ShardedPlan: the plan protocol over clients, an owner and a transport
 
 It may import tiers/plan.py, tiers/batch_values.py and the host tier. hotrow.nn and hotrow.parallel build the plans. The

@@ -20,7 +20,7 @@ one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -194,16 +194,17 @@ class ShardedPlan:
         return False
 
     def update(self, update: BatchUpdate) -> None:
-        """Send sums of gradients to the owners, which apply them. Each part's sums are sent when the owner asks for
-        them."""
+        """Send sums of gradients to the owners, which apply them. A part's sums are sent when the owner's iteration
+        reaches them."""
         sums, checked = [], update.checked
         for part in self.parts:
             sums.append(part.sum_gradients(update, checked, self.transport.wire))
             checked = []
-        all_present = self.transport.agree(sums)
+        all_present, scale = self.transport.agree(sums, update.scale)
         sends = zip(self.parts, sums, all_present, strict=True)
         self.owner.apply_gradients(
-            (part.send_gradients(one, every, self.transport) for part, one, every in sends), update
+            (part.send_gradients(one, every, self.transport) for part, one, every in sends),
+            replace(update, scale=scale),
         )
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Transport: how keys, rows and gradients get from the processes that request rows to those that own them.
+"""Transport: the exchange of keys, rows and gradients between requesters and owners of rows.
 
 All plans of a collection share one. LocalTransport is for a process that owns every row it requests;
 parallel/rank_transport.py exchanges with other processes.
@@ -76,9 +76,9 @@ class Transport(Protocol):
     def presence(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """Send a byte for each key from requesters to owners: whether it has a gradient."""
 
-    def agree(self, sums: Sequence[GradientSums]) -> list[bool]:
-        """For each of the sums: whether every key of every process has a gradient. If a number of any process is not
-        finite, every process raises GradientError."""
+    def agree(self, sums: Sequence[GradientSums], scale: float) -> tuple[list[bool], float]:
+        """For each of the sums: whether every key of every process has a gradient; and the scale of the update, as the
+        first requester gave it. If a number of any process is not finite, every process raises GradientError."""
 
 
 def _to_this_process(request: KeyRequest, size: int, replicated: bool) -> ReceivedRequests:
@@ -102,7 +102,7 @@ class LocalTransport:
         return ALL_EXAMPLES
 
     def check_policy(self, late: str) -> None:
-        """Every policy works."""
+        """Do nothing: every policy is supported."""
 
     def rows(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """The tensor itself."""
@@ -110,6 +110,6 @@ class LocalTransport:
 
     gradients = presence = rows
 
-    def agree(self, sums: Sequence[GradientSums]) -> list[bool]:
+    def agree(self, sums: Sequence[GradientSums], scale: float) -> tuple[list[bool], float]:
         """This process's own answer. The owner checks that gradients are finite."""
-        return [one.all_present for one in sums]
+        return [one.all_present for one in sums], scale

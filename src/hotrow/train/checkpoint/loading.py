@@ -1,15 +1,15 @@
-"""Loading: a checkpoint back into a trainer, complete or, with `tables=`, the rows of some tables.
+"""Loading: reads a checkpoint into a trainer, all of it or, with `tables=`, only the rows of some tables.
 
-Everything is read and compared with the model first, so a checkpoint that is damaged or does not fit leaves the model
-unchanged. Then rows change, then the dense part, then counters. A checkpoint does not record which tier a row was in:
-any memory budget that holds the rows will do.
+Everything is read and compared with the model first, so a checkpoint that is damaged or does not match leaves the model
+unchanged. Then rows change, then the dense part, then counters. A checkpoint does not record which tier a row was in,
+so any memory budget that holds the rows works.
 
-`resume` takes the newest readable checkpoint. It skips a damaged one with a warning; one that does not fit this model
-is an error, because the others would not fit either.
+`resume` loads the newest readable checkpoint. It skips a damaged one with a warning. One that does not match this model
+is an error, because the others would not match either.
 
 A checkpoint can be loaded by any number of ranks. A rank takes the rows of the shards that it owns. If one part of the
 checkpoint holds exactly these shards, its segments become the rank's own; otherwise rows are copied out of all parts
-that overlap. Ranks decide together: what one cannot read, none loads. Called by the training thread.
+that overlap. If one rank cannot read the checkpoint, no rank loads it. Called by the training thread.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def resume(trainer: Trainer, folder: Path, features: FeatureSpec | None) -> Chec
         return checkpoint
     if faults:
         raise CheckpointError(
-            f"none of the {len(paths)} checkpoints in {folder} can be read: {'; '.join(faults)}. Bring one back, or "
-            "move them away to begin anew"
+            f"none of the {len(paths)} checkpoints in {folder} can be read: {'; '.join(faults)}. Restore one, or "
+            "move them away to start a new run"
         )
     return None
 
@@ -160,7 +160,7 @@ def _apply_together(
 
 
 def read(checkpoint: Checkpoint, ranks: Ranks | None = None) -> Contents:
-    """Read and check everything except rows; of those, only their manifests."""
+    """Read and check everything except rows; of the rows, only the manifests."""
     dense, parts, state = (checkpoint.tensors(name) for name in (DENSE, OPTIMIZER, STATE))
     features = checkpoint.features()
     checkpoint.verify_rows()
@@ -173,7 +173,7 @@ def read(checkpoint: Checkpoint, ranks: Ranks | None = None) -> Contents:
         figures += [state_encoding.unpack(other["metrics"], state) for other in manifest.get("ranks", [])]
         windows = None if "windows" not in manifest else _listed(state_encoding.unpack(manifest["windows"], state))
         # A rank that has no counterpart among the writers keeps its random state.
-        mine = "" if ranks is None or ranks.first else f"ranks.{ranks.rank}."
+        mine = "" if ranks is None or ranks.first else f"ranks.{ranks.roles.requester_number(ranks.rank)}."
         rng = state["rng.cpu"] if not mine else state.get(f"{mine}rng.cpu", torch.get_rng_state())
     except KeyError as error:
         raise CheckpointError(f"{checkpoint.path} is corrupt: its tensors lack {error}") from None
@@ -202,8 +202,10 @@ def _listed(figures: dict[str, Any]) -> dict[str, Any]:
 
 def _own_metrics(saved: list[Metrics], ranks: Ranks | None) -> Metrics:
     """This rank's metrics if as many ranks saved; else rank 0 gets the sum of all."""
-    if ranks is not None and len(saved) == ranks.world:
-        return saved[ranks.rank]
+    if ranks is not None and not ranks.has_tower:
+        return Metrics()
+    if ranks is not None and len(saved) == len(ranks.roles.requesters):
+        return saved[ranks.roles.requester_number(ranks.rank) or 0]
     total = Metrics()
     for one in saved if ranks is None or ranks.first else ():
         total.merge(one)
@@ -248,7 +250,9 @@ def match_tables(
 
 
 def check_dense(trainer: Trainer, checkpoint: Checkpoint, contents: Contents) -> None:
-    """Compare tower and dense optimizer with what was saved."""
+    """Compare tower and dense optimizer with what was saved. A row rank has neither."""
+    if not trainer.has_tower:
+        return
     kind, mine = checkpoint.manifest["tower"], trainer.model.tower.state_dict()
     cure = f"build the tower as it was saved (a {kind}), or load rows alone with tables="
     for name in [*mine, *contents.dense]:
@@ -281,12 +285,13 @@ def check_dense(trainer: Trainer, checkpoint: Checkpoint, contents: Contents) ->
 
 
 def apply(trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]], contents: Contents) -> None:
-    """Set the trainer to what was saved. Requires: it has been checked to fit."""
+    """Set the trainer to the saved state. Requires: the state has been checked against the model."""
     trainer.forget()
     if trainer.model.embeddings.hbm_cache is not None:
         trainer.model.embeddings.hbm_cache.drop()  # all rows are replaced
     apply_rows(checkpoint, pairs, trainer.model.embeddings.ranks)
-    trainer.model.tower.load_state_dict(contents.dense)
+    if trainer.has_tower:
+        trainer.model.tower.load_state_dict(contents.dense)
     if trainer.dense_optimizer is not None and contents.optimizer is not None:
         trainer.dense_optimizer.load_state_dict(contents.optimizer)
     if trainer.scaler.is_enabled() and contents.scaler:
@@ -321,7 +326,7 @@ def apply_rows(checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]], ranks
 
 
 def _shards(rows: TableRows, ranks: Ranks | None) -> tuple[int, int]:
-    return (0, SHARDS) if ranks is None or rows.table.replicate else ranks.shards
+    return (0, SHARDS) if ranks is None or ranks.replicates(rows.table.replicate) else ranks.shards
 
 
 def _parts_of(checkpoint: Checkpoint, name: str, shards: tuple[int, int]) -> list[Part]:

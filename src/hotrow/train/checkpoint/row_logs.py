@@ -2,14 +2,14 @@
 
 A snapshot of rows consists of segments of the table's log (core/log/log.h). A table with `ssd=` has a log. Any other
 table gets one here, in a hidden folder beside the checkpoints, so that a checkpoint on that disk links segments instead
-of copying them. A log takes 10 bytes a row and a write buffer out of the DRAM budget; rows stay in DRAM.
+of copying them. A log takes 10 bytes per row and a write buffer from the DRAM budget; rows stay in DRAM.
 
-The folder belongs to one collection's rows and is removed with the last object that uses it: a background save may
-outlive the collection. The folder of a dead process is removed by the next process that saves there, which finds its
-lock free. Checkpoints do not need the folder.
+The folder belongs to one collection's rows. It is removed with the last object that uses it, because a background save
+may outlive the collection. If a process dies, the next process that saves there finds the folder's lock free and
+removes the folder. Checkpoints do not need it.
 
-With ranks, each has a folder of its own, and rank 0 alone removes leftovers: a folder that another rank is just
-creating is not locked yet.
+With ranks, each has a folder of its own. Only rank 0 removes the folders of dead processes: a folder that another rank
+is just creating is not locked yet.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from hotrow.train.checkpoint import durable_files
 
 PREFIX = ".rows-"
 _numbers = itertools.count()
+_met: weakref.WeakSet[EmbeddingCollection] = weakref.WeakSet()  # whose ranks have waited for each other here
 _folders: weakref.WeakKeyDictionary[EmbeddingCollection, Path] = weakref.WeakKeyDictionary()
 
 
@@ -40,17 +41,18 @@ def open_logs(embeddings: EmbeddingCollection, folder: Path) -> None:
     known = _folders.get(embeddings)
     if known is not None and not known.is_dir():
         raise StorageError(
-            f"{known} is gone: it had the rows' log of this model, which lasts as long as the model. Load the last "
-            "checkpoint into a new model, and leave a folder of checkpoints where it is while its trainer lives"
+            f"{known} is gone: it had the rows' log of this model, which the model needs. Load the last checkpoint "
+            "into a new model, and do not move a folder of checkpoints while its trainer exists"
         )
     ranks = embeddings.ranks
     for left in folder.glob(f"{PREFIX}*") if ranks is None or ranks.first else ():
         remove_if_free(left)
+    if ranks is not None and embeddings not in _met:
+        _met.add(embeddings)
+        ranks.barrier()  # rank 0 has removed what others left, before anyone makes a folder
     without = [rows for rows in embeddings.tables if not rows.store.has_log]
-    if not without:
+    if not without or (ranks is not None and not ranks.owns_rows):
         return
-    if ranks is not None:
-        ranks.barrier()
     durable_files.make(folder)
     who = f"{os.getpid()}" if ranks is None else f"{ranks.rank}-{os.getpid()}"  # several machines may share the folder
     path = folder / f"{PREFIX}{who}-{next(_numbers)}"
@@ -63,7 +65,7 @@ def open_logs(embeddings: EmbeddingCollection, folder: Path) -> None:
 
 
 class _LockedFolder:
-    """A locked folder; it is removed when the last reference to this object goes."""
+    """A locked folder, removed when the last reference to this object is dropped."""
 
     def __init__(self, folder: Path) -> None:
         with core_errors():
@@ -73,7 +75,7 @@ class _LockedFolder:
 
 def remove_if_free(folder: Path) -> None:
     """Remove the folder of a process that has ended."""
-    with suppress(StorageError):  # a process holds its lock
+    with suppress(StorageError):  # a live process holds the lock
         _LockedFolder(folder)
 
 

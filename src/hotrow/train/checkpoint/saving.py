@@ -1,16 +1,16 @@
 """Saving: capture the state of one step boundary, write it into a draft folder, publish the folder by a rename.
 
-`capture` runs between two steps and is the only pause of training. It copies the dense part and begins a snapshot of
-each table's rows; a row is copied later, when training is about to change it. `write` does the rest on any thread,
-while training goes on (background_save.py).
+`capture` runs between two steps and is the only pause of training. It copies the dense part and begins a copy-on-write
+snapshot of each table's rows: a row is copied when training is about to change it. `write` does the rest on any thread,
+while training continues (background_save.py).
 
 A crash at any instant is safe because of the order of `write`: sync all files, rename the folder, sync its parent, and
-only then rename away and remove older checkpoints. So a folder with a final name is complete, and once there was one
-there always is. An error after the rename is a warning.
+only then rename away and remove older checkpoints. So a folder with a final name is complete, and after the first save
+there is always one. An error after the rename is a warning.
 
 With ranks, each writes the rows it owns into the same draft. When all rows are durable, rank 0 writes the other files
-and publishes. If one rank fails, all fail, and nothing was published. All ranks take every step of `write` together
-(`_collective`), over a channel of their own, because training goes on meanwhile.
+and renames the draft. If one rank fails, all fail, and nothing is published. All ranks synchronise after every step of
+`write` (`_collective`), over a channel separate from training's exchanges.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from torch import Tensor
 
 from hotrow.checksummed_json import fingerprint
 from hotrow.errors import CheckpointError, OptionError, StorageError
-from hotrow.parallel.ownership import shard_range
 from hotrow.parallel.ranks import Ranks
 from hotrow.train.checkpoint import durable_files, state_encoding
 from hotrow.train.checkpoint.manifest import (
@@ -72,17 +71,25 @@ class CapturedState:
 
     @property
     def first(self) -> bool:
-        """Whether this process publishes."""
+        """Whether this process writes the common files and publishes the folder."""
         return self.ranks is None or self.ranks.first
 
     def is_partitioned(self, table: dict[str, Any]) -> bool:
         """Whether every rank writes a part of the table."""
-        return self.ranks is not None and not table.get("replicate")
+        return self.ranks is not None and not self.ranks.replicates(bool(table.get("replicate")))
+
+    def writes(self, table: dict[str, Any]) -> bool:
+        """Whether this process writes rows of the table."""
+        return self.ranks.owns_rows if self.ranks is not None and self.is_partitioned(table) else self.first
 
     def folder(self, table: dict[str, Any]) -> Path:
         """Where this process writes a table's rows, inside a checkpoint."""
         inside = Path("rows") / str(table["name"])
-        return inside / part_name(self.ranks.rank) if self.ranks is not None and self.is_partitioned(table) else inside
+        if self.ranks is None or not self.is_partitioned(table):
+            return inside
+        number = self.ranks.roles.owner_number(self.ranks.rank)
+        assert number is not None
+        return inside / part_name(number)
 
     def abandon(self) -> None:
         """Release the snapshots that have not been written."""
@@ -128,9 +135,9 @@ def capture(trainer: Trainer, folder: Path, notes: dict[str, Any] | None = None)
         for rows in embeddings.tables:
             definition = {**rows.table.to_dict(), "optimizer": rows.optimizer.to_dict(), "width": rows.store.width}
             if captured.ranks is not None and captured.is_partitioned(definition):
-                definition["parts"] = [shard_range(rank, captured.ranks.world) for rank in range(captured.ranks.world)]
+                definition["parts"] = captured.ranks.roles.parts
             captured.tables.append(definition)
-            if captured.first or captured.is_partitioned(definition):
+            if captured.writes(definition):
                 captured.snapshots[rows.table.name] = rows.store.begin_snapshot()
     except BaseException:
         captured.abandon()
@@ -197,7 +204,7 @@ def _publish(captured: CapturedState, draft: Path, all_written: list[dict[str, A
 
 
 def _remove_replaced(published: Path, report: SaveReport, keep: int | None) -> None:
-    """Remove what the new checkpoint replaces; an error is a warning."""
+    """Remove the checkpoints that the new one replaces; an error is a warning."""
     wanted = report.path
     try:
         _retire(published, wanted, keep)
@@ -214,9 +221,10 @@ def _write_rows(captured: CapturedState, draft: Path) -> dict[str, Any]:
     figures = dict.fromkeys(("rows", "rows_written", "bytes_written", "bytes_copied"), 0)
     older = list_checkpoints(draft.parent)
     for table in captured.tables:
-        name, inside = table["name"], captured.folder(table)
+        name = table["name"]
         if name not in captured.snapshots:
             continue
+        inside = captured.folder(table)
         # If the rows' log is on another disk, segments of the previous checkpoint are linked instead.
         previous = str(older[0] / inside) if older else ""
         stats = captured.snapshots[name].finish(str(draft / inside), previous)
@@ -229,7 +237,7 @@ def _write_rows(captured: CapturedState, draft: Path) -> dict[str, Any]:
                 with durable_files.disk("read", path):
                     files[f"{inside.as_posix()}/{path.name}"] = fingerprint(path.read_bytes())
     written: dict[str, Any] = {"files": files, "rows": rows, "figures": figures}
-    if captured.ranks is not None:
+    if captured.ranks is not None and captured.ranks.has_tower:
         random = {name: tensor for name, tensor in captured.tensors[STATE].items() if name.startswith("rng.")}
         written["metrics"] = captured.metrics.state()
         written["random"] = {name: base64.b64encode(bytes(t.numpy())).decode() for name, t in random.items()}
@@ -248,7 +256,8 @@ def _write_files(
     captured: CapturedState, draft: Path, number: int, all_written: list[dict[str, Any]], report: SaveReport
 ) -> None:
     state = state_encoding.pack(_metric_tensors(captured.metrics.state()), captured.tensors[STATE], "metrics")
-    rank_fields = {} if captured.ranks is None else {"ranks": _rank_fields(all_written[1:], captured)}
+    towers = [written for written in all_written if "metrics" in written]
+    rank_fields = {} if captured.ranks is None else {"ranks": _rank_fields(towers[1:], captured)}
     files = {name: state_encoding.to_bytes(tensors) for name, tensors in captured.tensors.items()}
     if captured.features is not None:
         files[FEATURES] = captured.features.encode()
@@ -271,7 +280,7 @@ def _write_files(
 
 
 def _rank_fields(written: list[dict[str, Any]], captured: CapturedState) -> list[dict[str, Any]]:
-    """The manifest's fields of ranks 1 and up; merges their metrics into the captured ones."""
+    """The manifest's fields of ranks 1 and up that have towers; merges their metrics into the captured ones."""
     kept = []
     for number, one in enumerate(written, start=1):
         tensors, metrics = captured.tensors[STATE], Metrics()
@@ -328,7 +337,7 @@ def _free_name(wanted: Path) -> Path:
 
 
 def _retire(published: Path, wanted: Path, keep: int | None) -> None:
-    """Remove what the new checkpoint replaces and what is beyond `keep`, then give it its proper name."""
+    """Remove the checkpoints that the new one replaces or that are beyond `keep`; then give it its proper name."""
     older = [path for path in list_checkpoints(wanted.parent) if path != published]
     older.sort(key=lambda path: not is_readable(path))  # remove an unreadable one first
     same_step = [path for path in older if path == wanted or path.name.startswith(f"{wanted.name}-")]
