@@ -121,7 +121,7 @@ def train(
 
     from hotrow.job import cluster_of, load_job
     from hotrow.train.interrupt import Interrupted
-    from hotrow.train.stage_times import table
+    from hotrow.train.stage_times import advice, table
 
     cluster = cluster_of(job, towers, rows)
     if cluster is not None and ranks > 1:
@@ -163,7 +163,11 @@ def train(
         f"({report.examples_per_second:,.0f} examples/s, {report.ids_per_second:,.0f} ids/s)",
         highlight=False,
     )
-    console.print(table(report.stages, report.seconds))
+    for role, stages in (report.stages_by_role or {"": report.stages}).items():
+        console.print(table(stages, report.seconds, role))
+    if cluster is not None and report.stages_by_role:
+        by_role = report.stages_by_role
+        console.print(advice(by_role["towers"], by_role["rows"], cluster.rows, report.seconds), highlight=False)
     for split, figures in (("train", report.metrics), ("test", tested)):
         if figures:
             shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items() if name != "examples")

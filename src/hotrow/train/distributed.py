@@ -146,11 +146,16 @@ class RankTeam:
             raise
         join()
 
-    def stages(self, mine: list[StageReport]) -> list[StageReport]:
-        """The stage reports of all ranks as one, with their exchanges."""
+    def stages(self, mine: list[StageReport]) -> tuple[list[StageReport], dict[str, list[StageReport]]]:
+        """The stage reports of all ranks as one, with their exchanges; and those of each role, if roles are apart."""
         mine = add_exchange(mine, sum(self.ranks.bytes_sent.values()) - self._sent)
-        reports = self.ranks.patient.gather_json([asdict(stage) for stage in mine])
-        return merge_ranks([[StageReport(**stage) for stage in one] for one in reports])
+        gathered = self.ranks.patient.gather_json([asdict(stage) for stage in mine])
+        reports = {rank: [StageReport(**stage) for stage in one] for rank, one in enumerate(gathered)}
+        roles = self.ranks.roles
+        by_role = {"towers": roles.requesters, "rows": roles.owners} if roles.are_apart else {}
+        return merge_ranks(reports), {
+            role: merge_ranks({rank: reports[rank] for rank in ranks}) for role, ranks in by_role.items()
+        }
 
     def merged(self, metrics: Metrics) -> Metrics:
         """The metrics of all ranks' examples, the same on every rank."""

@@ -100,7 +100,7 @@ class FitRun:
             report.seconds = time.perf_counter() - start
             report.stages, report.hbm = self.stages.report(report.seconds), hbm.since_start()
             if team is not None:
-                report.stages = team.stages(report.stages)
+                report.stages, report.stages_by_role = team.stages(report.stages)
             if trainer.publisher is not None:
                 trainer.publisher.finish()
             if windows is not None:

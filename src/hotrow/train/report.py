@@ -34,7 +34,8 @@ class Report:
     """What a call of `fit` did: steps, losses, speed, where it stopped, the checkpoints it made.
 
     `metrics` cover the last epoch, including the part before an interruption. `stages` has seconds busy and waiting,
-    bytes and the share of time of each stage of the pipeline. `windows` are the points of progressive validation
+    bytes and the share of time of each stage of the pipeline; `stages_by_role` has those of "towers" and "rows" where
+    they are ranks of their own. `windows` are the points of progressive validation
     (`Trainer(window=)`). `hbm` has the counters of the HBM cache, if there is one: hits and misses in ids, evictions
     and overflows in rows (docs/hbm.md). With ranks, everything covers the whole job and is the same on every rank,
     except `seconds`, `saves` and `hbm`.
@@ -51,6 +52,7 @@ class Report:
     saves: list[SaveReport] = field(default_factory=list, repr=False)
     resumed_from: int | None = None
     stages: list[StageReport] = field(default_factory=list, repr=False)
+    stages_by_role: dict[str, list[StageReport]] = field(default_factory=dict, repr=False)
     windows: list[Window] = field(default_factory=list, repr=False)
     hbm: dict[str, int] = field(default_factory=dict)
 

@@ -9,7 +9,7 @@ in an exchange does not count as work, and the table after a run covers all rank
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -139,21 +139,40 @@ def add_exchange(stages: list[StageReport], sent: int) -> list[StageReport]:
     return [*stages, StageReport(EXCHANGE, 0.0, 0.0, 0.0, sent, 0.0, sum(stage.waited_ranks for stage in stages))]
 
 
-def merge_ranks(reports: list[list[StageReport]]) -> list[StageReport]:
-    """One report of all ranks' reports: means of seconds and shares, sums of bytes, and the busiest rank.
+def merge_ranks(reports: Mapping[int, list[StageReport]]) -> list[StageReport]:
+    """One report of several ranks' reports, by rank: means of seconds and shares, sums of bytes, and the busiest rank.
 
     Requires: the same stages on every rank.
     """
     merged = []
-    for stage in zip(*reports, strict=True):
-        first, busiest = stage[0], max(stage, key=lambda one: one.busy)
+    for stage in zip(*reports.values(), strict=True):
+        seconds = {rank: one.busy for rank, one in zip(reports, stage, strict=True)}
         means = {
             name: sum(getattr(one, name) for one in stage) / len(stage)
             for name in ("busy", "waited_input", "waited_room", "waited_ranks", "share")
         }
-        rank = (stage.index(busiest), busiest.busy) if busiest.busy else None
-        merged.append(replace(first, **means, bytes=sum(one.bytes for one in stage), busiest=rank))
+        rank = max(seconds, key=lambda rank: seconds[rank])
+        busiest = (rank, seconds[rank]) if seconds[rank] else None
+        merged.append(replace(stage[0], **means, bytes=sum(one.bytes for one in stage), busiest=busiest))
     return merged
+
+
+def waiting_share(stages: list[StageReport], seconds: float) -> float:
+    """The part of a run in which the training thread of these ranks waited for other ranks, on average."""
+    waited = sum(stage.waited_ranks for stage in stages if stage.name in ("compute", "fetch"))
+    return min(1.0, waited / max(1e-9, seconds))
+
+
+def advice(towers: list[StageReport], rows: list[StageReport], row_ranks: int, seconds: float) -> str:
+    """Which role waited for the other, and what to add."""
+    of_towers, of_rows = waiting_share(towers, seconds), waiting_share(rows, seconds)
+    waits = f"tower ranks waited {of_towers:.0%} of the time for other ranks, row ranks {of_rows:.0%}"
+    if of_towers < 0.1:
+        return f"{waits}: towers are the limit; more tower ranks would make it faster"
+    if of_rows < 0.5:
+        more = max(1, round(row_ranks * of_towers / (1 - min(of_towers, 0.9))))
+        return f'{waits}: rows are the limit; add {more} row rank{"s" if more > 1 else ""}, or set wire = "bf16"'
+    return f'{waits}: the network and its delay are the limit; set wire = "bf16", or use larger batches'
 
 
 def overlapped_share(stages: list[StageReport]) -> float:
@@ -168,11 +187,12 @@ def mean_busy_stages(stages: list[StageReport], seconds: float) -> float:
     return sum(stage.busy for stage in stages) / max(1e-9, seconds)
 
 
-def table(stages: list[StageReport], seconds: float) -> View:
-    """The stages as a table for people; with ranks, how long each waited for other ranks, too."""
+def table(stages: list[StageReport], seconds: float, role: str = "") -> View:
+    """The stages as a table for people; with ranks (all, or those of a role) also how long each waited for others."""
     ranks = any(stage.name == EXCHANGE for stage in stages)
+    of_role, on_a_rank = f"{role}: " if role else "", " on a rank" if ranks else ""
     view = View(
-        title=f"{mean_busy_stages(stages, seconds):.2f} stages busy at a time{' on a rank' if ranks else ''}; "
+        title=f"{of_role}{mean_busy_stages(stages, seconds):.2f} stages busy at a time{on_a_rank}; "
         f"{overlapped_share(stages):.0%} of the work before compute ran beside it",
         title_justify="left",
         title_style="",
