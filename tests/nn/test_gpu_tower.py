@@ -28,7 +28,8 @@ def train(ranks: hr.Ranks | None, device: str, towers: int = 1) -> dict[str, Any
     trainer = hr.Trainer(hr.Recommender(embeddings, Tower()))
     report = trainer.fit(WithSequences(192 * towers, 16), progress=False)
     tested = trainer.evaluate(WithSequences(100, 16), progress=False)
-    return {"losses": report.losses, "tested": tested, "device": str(next(trainer.model.tower.parameters()).device.type)}
+    device = next(trainer.model.tower.parameters()).device.type
+    return {"losses": report.losses, "tested": tested, "device": device}
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:
