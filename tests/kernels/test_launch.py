@@ -177,7 +177,9 @@ def test_a_triton_that_launches_in_another_way_is_called_as_documented(
         monkeypatch.setattr(triton, "__version__", "3.99.0")
     kernel = Kernel(Other)
     again = CachedLauncher(kernel)
-    with pytest.warns(UserWarning, match=r"triton 3\.\S+ may launch .* tested with triton<3\.\d+,>=3\.6\. ") as warned:
+    with pytest.warns(
+        UserWarning, match=r"triton 3\.\S+ has a launcher .* tested with triton<3\.\d+,>=3\.6\. "
+    ) as warned:
         for programs in (3, 4, 5):
             again[(programs,)](DATA, 20, 5, **USUAL)
         again[(6,)](DATA.double(), 20, 5, **USUAL)

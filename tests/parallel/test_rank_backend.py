@@ -84,9 +84,9 @@ def carried(ranks: hr.Ranks, gpus: int, uuid: str, in_hbm: bool) -> tuple[str, l
     """What is chosen where torch sees so many GPUs, and the groups that are made for it: here all of Gloo."""
     made, new_group = [], dist.new_group
 
-    def recorded(backend: str, **options: Any) -> Any:
+    def recorded(members: list[int], backend: str, **options: Any) -> Any:
         made.append(backend)
-        return new_group(backend="gloo", **options)
+        return new_group(members, backend="gloo", **options)
 
     seen = cuda(gpus, uuid.replace("RANK", str(ranks.rank)))
     with (
