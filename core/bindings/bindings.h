@@ -38,6 +38,7 @@ void bind_table_storage(nb::class_<Table>& table);
 void bind_log_files(nb::module_& m);
 nb::class_<Plan> bind_plan(nb::module_& m);
 void bind_plan_by_owner(nb::class_<Plan>& plan);
+void bind_plan_ahead(nb::module_& m, nb::class_<Plan>& plan);
 void bind_row_staging(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>& plan);
 void bind_row_transfer(nb::module_& m);
 void bind_graph_runner(nb::module_& m);

@@ -14,6 +14,7 @@ NB_MODULE(_core, m) {
   auto plan = bind_plan(m);
   bind_row_staging(m, table, plan);
   bind_plan_by_owner(plan);
+  bind_plan_ahead(m, plan);
   bind_testing(m, table);
   bind_frames(m);
   bind_redis_replies(m);

@@ -48,7 +48,7 @@ void Plan::route(const std::vector<JobInput>& jobs) {
   release();
   state_ = State::kEmpty;
   received_rows_ = nullptr;
-  partitioned_ = false;
+  partitioned_ = noted_ = copied_ahead_ = false;
   job_count_ = 0;
   feature_count_ = 0;
   if (jobs_.size() < jobs.size()) jobs_.resize(jobs.size());
@@ -342,6 +342,7 @@ size_t Plan::bytes() const {
   size_t total = 0;
   for (const Job& job : jobs_) {
     total += job.unique_keys.bytes() + job.slots.bytes() + job.copies.bytes() + job.late_keys.bytes();
+    total += job.previous_batch.bytes() + job.ahead_rows.bytes() + job.packed.bytes();
     total += job.partition_positions.bytes() + job.offsets.bytes() + job.occurrences.bytes();
     for (const Feature& f : job.features)
       total += f.offsets.bytes() + f.weights.bytes() + f.bag.bytes() + f.scale.bytes();

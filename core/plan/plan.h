@@ -70,6 +70,8 @@ class GradientNotFinite : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+class InFlightKeys;
+
 class Plan {
  public:
   Plan() = default;
@@ -126,6 +128,17 @@ class Plan {
   SumResult sum_gradients(const std::vector<Matrix>& gradients, const std::vector<Matrix>& checked, float* out,
                           uint8_t* present);
 
+  // --- rows that go to their requesters ahead of the batch's turn (plan_ahead.cpp): one feature for each requester ---
+  // After route: notes the batch's keys under number `batch`. Batches up to `done` are no longer in flight.
+  void note_in_flight(InFlightKeys& keys, uint64_t batch, uint64_t done);
+  // Before fetch, beside any thread that uses the tables: copies the rows in DRAM of keys that no batch after `done`
+  // has. `step` is the last update that was complete before the call. The layout of `rows` is requester by requester,
+  // and for each table by table; `masks` gets for each requester a bit for each of its positions, rounded up to a byte.
+  // Both need room for all positions. Returns the number of floats by requester.
+  std::vector<size_t> copy_ahead(uint64_t done, uint32_t step, float* rows, uint8_t* masks);
+  // After fetch: copies the rows that copy_ahead did not copy, or that have changed since.
+  std::vector<size_t> copy_changed(float* rows, uint8_t* masks);
+
   // --- rows that go on to a GPU (device/row_staging.h): one position per key, in the order given to route ---
   // Slot, step and count code of every position, tables in order. For a rejected key the slot is a temporary one, valid
   // until release(), and the step is 2^32 - 1.
@@ -175,11 +188,18 @@ class Plan {
     bool slots_current = false;  // slots were found and not released since
     Buffer<uint32_t> partition_positions,
         offsets;  // of each unique key: its position among the partitioned keys; its row's offset in floats
-    Buffer<uint32_t> occurrences;  // of each unique key; for update
+    Buffer<uint32_t> occurrences;     // of each unique key; for update
+    Buffer<uint64_t> previous_batch;  // of each unique key: the last batch in flight that had it
+    Buffer<uint32_t> ahead_rows;      // of each unique key: its row in `copies`, or kNoSlot if it was not copied ahead
+    Buffer<uint32_t> packed;          // the unique keys of the positions whose rows are sent
+    uint64_t assign_epoch = 0;        // of the table, when rows were copied ahead
   };
   enum class State { kEmpty, kRouted, kFetched, kRead };
   using Sources = std::vector<std::vector<GradSource>>;
 
+  template <class RowsOf>
+  std::vector<size_t> pack_rows(const std::vector<std::vector<uint8_t>>& selected, RowsOf rows_of, float* rows,
+                                uint8_t* masks);
   static void copy_feature(Feature& feature, const FeatureInput& input);
   static void expand_bags(Feature& feature);
   Sources sources_of(const std::vector<Matrix>& gradients, const std::vector<const uint8_t*>& present);
@@ -204,6 +224,17 @@ class Plan {
   uint32_t step_ = 0;
   const float* received_rows_ = nullptr;  // rows that other processes sent; state kRead
   bool partitioned_ = false;
+  bool noted_ = false, copied_ahead_ = false;
+  uint32_t ahead_step_ = 0;
 };
+
+// A requester's half of rows that are sent ahead. Rows of one table that one owner sends: `rows` of `dim` floats.
+struct RowBlock {
+  size_t rows, dim;
+};
+// How many floats the rows are whose bit is set.
+size_t masked_floats(const uint8_t* mask, const std::vector<RowBlock>& blocks);
+// Puts the rows whose bit is set into their places in `out`, which has all rows.
+void expand_rows(const uint8_t* mask, const float* rows, const std::vector<RowBlock>& blocks, float* out);
 
 }  // namespace hotrow

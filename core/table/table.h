@@ -86,6 +86,8 @@ class Table : public BudgetMember {
   uint64_t slots() const { return __atomic_load_n(&slots_, __ATOMIC_RELAXED); }
   // Increases whenever a slot may have changed its owner. Slots found before must then be looked up again.
   uint64_t erase_epoch() const { return erase_epoch_.load(std::memory_order_acquire); }
+  // Increases when rows are assigned: that changes values, and no update's step tells it.
+  uint64_t assign_epoch() const { return assign_epoch_.load(std::memory_order_acquire); }
   // Increases when the table is cleared. Pins and borrowed slots from before are then void.
   uint64_t generation() const { return generation_; }
   RowView view() const { return view_; }
@@ -112,6 +114,8 @@ class Table : public BudgetMember {
   // not kWait, gives the values and late[i] is set to 1. Returns how many. Requires: late is zeroed.
   size_t read_without_io(const int64_t* keys, const uint64_t* hashes, size_t count, ColdReadPolicy policy, float* out,
                          uint8_t* late) const;
+  // Reads the values of the keys whose rows are in DRAM; found[i] tells which. Beside any writer.
+  void read_from_dram(const int64_t* keys, const uint64_t* hashes, size_t count, float* out, uint8_t* found) const;
   // Reads the encoded rows (width() words each) of keys in DRAM, for a GPU cache above a frozen table; found[i] tells
   // whether key i is in DRAM. Safe beside any writer. Requires: a frozen table.
   void read_encoded(const int64_t* keys, size_t count, uint32_t* out, bool* found) const;
@@ -288,7 +292,7 @@ class Table : public BudgetMember {
   uint64_t slots_ = 0, live_ = 0;
   size_t charged_ = 0;         // bytes charged to the budget
   size_t promised_slots_ = 0;  // free slots that a batch between plan_insert and insert will take
-  std::atomic<uint64_t> erase_epoch_{0};
+  std::atomic<uint64_t> erase_epoch_{0}, assign_epoch_{0};
   uint64_t generation_ = 0;
   std::unique_ptr<SsdTier> tier_;
   std::unique_ptr<Admission> admission_;

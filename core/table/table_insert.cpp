@@ -296,6 +296,8 @@ void Table::assign(const int64_t* keys, size_t count, const float* rows, int row
     throw std::invalid_argument("assign: " + std::to_string(count - unique_keys.size()) +
                                 " duplicate keys; give each key once");
   std::lock_guard lock(write_mutex_);
+  // Raised before and after, so that a copy that was made meanwhile is known to be old.
+  assign_epoch_.fetch_add(1, std::memory_order_acq_rel);
   const AssignedRows assigned{unique_keys, rows, row_floats};
   assigned_ = &assigned;
   try {
@@ -322,6 +324,7 @@ void Table::assign(const int64_t* keys, size_t count, const float* rows, int row
       group.stamp[lane] = stamp_of(std::max(step, expiry_.min_unexpired_step(shard_of(unique_keys.hashes()[u]))));
     }
   });
+  assign_epoch_.fetch_add(1, std::memory_order_acq_rel);
 }
 
 }  // namespace hotrow
