@@ -190,7 +190,7 @@ class EmbeddingCollection(nn.Module):
             return
         nothing = Jagged(torch.zeros(0, dtype=torch.int64))
         inputs = [(rows.store, [(nothing, "none")]) for rows in self.tables]
-        self.ranks.routes.settle(self.ranks.rows, lambda: plans.route_missing(inputs), end)
+        plans.settle(inputs, end)
 
     def release(self, lookup: Lookup) -> None:
         """Release a lookup that will not be trained on."""

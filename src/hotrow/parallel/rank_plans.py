@@ -17,6 +17,7 @@ from hotrow.tiers.host.client import HostClient
 from hotrow.tiers.host.owner import HostOwner
 from hotrow.tiers.plan import RowClient, RowOwner, TableInputs
 from hotrow.tiers.sharded.plan import ClientTables, ShardedPlan
+from hotrow.tiers.sharded.rows_ahead import AheadStream, RowsAhead
 
 if TYPE_CHECKING:
     from hotrow.tiers.hbm.cache import HbmCache
@@ -33,15 +34,31 @@ class RankPlanFactory:
             self._kinds = sorted({(0, False), *kinds})
         self._part_of = [self._kinds.index(kind) for kind in kinds]
         self._client, self._owner = _in_dram() if hot is None else _in_hbm(hot)
+        # Row ranks send rows ahead of their batch: they wait for towers anyway. Where a rank does both, copying rows
+        # ahead would take time from its tower.
+        self.stream = AheadStream() if ranks.roles.are_apart else None
 
     def __call__(self) -> ShardedPlan:
         """A plan for one batch after another."""
         parts = [ClientTables(self._client(dim), replicated) for dim, replicated in self._kinds]
-        return ShardedPlan(parts, self._part_of, self._owner(), self.transport)
+        if self.stream is None:
+            return ShardedPlan(parts, self._part_of, self._owner(), self.transport)
+        owner = HostOwner()
+        ahead = RowsAhead(self.stream, owner, self.transport)
+        return ShardedPlan(parts, self._part_of, owner, self.transport, ahead)
 
-    def route_missing(self, inputs: TableInputs) -> None:
-        """Take part in a route of other ranks that this rank does not make (AheadRoutes.settle)."""
-        self().route_with(self.transport.exchange_missing(), inputs, ahead=True)
+    def settle(self, inputs: TableInputs, end: Callable[[], object]) -> None:
+        """End exchanges that run ahead at the same one on all ranks (AheadExchanges.settle). `inputs` are an empty
+        batch's."""
+        ranks, transport = self.transport.ranks, self.transport
+
+        def route_missing() -> None:
+            self().route_with(transport.exchange_missing(), inputs, ahead=True)
+
+        def end_rows() -> None:
+            ranks.rows_ahead.settle(ranks.rows, transport.rows_ahead_missing, end)
+
+        ranks.routes.settle(ranks.rows, route_missing, end if self.stream is None else end_rows)
 
 
 # What makes a plan's clients, each for the tables of one dim, and its owner.

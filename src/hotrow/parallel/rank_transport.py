@@ -10,7 +10,7 @@ Batches that are routed ahead use the channel `route`, everything else uses `row
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from hotrow.errors import GradientError, OptionError
-from hotrow.parallel.exchange import Channel
+from hotrow.parallel.exchange import Channel, Exchange
 from hotrow.parallel.ownership import Roles
 from hotrow.parallel.ranks import Ranks
-from hotrow.tiers.batch_values import GradientSums, KeyRequest, RoutedBatch
+from hotrow.tiers.batch_values import GradientSums, KeyRequest, PackedRows, ReceivedRows, RoutedBatch
 from hotrow.tiers.sharded.transport import ExchangeRequests, ReceivedRequests
 
 HEADER = 2  # numbers before the counts of a message: examples, bytes of a number of occurrences
@@ -33,6 +33,7 @@ class RankTransport:
     def __init__(self, ranks: Ranks, roles: Roles) -> None:
         self.ranks, self.rank, self.world = ranks, ranks.rank, ranks.world
         self.owner_of = roles.owner_of
+        self._sending: tuple[Exchange, Tensor] | None = None  # gradients on their way, and their memory
 
     @property
     def wire(self) -> torch.dtype:
@@ -43,7 +44,7 @@ class RankTransport:
     def routing(self, ahead: bool) -> Iterator[ExchangeRequests]:
         """Count a route that runs ahead, so that all ranks end at the same one (Ranks.routes)."""
         if ahead:
-            with self.ranks.routes.routing():
+            with self.ranks.routes.in_order():
                 yield self.exchange_missing()
         else:
             yield partial(self._exchange, self.ranks.rows)
@@ -89,11 +90,59 @@ class RankTransport:
 
     def rows(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """Send rows to their requesters, in the type `wire`."""
+        self._finish_sending()
         return self.ranks.rows.all_to_all(send.to(self.wire), send_counts, receive_counts, what="rows").float()
 
+    def rows_ahead(self, packed: PackedRows) -> ReceivedRows:
+        """Send rows before their batch's turn. Counted, so that all ranks end at the same one (Ranks.rows_ahead)."""
+        with self.ranks.rows_ahead.in_order():
+            return self._exchange_ahead(packed)
+
+    def rows_ahead_missing(self) -> None:
+        """Take part in an exchange of rows ahead that this rank does not make. What arrives is dropped."""
+        nothing, zeros = torch.zeros(0), [0] * self.world
+        self._exchange_ahead(PackedRows(nothing.to(torch.uint8), nothing, zeros, zeros))
+
+    def _exchange_ahead(self, packed: PackedRows) -> ReceivedRows:
+        channel = self.ranks.ahead
+        sizes = torch.tensor(list(zip(packed.mask_bytes, packed.floats, strict=True)), dtype=torch.int64)
+        two = [2] * self.world
+        arrived = channel.all_to_all(sizes.view(-1), two, two, what="sizes").view(-1, 2).tolist()
+        mask_bytes, floats = [masks for masks, _ in arrived], [rows for _, rows in arrived]
+        masks = channel.begin_all_to_all(packed.masks, packed.mask_bytes, mask_bytes, what="masks")
+        rows = channel.begin_all_to_all(packed.rows.to(self.wire), packed.floats, floats, what="rows")
+        return ReceivedRows(list(masks.wait().split(mask_bytes)), list(rows.wait().float().split(floats)))
+
+    def rows_on_turn(
+        self, packed: PackedRows, mask_bytes: Sequence[int], floats_of: Callable[[Sequence[Tensor]], list[int]]
+    ) -> ReceivedRows:
+        """Send rows on their batch's turn. A rank that receives none does not wait for masks before it sends."""
+        self._finish_sending()
+        begin = self.ranks.rows.begin_all_to_all
+        send, exchange = packed.rows.to(self.wire), begin(packed.masks, packed.mask_bytes, mask_bytes, what="masks")
+        if not any(mask_bytes):
+            rows = begin(send, packed.floats, list(mask_bytes), what="rows")
+            masks = list(exchange.wait().split(list(mask_bytes)))
+            return ReceivedRows(masks, list(rows.wait().float().split(list(mask_bytes))))
+        masks = list(exchange.wait().split(list(mask_bytes)))
+        floats = floats_of(masks)
+        rows = begin(send, packed.floats, floats, what="rows")
+        return ReceivedRows(masks, list(rows.wait().float().split(floats)))
+
     def gradients(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
-        """Send sums, which have the type `wire`, to the owners."""
-        return self.ranks.rows.all_to_all(send, send_counts, receive_counts, what="gradients").float()
+        """Send sums, which have the type `wire`, to the owners. A rank that receives none does not wait: its dense step
+        runs while they are sent. They are complete before the channel's next exchange is, which every rank makes."""
+        self._finish_sending()
+        exchange = self.ranks.rows.begin_all_to_all(send, send_counts, receive_counts, what="gradients")
+        if any(receive_counts) or self.ranks.owns_rows:
+            return exchange.wait().float()
+        self._sending = (exchange, send)
+        return torch.empty(0)
+
+    def _finish_sending(self) -> None:
+        if self._sending is not None:
+            self._sending[0].wait()
+            self._sending = None
 
     def presence(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """Send a byte for each key to the owners."""

@@ -4,9 +4,10 @@ A job is N processes that torch.distributed knows (torchrun, `hotrow train --ran
 WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or has called init_process_group). All run the same program on the same job.
 Each owns a part of the rows (ownership.py), reads a part of the batches (rank_batches.py) and has the whole tower.
 
-There are five channels:
+There are six channels:
 
     route     keys of batches that are routed ahead
+    ahead     rows that are sent before their batch's turn (only where row ranks are apart)
     rows      what the training thread does: rows, gradients, evaluation
     dense     the tower's gradients
     patient   what may take long: loading, comparing
@@ -84,9 +85,10 @@ class Ranks:
         self.patient, self.saves = (Channel(name, self._health, patient=True) for name in ("patient", "saves"))
         self.route, self.rows = (Channel(name, self._health) for name in ("route", "rows"))
         self.dense = Channel("dense", self._health, members=self.roles.requesters)
-        training = [self.route, self.rows, self.dense]
+        self.ahead = Channel("ahead", self._health)
+        training = [self.route, self.rows, self.dense, *([self.ahead] if self.roles.are_apart else [])]
         self._channels = {channel.name: channel for channel in (*training, self.patient, self.saves)}
-        self.routes = AheadRoutes()
+        self.routes, self.rows_ahead = AheadExchanges(), AheadExchanges()
         for channel in (self.patient, self.saves):
             channel.create_group(max(timeout, PATIENT_SECONDS))
         try:
@@ -248,12 +250,12 @@ class Ranks:
         return sum(channels[name].count for name in shared if name in channels)
 
 
-class AheadRoutes:
-    """Counts the routes that run ahead, so that all ranks can end at the same one.
+class AheadExchanges:
+    """Counts the exchanges of one kind that run ahead (routes, or rows), so that all ranks can end at the same one.
 
-    A pipeline that ends early has begun routes for batches that nobody will train on, and not as many on every rank: a
-    rank may even wait in a route that the others never begin. `settle` refuses new routes, and ranks that have begun
-    fewer take part in the missing ones with empty batches.
+    A pipeline that ends early has begun exchanges for batches that nobody will train on, and not as many on every rank:
+    a rank may even wait in one that the others never begin. `settle` refuses new ones, and ranks that have begun fewer
+    take part in the missing ones with empty batches.
     """
 
     def __init__(self) -> None:
@@ -263,8 +265,8 @@ class AheadRoutes:
         self._in_flight = False
 
     @contextmanager
-    def routing(self) -> Iterator[None]:
-        """The context of one route. Raises RankError while routes are being settled."""
+    def in_order(self) -> Iterator[None]:
+        """The context of one exchange. Raises RankError while exchanges are being settled."""
         with self._condition:
             if self._closed:
                 raise RankError("a batch was routed while the ranks were ending the run; stop the route thread first")
@@ -277,9 +279,9 @@ class AheadRoutes:
                 self._in_flight = False
                 self._condition.notify_all()
 
-    def settle(self, rows: Channel, route_empty_batch: Callable[[], None], end: Callable[[], object]) -> None:
-        """Wait until every rank has begun and ended the same number of routes. Then call `end`, while none can begin.
-        All ranks call it, from the training thread."""
+    def settle(self, rows: Channel, missing: Callable[[], None], end: Callable[[], object]) -> None:
+        """Wait until every rank has begun and ended the same number of exchanges; `missing` takes part in one that this
+        rank did not begin. Then call `end`, while none can begin. All ranks call it, from the training thread."""
         with self._condition:
             self._closed = True
             mine = self.begun
@@ -287,7 +289,7 @@ class AheadRoutes:
         with self._condition:
             self._condition.wait_for(lambda: not self._in_flight)
         for _ in range(most - mine):
-            route_empty_batch()
+            missing()
         end()
         with self._condition:
             self.begun, self._closed = most, False

@@ -5,7 +5,8 @@
     update     takes a BatchUpdate
 
 Where one process has the batch and another owns its rows, the two exchange a KeyRequest before the rows and
-GradientSums after backward. All values are immutable.
+GradientSums after backward. PackedRows are some of the rows: the owner sends them ahead of the batch's turn, or on it.
+All values are immutable.
 """
 
 from __future__ import annotations
@@ -122,3 +123,24 @@ class ReceivedGradients(NamedTuple):
 
     sums: Tensor
     present: Tensor | None  # a byte for each key, 0 where it has no gradient; None: every key has one
+
+
+class PackedRows(NamedTuple):
+    """Some rows of a request, and which: for each requester a bit for each of its keys, rounded up to a byte."""
+
+    masks: Tensor  # uint8
+    rows: Tensor  # float32
+    mask_bytes: list[int]  # by requester
+    floats: list[int]  # by requester
+
+
+class ReceivedRows(NamedTuple):
+    """Some rows of each owner, and which; one element for each owner."""
+
+    masks: list[Tensor]
+    rows: list[Tensor]
+
+
+def bytes_of_mask(keys: int) -> int:
+    """Bytes of a mask of so many keys."""
+    return -(-keys // 8)

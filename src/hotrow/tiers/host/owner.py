@@ -8,12 +8,14 @@ after another.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hotrow.tiers.batch_values import BatchUpdate, ReceivedGradients, TransferStats
+from hotrow.tiers.batch_values import BatchUpdate, PackedRows, ReceivedGradients, TransferStats, bytes_of_mask
 from hotrow.tiers.host.plan import Block, HostPlan, KeyArrays
 from hotrow.tiers.plan import ANY_PUBLICATION, RequestedRows
 
@@ -72,6 +74,21 @@ class HostOwner:
             plan.gather_blocks(_blocks(rows, counts, dims))
             yield rows
 
+    def note_in_flight(self, keys: Sequence[Any], number: int, done: int) -> None:
+        """Note the requested keys under the batch's number."""
+        for plan, of_part in zip(self._plans, keys, strict=True):
+            plan.note_in_flight(of_part, number, done)
+
+    def copy_ahead(self, done: int, step: int) -> Iterator[PackedRows]:
+        """For each request the rows in DRAM that no batch after `done` has. Beside the training thread."""
+        for plan, request in zip(self._plans, self._requests, strict=True):
+            yield _packed(request, partial(plan.copy_ahead, done, step))
+
+    def copy_changed(self) -> Iterator[PackedRows]:
+        """For each request the rows that were not copied ahead, or have changed since."""
+        for plan, request in zip(self._plans, self._requests, strict=True):
+            yield _packed(request, plan.copy_changed)
+
     def apply_gradients(self, received: Iterable[ReceivedGradients], update: BatchUpdate) -> None:
         """Apply sums of gradients, those of one request as soon as they have arrived."""
         for plan, request, (sums, present) in zip(self._plans, self._requests, received, strict=True):
@@ -87,6 +104,18 @@ class HostOwner:
         """Unpin the rows."""
         for plan in self._plans:
             plan.release()
+
+
+def _packed(request: RequestedRows, copy: Callable[[Tensor, Tensor], list[int]]) -> PackedRows:
+    """The rows of a request that `copy` writes into a buffer for all, and their masks."""
+    dims = [store.dim for store in request.stores]
+    mask_bytes = [bytes_of_mask(sum(counts)) for counts in request.counts]
+    rows = torch.empty(
+        sum(n * dim for counts in request.counts for n, dim in zip(counts, dims, strict=True)), dtype=torch.float32
+    )
+    masks = torch.empty(sum(mask_bytes), dtype=torch.uint8)
+    floats = copy(rows, masks)
+    return PackedRows(masks, rows[: sum(floats)], mask_bytes, floats)
 
 
 def _addresses(request: RequestedRows) -> list[list[KeyArrays]]:

@@ -8,6 +8,7 @@ objects. The threads are those of the plan protocol (tiers/plan.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,6 +160,21 @@ class HostPlan:
         key has no gradient; an empty list says that every key has one."""
         with core_errors():
             self.core.update(blocks, [], _rules(rules), step, scale, present)
+
+    def note_in_flight(self, keys: Any, number: int, done: int) -> None:
+        """Note the keys in `keys` (a _core.InFlightKeys) under the batch's number."""
+        self.core.note_in_flight(keys, number, done)
+
+    def copy_ahead(self, done: int, step: int, rows: Tensor, masks: Tensor) -> list[int]:
+        """Copy the rows in DRAM that no batch after `done` has, requester by requester, and say which in `masks`.
+        Returns the number of floats by requester. Beside any thread."""
+        with core_errors():
+            return list(self.core.copy_ahead(done, step, rows.data_ptr(), masks.data_ptr()))
+
+    def copy_changed(self, rows: Tensor, masks: Tensor) -> list[int]:
+        """After `fetch`: the same for the rows that were not copied ahead, or have changed since."""
+        with core_errors():
+            return list(self.core.copy_changed(rows.data_ptr(), masks.data_ptr()))
 
     @property
     def prefetch_misses(self) -> int:

@@ -27,16 +27,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotrow import _core
 from hotrow.tiers.batch_values import (
     BatchUpdate,
     GradientSums,
     KeyRequest,
     ReceivedGradients,
+    ReceivedRows,
     RoutedBatch,
     TransferStats,
 )
 from hotrow.tiers.host.store import HostStore
 from hotrow.tiers.plan import Feature, RequestedRows, RowClient, RowOwner, TableInputs
+from hotrow.tiers.sharded.rows_ahead import RowsAhead
 from hotrow.tiers.sharded.transport import ExchangeRequests, Transport
 
 NO_ROWS = RequestedRows([], [], [], [], [])
@@ -82,7 +85,34 @@ class ClientTables:
         """Send the owner's rows to their requesters, and pool the rows that arrive."""
         if not self.replicated:
             rows = transport.rows(rows, self._floats(self.received.counts), self._floats(self.sent_counts))
+        self.pool_requested(rows, outputs)
+
+    def pool_requested(self, rows: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Pool the rows that this process requested, owner by owner."""
         self.client.pool(rows, [outputs[number] for number in self.feature_numbers])
+
+    def requested_floats(self) -> int:
+        """How many floats the rows are that this process requests."""
+        return sum(self._floats(self.sent_counts))
+
+    def masked_floats(self, masks: Sequence[Tensor]) -> list[int]:
+        """How many floats the rows are whose bit is set, by owner."""
+        return [
+            _core.masked_floats(mask.data_ptr(), blocks) for mask, blocks in zip(masks, self._blocks(), strict=True)
+        ]
+
+    def place_rows(self, received: ReceivedRows, out: Tensor) -> None:
+        """Put rows into their places in `out`, which has all requested rows. An empty mask has no rows."""
+        at = out.data_ptr()
+        for mask, rows, blocks in zip(received.masks, received.rows, self._blocks(), strict=True):
+            if mask.numel():
+                _core.expand_rows(mask.data_ptr(), rows.data_ptr(), blocks, at)
+            at += 4 * sum(n * dim for n, dim in blocks)
+
+    def _blocks(self) -> list[list[tuple[int, int]]]:
+        """Keys and dim by owner and table."""
+        dims = [store.dim for store, _ in self.inputs]
+        return [list(zip(counts, dims, strict=True)) for counts in self.sent_counts]
 
     def sum_gradients(self, update: BatchUpdate, checked: Sequence[Tensor], wire: torch.dtype) -> GradientSums:
         """This process's gradients by unique key, in the type in which they are sent."""
@@ -110,12 +140,19 @@ class ShardedPlan:
     """The plan protocol (hotrow.tiers.plan.Plan) over clients, a RowOwner and a Transport.
 
     Each of `parts` is a client with its tables. `part_of` has the number of the part of each table in the collection.
+    With `ahead` owners send rows before the batch's turn (rows_ahead.py).
     """
 
     def __init__(
-        self, parts: Sequence[ClientTables], part_of: Sequence[int], owner: RowOwner, transport: Transport
+        self,
+        parts: Sequence[ClientTables],
+        part_of: Sequence[int],
+        owner: RowOwner,
+        transport: Transport,
+        ahead: RowsAhead | None = None,
     ) -> None:
         self.parts, self.part_of, self.owner, self.transport = list(parts), list(part_of), owner, transport
+        self.ahead = ahead
         self._inputs: TableInputs = []
 
     def route(self, inputs: TableInputs, ahead: bool = False) -> RoutedBatch:
@@ -140,6 +177,8 @@ class ShardedPlan:
         for part in self.parts:
             sizes = part.route(size, self.transport, exchange, ahead)
         self.owner.route([part.received for part in self.parts])
+        if ahead and self.ahead is not None:
+            self.ahead.route(len(self.parts))
         return self.transport.routed(size, sizes)
 
     def prefetch(self) -> TransferStats:
@@ -147,8 +186,9 @@ class ShardedPlan:
         return self.owner.prefetch()
 
     def stage(self) -> TransferStats:
-        """Load requested rows into HBM, if the owner has any."""
-        return self.owner.stage()
+        """Load requested rows into HBM, if the owner has any; send rows ahead of the turn."""
+        stats = self.owner.stage()
+        return stats if self.ahead is None else self.ahead.stage(self.parts)
 
     @property
     def prefetch_misses(self) -> int:
@@ -186,6 +226,10 @@ class ShardedPlan:
 
     def gather(self, outputs: Sequence[Tensor]) -> None:
         """Send rows to their requesters, and pool those that arrive."""
+        if self.ahead is not None and self.ahead.staged:
+            for part, rows in zip(self.parts, self.ahead.gather(self.parts), strict=True):
+                part.pool_requested(rows, outputs)
+            return
         for part, rows in zip(self.parts, self.owner.gather_rows(), strict=True):
             part.pool(rows, outputs, self.transport)
 
@@ -206,10 +250,14 @@ class ShardedPlan:
             (part.send_gradients(one, every, self.transport) for part, one, every in sends),
             replace(update, scale=scale),
         )
+        if self.ahead is not None:
+            self.ahead.updated(update.step)
 
     def release(self) -> None:
         """Unpin the rows."""
         self.owner.release()
+        if self.ahead is not None:
+            self.ahead.release()
         self._inputs = []
 
 
