@@ -18,7 +18,7 @@ import hotrow as hr
 from hotrow import signals
 from hotrow.data import Cursor
 from hotrow.job import load_job
-from hotrow.train import interrupt, step_threads
+from hotrow.train import interrupt, stage_threads
 from hotrow.train.checkpoint.manifest import list_checkpoints
 from hotrow.train.interrupt import Interrupted
 
@@ -104,7 +104,7 @@ def test_without_a_folder_ctrl_c_says_that_nothing_was_saved() -> None:
 
 
 def test_ctrl_c_does_not_wait_for_a_source_that_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_threads, "JOIN_TIMEOUT", 0.3)
+    monkeypatch.setattr(stage_threads, "JOIN_TIMEOUT", 0.3)
     monkeypatch.setattr(interrupt, "STEP_TIMEOUT", 0.3)
     opened = threading.Event()
 

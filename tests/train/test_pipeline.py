@@ -19,7 +19,7 @@ from runs import SHAPE, DropoutTower, all_rows, bits
 import hotrow as hr
 from hotrow.data import Cursor
 from hotrow.data.synthetic_log.clicks import SyntheticClicks
-from hotrow.train import fit, progress_view, step_threads
+from hotrow.train import fit, progress_view, stage_threads
 from hotrow.train.checkpoint.manifest import list_checkpoints
 from hotrow.train.lookahead import Lookahead, LookaheadOptions
 from hotrow.train.stage_times import Stages
@@ -83,7 +83,7 @@ def test_every_lookahead_and_budget_gives_the_same_bits(
     losses, everything = expected(variant)
     assert report.losses == losses
     assert bits(trainer) == everything
-    assert not stage_threads()
+    assert not living_stage_threads()
     if variant == "fp16":
         assert 4 < report.steps < STEPS
     if budget != "dram" and variant == "plain":
@@ -171,11 +171,11 @@ def test_nothing_is_read_beyond_the_last_step_and_the_cursor_is_its_own(lookahea
     assert source.made == 4 * accumulate
     cursors = [after for _, after in clicks().batches()]
     assert report.cursor == trainer.cursor == cursors[4 * accumulate - 1]
-    assert source.closed_by and not stage_threads()
+    assert source.closed_by and not living_stage_threads()
 
 
-def stage_threads() -> list[str]:
-    names = [f"hotrow {name}" for name in ("read", "route", "fetch", "stage")]
+def living_stage_threads() -> list[str]:
+    names = [f"hotrow {name}" for name in ("read", "route", "prefetch", "stage")]
     return [thread.name for thread in threading.enumerate() if thread.name in names]
 
 
@@ -229,7 +229,7 @@ def test_an_error_of_a_stage_ends_the_run_with_its_own_traceback(
         trainer.fit(source, progress=False)
     assert caught.traceback[-1].name == "deep_inside"
     assert trainer.steps == 6  # what came before it was computed
-    assert not stage_threads()
+    assert not living_stage_threads()
     monkeypatch.undo()
     trainer.forget()
     trainer.fit(clicks(), cursor=trainer.cursor, progress=False)  # dropped batches pin no row
@@ -342,7 +342,7 @@ def test_the_progress_bar_shows_how_busy_stages_were_since_its_last_update(monke
 def test_a_thread_that_does_not_end_is_named_with_what_it_waits_for(
     ranks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_threads, "JOIN_TIMEOUT", 0.05)
+    monkeypatch.setattr(stage_threads, "JOIN_TIMEOUT", 0.05)
     lines, go_on, begun = Stages(), threading.Event(), threading.Event()
     embeddings: Any = SimpleNamespace(ranks=object() if ranks else None)
     blocked = Lookahead(embeddings, LookaheadOptions(1))._route_blocked
@@ -353,8 +353,8 @@ def test_a_thread_that_does_not_end_is_named_with_what_it_waits_for(
         return 0
 
     source, dropped = iter([(1, 0), (2, 0)]), list[int]()
-    running = step_threads.StepThreads(
-        source, lines["read"], [step_threads.Step(lines["route"], blocks, blocked)], 1, dropped.append
+    running = stage_threads.StageThreads(
+        source, lines["read"], [stage_threads.Stage("route", lines["route"], blocks, blocked)], 1, dropped.append
     )
     with pytest.warns(UserWarning, match="'hotrow route' has not ended") as said, running:
         running._permit(1)
@@ -362,6 +362,6 @@ def test_a_thread_that_does_not_end_is_named_with_what_it_waits_for(
     go_on.set()
     for thread in running._threads:
         thread.join(10)
-    assert not stage_threads() and dropped == [1]
+    assert not living_stage_threads() and dropped == [1]
     assert ("it waits for another rank" in str(said[0].message)) == ranks
     assert "source" not in str(said[0].message)

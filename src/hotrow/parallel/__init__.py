@@ -1,4 +1,5 @@
-"""Several processes train one model: each owns some shards' rows, reads some of the batches and has the whole tower.
+"""Several processes train one model. By default each rank owns some shards' rows, reads some of the batches and has the
+whole tower; with `rows=R` the last R ranks own all rows, and the others have batches and towers.
 
     ranks.py              Ranks: meeting, channels, agreement; join_ranks
     ownership.py          which rank owns a key

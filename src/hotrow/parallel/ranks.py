@@ -2,7 +2,8 @@
 
 A job is N processes that torch.distributed knows (torchrun, `hotrow train --ranks N`, or any launcher that sets RANK,
 WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or has called init_process_group). All run the same program on the same job.
-Each owns a part of the rows (ownership.py), reads a part of the batches (rank_batches.py) and has the whole tower.
+By default each owns a part of the rows (ownership.py), reads a part of the batches (rank_batches.py) and has the whole
+tower; with row ranks these own the rows, and the others have batches and towers.
 
 There are six channels:
 
@@ -14,7 +15,7 @@ There are six channels:
     saves     a background save
 
 The timeout of `patient` and `saves` is hours: a rank that dies breaks the connection anyway, and one that hangs is
-noticed on the other channels. Ranks of one machine use shared memory for the first three (shared_memory.py), Gloo
+noticed on the other channels. Ranks of one machine use shared memory for the first four (shared_memory.py), Gloo
 carries the rest: a Gloo group has a thread that wakes a hundred times a second, and six of them took 1% of a rank's
 core. Where rows are on GPUs and each rank has its own, NCCL carries GPU memory on `rows` and `dense` (`carry`,
 backend.py). It never does on `route`: the route thread and the training thread enqueue in no common order, and NCCL

@@ -2,8 +2,8 @@
 
     verb      what it does                                                   thread
     route     deduplicates the batch's keys and sends them to their owners   route thread
-    prefetch  loads rows into DRAM ahead of the batch's turn                 fetch thread
-    stage     loads rows into HBM ahead of the batch's turn                  fetch thread
+    prefetch  prepares rows ahead of the batch's turn: SSD to DRAM           prefetch thread
+    stage     loads rows into HBM ahead of the batch's turn                  stage thread
     fetch     on the batch's turn: finds all its rows, creates unseen ones   training thread
     read      instead of fetch: copies the rows, creates and counts nothing  any thread
     gather    pools the rows into the features' outputs                      the thread of fetch or read
@@ -54,7 +54,8 @@ class RowStages(Protocol):
     """The verbs that concern rows alone: a Plan has them, and so has a RowOwner."""
 
     def prefetch(self) -> TransferStats:
-        """Load rows into DRAM, ahead of the batch's turn."""
+        """Prepare rows ahead of the batch's turn: load them from SSD into DRAM, or, over HBM with all rows in DRAM,
+        assign their slots and begin evictions."""
 
     def stage(self) -> TransferStats:
         """Load rows into HBM, ahead of the batch's turn. Does nothing where there is no HBM."""

@@ -5,7 +5,7 @@ Files, in reading order:
     fit.py                     one call of fit: the loop over batches and steps
     pipeline.py                the path of a training batch: read, route, prefetch, stage, fetch, compute
     lookahead.py               how many batches are in flight, and when that number shrinks
-    step_threads.py            runs each step on a thread of its own, with exact back-pressure
+    stage_threads.py            runs each step on a thread of its own, with exact back-pressure
     train_step.py              one step: rows and dense weights change together
     step_metrics.py            counts the batches of complete steps
     metrics.py                 streaming AUC, log loss, calibration

@@ -1,7 +1,7 @@
 """Lookahead: how many batches are in flight, on which threads their steps run, and when the number shrinks.
 
 With a lookahead of n, at most n batches beside the one in compute are in flight: read, routed, prefetched and staged by
-a thread for each step (step_threads.py). With 0, every step runs on the training thread, one batch after another.
+a thread for each step (stage_threads.py). With 0, every step runs on the training thread, one batch after another.
 
 A batch's turn comes when it is the next one to compute. Prefetched rows stay in their tier until then. They are evicted
 only if the batch on turn finds no other memory; later they are read again. If that happens to too many rows, the memory
@@ -22,8 +22,8 @@ from hotrow.data import Cursor
 from hotrow.nn import EmbeddingCollection
 from hotrow.table import Lookup
 from hotrow.tiers.batch_values import TransferStats
+from hotrow.train.stage_threads import Stage, StageThreads
 from hotrow.train.stage_times import Moment, Stages, now
-from hotrow.train.step_threads import Step, StepThreads
 from hotrow.units import format_size
 
 FUTILE = 0.25  # of the prefetched rows: when more were evicted before their batch's turn, the lookahead shrinks
@@ -61,7 +61,7 @@ class Lookahead:
 
     def __init__(self, embeddings: EmbeddingCollection, options: LookaheadOptions) -> None:
         self.embeddings, self.stages, self.options = embeddings, options.stages, options
-        self.threads: StepThreads[InFlightBatch] | None = None
+        self.threads: StageThreads[InFlightBatch] | None = None
         self._warned = False
 
     def run(
@@ -73,15 +73,15 @@ class Lookahead:
             yield from self._measure_compute(self._one_by_one(batches, route))
             self.embeddings.settle()
             return
-        steps = [
-            Step(clocks["route"], route, self._route_blocked),
-            Step(clocks["fetch"], prefetch),
-            Step(clocks["stage"], stage),
+        stages = [
+            Stage("route", clocks["route"], route, self._route_blocked),
+            Stage("prefetch", clocks["fetch"], prefetch),
+            Stage("stage", clocks["stage"], stage),
         ]
         if not self.embeddings.routes_ahead:
-            steps = []
-        with StepThreads(
-            batches, clocks["read"], steps, options.lookahead, _release, options.needed, options.should_stop
+            stages = []
+        with StageThreads(
+            batches, clocks["read"], stages, options.lookahead, _release, options.needed, options.should_stop
         ) as threads:
             self.threads = threads
             try:
@@ -103,7 +103,7 @@ class Lookahead:
         if misses > max(FUTILE * (item.prefetched.rows + misses), item.batch.id_count() / 16):
             self._shrink(self.threads)
 
-    def _shrink(self, threads: StepThreads[InFlightBatch]) -> None:
+    def _shrink(self, threads: StageThreads[InFlightBatch]) -> None:
         memory, ranks = self.embeddings.memory, self.embeddings.ranks
         tier = f"dram={format_size(memory.dram_bytes)}" if memory.ssd is not None else f"hbm={memory.hbm!r}"
         fact = f"{tier} cannot hold the rows of the batches in flight"
@@ -138,7 +138,7 @@ class Lookahead:
     @property
     def _route_blocked(self) -> str:
         single = self.embeddings.ranks is None
-        return Step.blocked if single else "it waits for another rank, which has not come to this exchange"
+        return Stage.blocked if single else "it waits for another rank, which has not come to this exchange"
 
     def _one_by_one(self, batches: Iterator[tuple[InFlightBatch, int]], route: Work) -> Iterator[InFlightBatch]:
         read_clock, route_clock = self.stages["read"], self.stages["route"]

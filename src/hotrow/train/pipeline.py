@@ -3,7 +3,7 @@
     step      what it does                                                         thread    stage in reports
     read      decodes events into a KeyedBatch, with the cursor to resume after    read      read
     route     deduplicates the batch's keys and sends them to their owners         route     route
-    prefetch  loads rows from SSD into DRAM ahead of the batch's turn              fetch     fetch
+    prefetch  loads rows from SSD into DRAM ahead of the batch's turn              prefetch  fetch
     stage     loads rows into HBM ahead of the batch's turn (none without a GPU)   stage     stage
     fetch     on the batch's turn: finds all its rows, creates unseen ones         training  fetch
     compute   gathers, runs tower forward and backward, updates rows and weights   training  compute

@@ -176,6 +176,7 @@ def _apply_kernel(
         elif RULE == rules.FTRL:
             w, first, second = rules.ftrl(w, g, first, second, c)
         else:
+            tl.static_assert(RULE == rules.ADAM or RULE == rules.ADAMW, "a rule without a branch here")
             w, first, second = rules.adam(w, g, first, second, c, RULE == rules.ADAMW)
         if TYPE == tl.float32:  # noqa: SIM300
             tl.store(place[:, None] + column[None, :], w, mask=mask)

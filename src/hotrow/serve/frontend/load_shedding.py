@@ -14,7 +14,7 @@ buffers, where nothing measures them. So the front end keeps two figures of its 
 
 The kernel reports how long a request waited in its socket before it was read
 (http_connection.seconds_since_last_received). This wait and the turn are deducted from the request's deadline. During
-an overload, a request that has waited for most of its usual time is shed before its body is read.
+an overload, a request that has waited for most of its usual time is shed: its body is dropped as it arrives.
 
 A connection whose request was shed is not read for some milliseconds, and only a few are resumed at a time. Without
 this pause a thousand clients that retry at once keep the loop reading: libuv reads up to 48 times before it runs other

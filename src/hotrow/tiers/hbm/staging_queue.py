@@ -6,8 +6,8 @@ neither the plan nor the cache.
     StagedBatch    a later batch: its rows have slots and are in the index, but may not be uploaded yet
     DeferredFetch  the current batch: the host does not know yet whether rows are missing
 
-Threads: the fetch thread adds a staged batch. The stage thread, the training thread or a reader of the cache finishes
-it, whichever comes first.
+Threads: the prefetch thread adds a staged batch. The stage thread, the training thread or a reader of the cache
+finishes it, whichever comes first.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""StepThreads: passes items through steps in order, each step on its own thread, with a bound on items in flight.
+"""StageThreads: passes items through stages in order, each on its own thread, with a bound on items in flight.
 
-    with StepThreads(numbers(), clock, [Step(clock, double)], ahead=2, drop=discard) as threads:
+    with StageThreads(numbers(), clock, [Stage("double", clock, double)], ahead=2, drop=discard) as threads:
         for item in threads:
             ...
 
 The bound is enforced at the source: its thread acquires a permit for each item. While the caller uses one item, at most
-`ahead` others exist, in a step or in a queue between two. This back-pressure is exact: the number of items started is a
-function of the number taken, never of the speed of a thread. (With ranks, all must start the same ones.) `needed`
+`ahead` others exist, in a stage or in a queue between two. This back-pressure is exact: the number of items started is
+a function of the number taken, never of the speed of a thread. (With ranks, all must start the same ones.) `needed`
 returns how many items will be wanted in total; nothing is read beyond that.
 
-An error in a step replaces its item in the queue. The items before it are still delivered; then the iterator raises the
-same exception. `close`, which the end of the block calls, ends all threads and passes the items in flight to `drop`.
-Threads are daemons because a source may block for ever; `close` then warns and names the thread.
+An error in a stage replaces its item in the queue. The items before it are still delivered; then the iterator raises
+the same exception. `close`, which the end of the block calls, ends all threads and passes the items in flight to
+`drop`. Threads are daemons because a source may block for ever; `close` then warns and names the thread.
 
 One thread takes items and closes. Queues are queue.SimpleQueue, whose operations cost a microsecond; one Condition for
-all of them would wake every step for every item.
+all of them would wake every stage for every item.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ POLL, JOIN_TIMEOUT = 0.1, 10.0  # seconds: between two calls of should_stop; for
 
 
 @dataclass(frozen=True)
-class Step(Generic[Item]):
-    """One step: `work` takes an item and returns the bytes it moved; `blocked` is the warning's text if it hangs."""
+class Stage(Generic[Item]):
+    """One stage, on the thread `hotrow NAME`: `work` takes an item and returns the bytes it moved. `blocked` is the
+    warning's text if it hangs."""
 
+    name: str
     clock: Clock
     work: Callable[[Item], int]
     blocked: str = "its work on a batch does not come to its end"
@@ -52,14 +54,14 @@ class _End:
     """In a queue: no item follows."""
 
 
-class StepThreads(Generic[Item]):
+class StageThreads(Generic[Item]):
     """See above. `should_stop` is polled while an item is awaited; once it is true, iteration ends."""
 
     def __init__(
         self,
         source: Iterator[tuple[Item, int]],
         clock: Clock,
-        steps: Sequence[Step[Item]],
+        stages: Sequence[Stage[Item]],
         ahead: int,
         drop: Callable[[Item], None],
         needed: Callable[[], int | None] = lambda: None,
@@ -70,18 +72,18 @@ class StepThreads(Generic[Item]):
         self._taken = self._permitted = 0
         self._permits = threading.Semaphore(0)
         self._queues: list[queue.SimpleQueue[Item | _Failed | _End]] = [
-            queue.SimpleQueue() for _ in range(len(steps) + 1)
+            queue.SimpleQueue() for _ in range(len(stages) + 1)
         ]
         self._stopping = False
         self._threads = [
             threading.Thread(target=self._read, args=(source, clock), name=f"hotrow {clock.name}", daemon=True)
         ]
-        self._blocked = ["its source blocks", *(step.blocked for step in steps)]
-        for i, step in enumerate(steps):
-            name = f"hotrow {step.clock.name}"
-            self._threads.append(threading.Thread(target=self._work, args=(i, step), name=name, daemon=True))
+        self._blocked = ["its source blocks", *(stage.blocked for stage in stages)]
+        for i, stage in enumerate(stages):
+            name = f"hotrow {stage.name}"
+            self._threads.append(threading.Thread(target=self._work, args=(i, stage), name=name, daemon=True))
 
-    def __enter__(self) -> StepThreads[Item]:
+    def __enter__(self) -> StageThreads[Item]:
         for thread in self._threads:
             thread.start()
         return self
@@ -168,18 +170,18 @@ class StepThreads(Generic[Item]):
             if close is not None:
                 close()
 
-    def _work(self, number: int, step: Step[Item]) -> None:
+    def _work(self, number: int, stage: Stage[Item]) -> None:
         into, out = self._queues[number], self._queues[number + 1]
         while True:
-            with step.clock.waiting():
+            with stage.clock.waiting():
                 item = into.get()
             if self._stopping or isinstance(item, (_Failed, _End)):
                 out.put(item)
                 return
             try:
                 begin = now()
-                size = step.work(item)
-                step.clock.record(begin, now(), size, step.clock.batches + 1)
+                size = stage.work(item)
+                stage.clock.record(begin, now(), size, stage.clock.batches + 1)
             except BaseException as error:
                 out.put(_Failed(error))
                 self._drop(item)
