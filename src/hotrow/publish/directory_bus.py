@@ -40,7 +40,8 @@ class DirectoryBus:
     def __init__(self, folder: str, limit: int, retention: Retention) -> None:
         if not folder:
             raise OptionError("bus='dir:': give the folder too, such as dir:/data/publications")
-        self.folder, self.limit, self.retention = Path(folder), limit, retention
+        self.folder = Path(folder).absolute()  # heartbeats go on if the program changes its working directory
+        self.limit, self.retention = limit, retention
         self._numbers = itertools.count()
         self._next: int | None = None
         self._appended = 0
