@@ -223,7 +223,7 @@ def test_restarted_engine_serves_the_same_versions(tmp_path: Path, start_process
     write_version(repository, "ctr", 3)  # newer, and never loaded
     engine = start_process(repository, socket=tmp_path / "e.sock", restore=event["versions"])
 
-    async def look(backend: EngineClient) -> None:
+    async def check(backend: EngineClient) -> None:
         assert (await backend.infer(make_request(2))).version == "1"
         assert (await backend.infer(make_request(2, version="2"))).version == "2"
         for request in (make_request(2, model="feed"), make_request(2, version="3")):
@@ -231,7 +231,7 @@ def test_restarted_engine_serves_the_same_versions(tmp_path: Path, start_process
                 await backend.infer(request)
             assert refused.value.status == 404
 
-    with_backend([engine.socket], look)
+    with_backend([engine.socket], check)
 
 
 def test_model_that_was_in_service_and_does_not_load_is_unavailable_until_it_does(

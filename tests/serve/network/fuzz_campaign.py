@@ -98,17 +98,17 @@ def _block(campaign: Campaign, first: int, count: int) -> Counter[str]:
     waiting: list[tuple[int, bytes]] = []
     for number in range(first + over_grpc, first + count):
         if number % large_every == 0:
-            seen["large " + _alone(http, number, seed, large(number, seed, limit))] += 1
+            seen["large " + _on_own_connection(http, number, seed, large(number, seed, limit))] += 1
             continue
         made = mutation(number, seed)
         if made.framed:
             waiting.append((number, made.data))
         else:
-            seen[_alone(http, number, seed, [made.data])] += 1
+            seen[_on_own_connection(http, number, seed, [made.data])] += 1
         if len(waiting) == PIPELINED:
-            seen.update(_together(http, seed, waiting))
+            seen.update(_pipelined(http, seed, waiting))
             waiting = []
-    seen.update(_together(http, seed, waiting))
+    seen.update(_pipelined(http, seed, waiting))
     with connect(http) as client:
         for body, header in valid_bodies():
             reply = client.roundtrip(http_request(body, header))
@@ -116,7 +116,7 @@ def _block(campaign: Campaign, first: int, count: int) -> Counter[str]:
     return seen
 
 
-def _together(http: str, seed: int, waiting: list[tuple[int, bytes]]) -> Counter[str]:
+def _pipelined(http: str, seed: int, waiting: list[tuple[int, bytes]]) -> Counter[str]:
     """Send requests with intact framing, pipelined; on a new connection if the server has closed one."""
     seen: Counter[str] = Counter()
     while waiting:
@@ -131,7 +131,7 @@ def _together(http: str, seed: int, waiting: list[tuple[int, bytes]]) -> Counter
     return seen
 
 
-def _alone(http: str, number: int, seed: int, parts: list[bytes]) -> str:
+def _on_own_connection(http: str, number: int, seed: int, parts: list[bytes]) -> str:
     """The status of a request on a connection of its own; "closed" without a reply."""
     with connect(http) as client:
         try:

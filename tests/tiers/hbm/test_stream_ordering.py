@@ -215,7 +215,7 @@ def train_plainly(folder: Path, more: int) -> Dials:
     return {"losses": report.losses, "metrics": report.metrics, "rows": rows}
 
 
-def alone(work: Callable[..., Dials], folder: Path, *args: Any, **options: Any) -> Dials:
+def in_own_process(work: Callable[..., Dials], folder: Path, *args: Any, **options: Any) -> Dials:
     """Its result, from a process of its own."""
     ours, theirs = forked.Pipe(duplex=False)
     process = forked.Process(target=_work, args=(theirs, work.__name__, folder, args, options))
@@ -248,7 +248,7 @@ def c_compiler() -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Dials:
-    return alone(train_plainly, tmp_path_factory.mktemp("plain"), 8)
+    return in_own_process(train_plainly, tmp_path_factory.mktemp("plain"), 8)
 
 
 def same_rows(ours: list[Any], theirs: list[Any]) -> bool:
@@ -259,7 +259,7 @@ def same_rows(ours: list[Any], theirs: list[Any]) -> bool:
 
 @pytest.mark.parametrize(("lookahead", "ssd"), [(0, False), (2, False), (2, True)])
 def test_training_touches_no_memory_unordered(tmp_path: Path, plain: Dials, lookahead: int, ssd: bool) -> None:
-    run = alone(train, tmp_path, lookahead, "5KiB", 8, ssd)
+    run = in_own_process(train, tmp_path, lookahead, "5KiB", 8, ssd)
     assert run["races"] == [] and run["errors"] == []
     assert run["losses"] == plain["losses"] and same_rows(run["rows"], plain["rows"])
     assert run["metrics"] == plain["metrics"]
@@ -271,7 +271,7 @@ def test_training_touches_no_memory_unordered(tmp_path: Path, plain: Dials, look
 
 
 def test_a_client_and_an_owner_on_the_device_touch_no_memory_unordered(tmp_path: Path, plain: Dials) -> None:
-    run = alone(train, tmp_path, 2, "5KiB", 8, split=True)
+    run = in_own_process(train, tmp_path, 2, "5KiB", 8, split=True)
     assert run["races"] == [] and run["errors"] == []
     assert run["losses"] == plain["losses"] and same_rows(run["rows"], plain["rows"])
     assert run["staged"] > 3 and run["figures"]["evictions"] > 20
@@ -293,7 +293,7 @@ def test_what_is_forgotten_is_found(tmp_path: Path, forget: str, found: str) -> 
     for number in range(4):  # forgotten clocks matter if a thread is ahead of another
         folder = tmp_path / str(number)
         folder.mkdir()
-        races += alone(train, folder, 2, "5KiB", 4, forget=forget)["races"]
+        races += in_own_process(train, folder, 2, "5KiB", 4, forget=forget)["races"]
         if any(found in race for race in races):
             return
     raise AssertionError(races)
@@ -335,7 +335,7 @@ def infinite_loss(folder: Path) -> Dials:
 
 
 def test_a_loss_that_is_infinite_changes_nothing(tmp_path: Path) -> None:
-    run = alone(infinite_loss, tmp_path)
+    run = in_own_process(infinite_loss, tmp_path)
     batches = KEYS // SIZE
     assert run["said"].startswith(f"the loss is inf at step {batches + 1}; nothing was changed")
     assert run["after"][:3] == run["before"][:3]
@@ -363,7 +363,7 @@ def leave_rows_on_their_way(folder: Path) -> Dials:
 
 
 def test_rows_on_their_way_are_waited_for_when_a_collection_is_let_go(tmp_path: Path) -> None:
-    run = alone(leave_rows_on_their_way, tmp_path)
+    run = in_own_process(leave_rows_on_their_way, tmp_path)
     assert run["brought"] > 0 and run["races"] == []
 
 
@@ -383,7 +383,7 @@ def train_without_reach(folder: Path) -> Dials:
 
 
 def test_an_error_of_cuda_that_was_dealt_with_is_not_raised_by_the_next_launch(tmp_path: Path, plain: Dials) -> None:
-    run = alone(train_without_reach, tmp_path)
+    run = in_own_process(train_without_reach, tmp_path)
     assert run["losses"] == plain["losses"][: len(run["losses"])] and run["said"] and run["races"] == []
 
 
@@ -422,7 +422,7 @@ def take_streams(folder: Path) -> Dials:
 
 
 def test_the_stream_that_captures_is_nobody_elses_and_ends_its_captures(tmp_path: Path) -> None:
-    run = alone(take_streams, tmp_path)
+    run = in_own_process(take_streams, tmp_path)
     assert run == {"shared": 0, "kept": True, "refused": 1, "capturing": False, "collects": True}
 
 
@@ -463,4 +463,4 @@ def refresh_what_was_filled(folder: Path) -> Dials:
 
 
 def test_rows_that_change_below_come_after_what_the_filler_brought(tmp_path: Path) -> None:
-    assert alone(refresh_what_was_filled, tmp_path) == {"races": [], "found": [1.0, 2.0, 3.0]}
+    assert in_own_process(refresh_what_was_filled, tmp_path) == {"races": [], "found": [1.0, 2.0, 3.0]}
