@@ -1,10 +1,11 @@
-// Bindings of exchange/shared_memory_exchange.h. The Python caller (src/hotrow/parallel/exchange.py) has checked every
-// address passed here.
+// Bindings of exchange/shared_memory_exchange.h and exchange/socket_exchange.h. The Python caller
+// (src/hotrow/parallel/exchange.py) has checked every address passed here.
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.h"
 #include "exchange/shared_memory_exchange.h"
+#include "exchange/socket_exchange.h"
 
 namespace hotrow::bindings {
 
@@ -41,6 +42,22 @@ void bind_exchange(nb::module_& m) {
           },
           nb::arg("number"))
       .def("close", &SharedMemoryExchange::close);
+
+  nb::class_<SocketExchange>(m, "SocketExchange")
+      .def(nb::init<size_t, size_t, double>(), nb::arg("rank"), nb::arg("world"), nb::arg("timeout"))
+      .def("connect", &SocketExchange::connect, nb::arg("descriptors"))
+      .def(
+          "begin",
+          [](SocketExchange& exchange, Address send, const std::vector<size_t>& to, bool broadcast, Address out,
+             const std::vector<size_t>& from, bool own) {
+            nb::gil_scoped_release release;
+            return exchange.begin(at<const char>(send), to, broadcast, at<char>(out), from, own);
+          },
+          nb::arg("send"), nb::arg("to"), nb::arg("broadcast"), nb::arg("out"), nb::arg("from"), nb::arg("own") = true)
+      .def("is_complete", &SocketExchange::is_complete, nb::arg("number"), nb::call_guard<nb::gil_scoped_release>())
+      .def("wait", &SocketExchange::wait, nb::arg("number"), nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &SocketExchange::close, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("bytes_sent", &SocketExchange::bytes_sent);
 }
 
 }  // namespace hotrow::bindings

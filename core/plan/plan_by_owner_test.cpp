@@ -68,25 +68,25 @@ TEST(a_batch_through_an_owner_gives_the_rows_that_one_plan_gives_bit_for_bit) {
   testing::Random random(2);
   for (int dim : {3, 8, 16}) {
     auto owned = make_table(dim, RuleKind::kAdam), whole = make_table(dim, RuleKind::kAdam);
-    Plan asking, owning, one;
+    Plan requesting, owning, one;
     for (uint32_t step = 1; step <= 3; ++step) {
       Batch batch = some_batch(random, 200, dim);
       batch.features[1].has_gradient = step != 2;  // keys of this feature alone are counted and not changed
       const UpdateOptions options{{{testing::some_coefficients(RuleKind::kAdam), 0, 0}}, step, 1};
-      asking.route({{owned, batch.inputs()}});
-      Partitioned partitioned = partition_by_owner(asking, 1);
+      requesting.route({{owned, batch.inputs()}});
+      Partitioned partitioned = partition_by_owner(requesting, 1);
       const size_t n = partitioned.keys.size();
       owning.route(
           {{owned, {{partitioned.keys.data(), n, nullptr, n, nullptr, Pooling::kNone, partitioned.seen.data()}}}});
       owning.fetch();
       std::vector<float> rows(n * dim), sums(n * dim);
       owning.gather({{rows.data(), n, static_cast<size_t>(dim), static_cast<size_t>(dim)}});
-      asking.set_received_rows(rows.data());
+      requesting.set_received_rows(rows.data());
       one.route({{whole, batch.inputs()}});
       one.fetch();
-      CHECK(batch.gather(asking, dim) == batch.gather(one, dim));
+      CHECK(batch.gather(requesting, dim) == batch.gather(one, dim));
       std::vector<uint8_t> present(n);
-      const auto summed = asking.sum_gradients(batch.gradients(), batch.gradients(), sums.data(), present.data());
+      const auto summed = requesting.sum_gradients(batch.gradients(), batch.gradients(), sums.data(), present.data());
       CHECK(summed.finite);
       CHECK(summed.all_present == (step != 2));
       owning.update({{sums.data(), n, static_cast<size_t>(dim), static_cast<size_t>(dim)}}, {}, options,

@@ -24,7 +24,7 @@ SegmentScan::SegmentScan(const std::string& path) : file_(files().open(path, Ope
   buffer_ = allocate_aligned(buffered_ * geometry.block_bytes);
 }
 
-bool SegmentScan::fits(uint32_t block, const char* bytes) const {
+bool SegmentScan::is_intact(uint32_t block, const char* bytes) const {
   try {
     check_block(head_.geometry, seed_, block, 1, bytes, file_->path());
     return true;
@@ -44,7 +44,7 @@ size_t SegmentScan::next(std::vector<RecordHead>& heads, std::vector<char>& valu
     for (size_t i = 0; i < count; ++i) {
       const auto block = static_cast<uint32_t>(next_ + i);
       const char* const bytes = buffer_.get() + i * geometry.block_bytes;
-      if (!fits(block, bytes)) {
+      if (!is_intact(block, bytes)) {
         bad_.push_back(block);
         continue;
       }

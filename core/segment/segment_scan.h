@@ -32,7 +32,7 @@ class SegmentScan {
   size_t next(std::vector<RecordHead>& heads, std::vector<char>& values, std::vector<uint32_t>& numbers);
 
  private:
-  bool fits(uint32_t block, const char* bytes) const;
+  bool is_intact(uint32_t block, const char* bytes) const;
 
   std::unique_ptr<File> file_;
   SegmentHead head_;

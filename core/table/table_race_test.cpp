@@ -106,10 +106,10 @@ TEST(a_row_read_beside_a_writer_is_whole_and_its_keys_own) {
   CHECK(reads > 100);
 }
 
-// Rows that stay while a writer makes their shards grow with others (and, with `erases`, shrink again). `look` is given
-// the table and the keys, and returns how many it missed.
-template <class Look>
-void grow_beside(bool erases, Look look) {
+// Rows that stay while a writer makes their shards grow with others (and, with `erases`, shrink again). `count_missed`
+// is given the table and the keys, and returns how many it missed.
+template <class CountMissed>
+void grow_beside(bool erases, CountMissed count_missed) {
   auto table = testing::make_table(kDim);
   Random setup(4);
   const auto stay = some_keys(setup, 500);
@@ -124,7 +124,7 @@ void grow_beside(bool erases, Look look) {
         table->find_or_create(inserts.data(), inserts.size(), slots.data());
         if (erases && next % 40000 < 20000) table->erase(inserts.data(), inserts.size());
       },
-      [&](Random&) { lost += look(*table, stay); });
+      [&](Random&) { lost += count_missed(*table, stay); });
   CHECK_EQ(lost.load(), 0);
 }
 
