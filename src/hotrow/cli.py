@@ -67,6 +67,10 @@ Examples:
 
     hotrow train job.toml --towers 1 --rows 2   # one process trains the tower, two own the rows, to the same result
 
+    hotrow train job.toml --towers 1 --rows 2 --start towers --meet 10.0.0.1:29500 --token-file job.token   # there
+
+    hotrow train job.toml --towers 1 --rows 2 --start rows --meet 10.0.0.1:29500 --token-file job.token   # elsewhere
+
     hotrow train job.toml --trace run.json   # a trace of all stages; open it at https://ui.perfetto.dev
 
     hotrow train job.toml --ray 10.0.0.5:6379   # read and make features on a Ray cluster, to the same result
@@ -106,6 +110,21 @@ def train(
         int | None, typer.Option(min=1, help="number of processes that read batches and run the tower, beside --rows")
     ] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="number of processes that own the rows")] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PART",
+            help="start only these on this machine: towers, rows, or FIRST:END of the ranks (towers come first)",
+        ),
+    ] = None,
+    meet: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="where ranks of several machines meet; HOST is the one with rank 0"),
+    ] = None,
+    token_file: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="a file with the job token, the same on all machines; others cannot read it"),
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="wait for more events instead of ending")] = False,
     ray: Annotated[
         str | None,
@@ -120,6 +139,7 @@ def train(
     from dataclasses import replace
 
     from hotrow.job import cluster_of, load_job
+    from hotrow.parallel.job_token import TOKEN_VARIABLE, read_job_token
     from hotrow.train.interrupt import Interrupted
     from hotrow.train.stage_times import advice, table
 
@@ -130,11 +150,16 @@ def train(
             "that have both; leave it out, or --towers, --rows and the job's [cluster]"
         )
     processes = ranks if cluster is None else cluster.ranks
+    token = read_job_token(token_file)
     if processes > 1 and "RANK" not in os.environ:
-        from hotrow.parallel.launch import launch
+        from hotrow.parallel.launch import launch, part_of
 
+        towers_of_job = processes if cluster is None else cluster.towers
+        part = part_of(processes, towers_of_job, start, meet, token)
         _note_ignored_ctrl_c()
-        raise typer.Exit(launch(processes, [sys.executable, "-m", "hotrow", *sys.argv[1:]]))
+        raise typer.Exit(launch(part, [sys.executable, "-m", "hotrow", *sys.argv[1:]]))
+    if token is not None:
+        os.environ[TOKEN_VARIABLE] = token  # for join_ranks
     loaded = load_job(job, ray, follow, towers, rows)
     team = loaded.trainer.team
     if ranks > 1 and team is not None and team.ranks.world != ranks:

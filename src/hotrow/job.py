@@ -90,11 +90,12 @@ SECTIONS = {
         "lookahead",
         "trace",
         "window",
+        "device",
     ],
     "publish": ["bus", "every_steps", "every_seconds", "values", "spool", "spool_size", "memory", "heartbeat"],
     "memory": ["dram", "hbm", "ssd", "hbm_policy"],
     "checkpoints": ["folder", "every", "keep"],
-    "ranks": ["timeout", "wire", "backend"],
+    "ranks": ["timeout", "wire", "backend", "token_file"],
     "cluster": ["towers", "rows"],
     "output": ["path"],
 }
@@ -272,7 +273,8 @@ def build_job(values: Mapping[str, Any]) -> Job:
     if cluster is not None:
         cluster.check_world(1 if ranks is None else ranks.world)
     if ranks is not None:
-        ranks.agree("the job file", values)
+        here = {name: option for name, option in values.get("ranks", {}).items() if name != "token_file"}
+        ranks.agree("the job file", {**values, "ranks": here})  # the token's path may differ
         _limit_threads()
     train, saves = dict(values.get("train", {})), dict(values.get("checkpoints", {}))
     if saves and "folder" not in saves:
@@ -425,6 +427,7 @@ def _embeddings(values: Mapping[str, Any], features: list[str], ranks: Ranks | N
         memory=Memory(**values.get("memory", {})),
         seed=options.get("seed", 0),
         ranks=ranks,
+        device=values.get("train", {}).get("device"),
     )
 
 

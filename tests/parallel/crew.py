@@ -23,13 +23,17 @@ class Failed(AssertionError):  # noqa: N818
 class Crew:
     """So many ranks. `run` gives each rank's result; `errors` what each rank raised."""
 
-    def __init__(self, world: int, timeout: float = 30.0, backend: str = "gloo", rows: int = 0) -> None:
+    def __init__(
+        self, world: int, timeout: float = 30.0, backend: str = "gloo", rows: int = 0, env: dict[str, str] | None = None
+    ) -> None:
         self.world, self.rows = world, rows
         port = free_port()
         self.pipes, self.processes = [], []
         for rank in range(world):
             here, there = forked.Pipe()
-            process = forked.Process(target=_work, args=(rank, world, port, timeout, backend, rows, there), daemon=True)
+            process = forked.Process(
+                target=_work, args=(rank, port, (world, timeout, backend, rows, env or {}), there), daemon=True
+            )
             process.start()
             self.pipes.append(here)
             self.processes.append(process)
@@ -81,8 +85,9 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def _work(rank: int, world: int, port: int, timeout: float, backend: str, rows: int, pipe: Any) -> None:
-    os.environ.update(environment(rank, world, port))
+def _work(rank: int, port: int, options: tuple[int, float, str, int, dict[str, str]], pipe: Any) -> None:
+    world, timeout, backend, rows, env = options
+    os.environ.update(environment(rank, world, port) | env)
     torch.set_num_threads(1)
     hr.set_threads(1)
     torch.use_deterministic_algorithms(True)

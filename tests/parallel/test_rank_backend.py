@@ -18,7 +18,8 @@ from crew import Crew
 import hotrow as hr
 from hotrow import undocumented
 from hotrow.parallel import backend
-from hotrow.parallel.ranks import Ranks, _store_of_group
+from hotrow.parallel.meeting import meeting_of_group, store_of_group
+from hotrow.parallel.ranks import Ranks
 
 IN_DRAM = {"rows": "cpu", "nccl": False, "gpu": None}
 
@@ -124,8 +125,7 @@ def test_ranks_agree_on_what_carries_rows(
 
 def joins(ranks: hr.Ranks, asked: list[str | None], gpus: int) -> None:
     with cuda(gpus):
-        store = dist.distributed_c10d._get_default_store()
-        Ranks(store, ranks.rank, ranks.world, asked[ranks.rank], 30.0, "fp32")
+        Ranks(meeting_of_group(30.0, None), asked[ranks.rank], 30.0, "fp32")
 
 
 def test_ranks_that_ask_for_different_backends_are_refused_on_every_rank(crews: dict[int, Crew]) -> None:
@@ -151,7 +151,7 @@ def meets_anew(ranks: hr.Ranks, without: bool) -> tuple[int, int]:
         if without:
             stack.enter_context(patch.object(dist.distributed_c10d, "_get_default_store"))
             del dist.distributed_c10d._get_default_store
-        store = _store_of_group(30.0)
+        store = store_of_group(30.0)
         store.set(f"met/{without}/{ranks.rank}", str(ranks.rank))
         other = int(store.get(f"met/{without}/{1 - ranks.rank}"))
         ranks.patient.gather_json({})  # rank 0 has the store until both have read

@@ -14,10 +14,13 @@ from test_rank_training import Tower, WithSequences
 from work import Rows, rows_of
 
 import hotrow as hr
+from hotrow.parallel.job_token import TOKEN_VARIABLE
 from hotrow.parallel.ownership import Roles
+from hotrow.parallel.shared_memory import SWITCH
 
 BATCH, EXAMPLES, STEPS = 16, 16 * 12, 12
-Crews = Callable[[int, int], Crew | None]  # of so many towers and row ranks; None is this process
+Crews = Callable[..., Crew | None]  # of so many towers and row ranks; None is this process
+OVER_SOCKETS = {TOKEN_VARIABLE: "a token of the tests", SWITCH: "0"}  # as on several machines
 
 
 def make(ranks: hr.Ranks | None, folder: Path | None, dram: str | None, number: int = 0, **options: Any) -> hr.Trainer:
@@ -106,14 +109,14 @@ def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def crew_of() -> Iterator[Crews]:
-    made: dict[tuple[int, int], Crew] = {}
+    made: dict[tuple[int, int, bool], Crew] = {}
 
-    def crew(towers: int, rows: int) -> Crew | None:
+    def crew(towers: int, rows: int, sockets: bool = False) -> Crew | None:
         if (towers, rows) == (1, 0):
             return None
-        if (towers, rows) not in made:
-            made[towers, rows] = Crew(towers + rows, rows=rows)
-        return made[towers, rows]
+        if (towers, rows, sockets) not in made:
+            made[towers, rows, sockets] = Crew(towers + rows, rows=rows, env=OVER_SOCKETS if sockets else None)
+        return made[towers, rows, sockets]
 
     yield crew
     for one in made.values():
@@ -185,6 +188,21 @@ def test_row_ranks_change_no_bit_in_any_combination(
     runs: tuple[int | None, ...],
 ) -> None:
     test_row_ranks_change_no_bit(crew_of, references, tmp_path, towers, rows, dram, lookahead, runs)
+
+
+@pytest.mark.parametrize(("rows", "runs"), [(0, (None,)), (2, (5, None))])
+def test_connections_with_a_job_token_change_no_bit(
+    crew_of: Crews, references: dict[int, dict[str, Any]], tmp_path: Path, rows: int, runs: tuple[int | None, ...]
+) -> None:
+    crew, expected = crew_of(2, rows, sockets=True), references[2]
+    assert crew is not None and crew.run(uses_gloo) == [False] * crew.world
+    result = run(crew, tmp_path, "6MiB" if rows else None, 2, runs)
+    assert result["rows"] == expected["rows"] and result["tower"] == expected["tower"]
+    assert result["tested"] == expected["tested"] and result["metrics"] == expected["metrics"]
+
+
+def uses_gloo(ranks: hr.Ranks) -> bool:
+    return torch.distributed.is_initialized() or any(channel.group is not None for channel in ranks._channels.values())
 
 
 def test_a_checkpoint_goes_from_one_division_to_another(

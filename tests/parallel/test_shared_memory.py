@@ -49,7 +49,7 @@ def unless_one_says_no(ranks: hr.Ranks) -> tuple[bool, list[list[int]]]:
         if before is not None:
             os.environ[SWITCH] = before
     channel.create_group(ranks.timeout)
-    return not shared and channel._shared_memory is None, channel.gather_numbers(ranks.rank, 7)
+    return not shared and channel._core is None, channel.gather_numbers(ranks.rank, 7)
 
 
 def test_gloo_carries_everything_where_one_rank_wants_it(crew: Crew) -> None:

@@ -4,11 +4,11 @@ All members must issue the exchanges of one channel in the same order. So each a
 route thread, the training thread, dense gradients during backward, a background save) has its own channel. One thread
 at a time uses a channel.
 
-Gloo carries CPU memory: a tensor on a GPU is copied to the host before an exchange and back after it. Ranks of one
-machine exchange CPU memory through shared memory instead (`use_shared_memory`; shared_memory.py), on the channels that
-training waits for. A channel may have a second group, NCCL's, for tensors on GPUs (`use_device_group`; backend.py
-decides); tensors on the CPU, such as counts and keys, keep to the first. One thread issues both, in one order, so
-neither waits for the other.
+Gloo carries CPU memory: a tensor on a GPU is copied to the host before an exchange and back after it. An exchange of
+the core may do so instead (`use_core_exchange`): shared memory between ranks of one machine (shared_memory.py), on the
+channels that training waits for, or connections that are authenticated with the job token (sockets.py). A channel may
+have a second group, NCCL's, for tensors on GPUs (`use_device_group`; backend.py decides); tensors on the CPU, such as
+counts and keys, keep to the first. One thread issues both, in one order, so neither waits for the other.
 
 An exchange fails if a rank died or did not take part before the timeout. It then raises a RankError that names the rank
 (health.py). On a patient channel an exchange may take hours: the waiting thread polls, and checks the other ranks'
@@ -91,14 +91,17 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class SharedMemoryWork:
-    """An exchange through shared memory, with the interface of torch's work."""
+class CoreWork:
+    """An exchange of the core, with the interface of torch's work."""
 
     channel: Channel
     number: int
 
+    def is_completed(self) -> bool:
+        return self.channel.is_complete(self.number)
+
     def wait(self) -> None:
-        self.channel.wait_shared(self.number)
+        self.channel.wait_core(self.number)
 
 
 class ExchangeSpan:
@@ -121,7 +124,7 @@ class ExchangeSpan:
 
 
 class Channel:
-    """Exchanges over one carrier: call `create_group` or `use_shared_memory` first. `what` names an exchange on a
+    """Exchanges over one carrier: call `create_group` or `use_core_exchange` first. `what` names an exchange on a
     trace."""
 
     def __init__(self, name: str, health: Health, patient: bool = False, members: Sequence[int] | None = None) -> None:
@@ -138,8 +141,8 @@ class Channel:
         self.sent = 0  # bytes to other ranks
         self.count = 0  # exchanges begun
         self._lanes: list[bool] = []  # of a trace, in use or not
-        self._shared_memory: Any = None  # a _core.SharedMemoryExchange, which carries CPU memory
-        self._outputs: deque[tuple[int, Tensor]] = deque()  # keeps the memory that shared-memory exchanges write into
+        self._core: Any = None  # a _core.SharedMemoryExchange or SocketExchange, which carries CPU memory
+        self._in_flight: deque[tuple[int, Tensor, Tensor]] = deque()  # keeps the memory that its exchanges use
 
     def create_group(self, timeout: float) -> None:
         """Make a Gloo group for this channel. All ranks call it, members or not, for their channels in one order."""
@@ -149,14 +152,14 @@ class Channel:
         """Exchange memory of devices of this kind over `group` from now on; the device waits for it."""
         self.carries, self._device_group, self._watch = kind, group, watch
 
-    def use_shared_memory(self, exchange: Any) -> None:
-        """Exchange CPU memory through `exchange` (a _core.SharedMemoryExchange) from now on."""
-        self._shared_memory = exchange
+    def use_core_exchange(self, exchange: Any) -> None:
+        """Exchange CPU memory through `exchange` (_core.SharedMemoryExchange or SocketExchange) from now on."""
+        self._core = exchange
 
     def close(self) -> None:
         """Tell ranks that wait for this one that it has left."""
-        if self._shared_memory is not None:
-            self._shared_memory.close()
+        if self._core is not None:
+            self._core.close()
 
     def issuing(self, arrived: Tensor) -> AbstractContextManager[None]:
         """The context in which the host issues an exchange into `arrived`."""
@@ -188,8 +191,8 @@ class Channel:
         span = self._count(what, (sum(to) - to[self.rank]) * width, (sum(received) - received[self.rank]) * width)
         home, send = send.device, self._to_carrier(send)
         arrived = self._output(out, sum(received), send)
-        if self._uses_shared_memory(arrived):
-            return self._begin_shared(home, span, arrived, send, list(to), list(received), same=False, own=own)
+        if self._uses_core(arrived):
+            return self._begin_core(home, span, arrived, send, list(to), list(received), same=False, own=own)
         return self._begin(home, span, arrived, dist.all_to_all_single, arrived, send, list(received), list(to))
 
     def begin_all_gather(self, send: Tensor, out: Tensor | None = None, what: str = "values") -> Exchange:
@@ -199,9 +202,9 @@ class Channel:
         span = self._count(what, others, others)
         home, send = send.device, self._to_carrier(send)
         arrived = self._output(out, self.world * send.numel(), send)
-        if self._uses_shared_memory(arrived):
+        if self._uses_core(arrived):
             size = send.numel()
-            return self._begin_shared(home, span, arrived, send, [size], [size] * self.world, same=True)
+            return self._begin_core(home, span, arrived, send, [size], [size] * self.world, same=True)
         return self._begin(home, span, arrived, _gather, arrived, send)
 
     def all_gather(self, send: Tensor, what: str = "values") -> list[Tensor]:
@@ -225,8 +228,8 @@ class Channel:
     def _to_carrier(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device.type == self.carries else tensor.cpu()
 
-    def _uses_shared_memory(self, arrived: Tensor) -> bool:
-        return self._shared_memory is not None and arrived.device.type == "cpu" != self.carries
+    def _uses_core(self, arrived: Tensor) -> bool:
+        return self._core is not None and arrived.device.type == "cpu" != self.carries
 
     @staticmethod
     def _output(out: Tensor | None, size: int, like: Tensor) -> Tensor:
@@ -239,7 +242,7 @@ class Channel:
         self.sent += sent
         return ExchangeSpan(self._lanes, self.name, what, sent, received) if trace.on() else None
 
-    def _begin_shared(
+    def _begin_core(
         self, home: torch.device, span: ExchangeSpan | None, arrived: Tensor, send: Tensor, to: list[int], received:
         list[int], same: bool, own: bool = True,
     ) -> Exchange:  # fmt: skip
@@ -248,19 +251,23 @@ class Channel:
         try:
             if self.health.broken.is_set():
                 raise RuntimeError("another exchange of this rank has failed")
-            number = self._shared_memory.begin(
+            number = self._core.begin(
                 send.data_ptr(), [width * n for n in to], same, arrived.data_ptr(), [width * n for n in received], own
             )
         except RuntimeError as error:
             raise self.explain(error) from error
-        self._outputs.append((number, arrived))
-        return Exchange(SharedMemoryWork(self, number), arrived, home, self, span)
+        self._in_flight.append((number, arrived, send))
+        return Exchange(CoreWork(self, number), arrived, home, self, span)
 
-    def wait_shared(self, number: int) -> None:
-        """Wait for shared-memory exchange `number` and those before it."""
-        self._shared_memory.wait(number)
-        while self._outputs and self._outputs[0][0] <= number:
-            self._outputs.popleft()
+    def is_complete(self, number: int) -> bool:
+        """Whether the core's exchange `number` is complete. Raises RuntimeError if it has failed."""
+        return bool(self._core.is_complete(number))
+
+    def wait_core(self, number: int) -> None:
+        """Wait for the core's exchange `number` and those before it."""
+        self._core.wait(number)
+        while self._in_flight and self._in_flight[0][0] <= number:
+            self._in_flight.popleft()
 
     def _begin(
         self, home: torch.device, span: ExchangeSpan | None, arrived: Tensor, collective: Any, *arguments: Any

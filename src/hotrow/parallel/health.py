@@ -7,7 +7,8 @@ heartbeat does not rise is dead or stopped. If every heartbeat rises, the rank t
 hangs.
 
 Heartbeats are read only after an exchange has failed, and by a thread that waits in an exchange that may take long
-(HeartbeatMonitor).
+(HeartbeatMonitor). Somebody who reaches the store can overwrite them. An entry that no rank of this job wrote counts as
+none, so it neither explains a failure nor ends a job; the rank writes its next heartbeat over it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from datetime import timedelta
 from typing import Any
 
 from hotrow.errors import RankError
+from hotrow.parallel.job_token import ForgedEntryError
 
 BEAT_SECONDS = 0.5
 CHECK_SECONDS = 4 * BEAT_SECONDS  # between two reads of the others' heartbeats: several beats, for busy machines
+NO_BEAT = -1
 REPORT_SECONDS = 1.0  # a failing rank gets this long to write its report
 
 
@@ -40,7 +43,6 @@ class Health:
         with suppress(RuntimeError):
             self._store.set_timeout(timedelta(seconds=5))
         self._stop = threading.Event()
-        self._lock = threading.Lock()
         self._explaining = threading.Lock()
         self._beats = 0
         self._beat()
@@ -57,7 +59,7 @@ class Health:
         if isinstance(error, RankError):
             return
         report = f"{type(error).__name__}: {error}"
-        with self._lock, suppress(RuntimeError):
+        with suppress(RuntimeError):
             self._store.set(f"hotrow/words/{self.rank}", report[:2000])
 
     def explain(self, what: str, error: BaseException) -> RankError:
@@ -78,8 +80,8 @@ class Health:
             found = self._diagnose()
         except RuntimeError as unreachable:
             return (
-                f"{self._me()} lost the others in the exchange {what!r}, and the store at which ranks meet (rank 0, or "
-                f"its launcher) does not answer: {_first_line(unreachable)}; {cure}"
+                f"{self._me()} lost the others in the exchange {what!r} ({_first_line(error)}), and the store at which "
+                f"ranks meet (rank 0, or its launcher) does not answer: {_first_line(unreachable)}; {cure}"
             )
         return f"{self._me()} stops, because {found} (exchange {what!r}: {_first_line(error)}); {cure}"
 
@@ -111,24 +113,26 @@ class Health:
         return "the connection to another rank broke, though all ranks are alive"
 
     def _report(self, rank: int) -> str | None:
-        with self._lock:
-            if not self._store.check([f"hotrow/words/{rank}"]):
-                return None
-            return str(self._store.get(f"hotrow/words/{rank}").decode())
+        report = self._entry(f"hotrow/words/{rank}")
+        return None if report is None else report.decode()
 
     def _read(self, rank: int) -> dict[str, Any]:
-        key = f"hotrow/beat/{rank}"
-        with self._lock:
-            if not self._store.check([key]):
-                return {"beats": -1, "exchanges": 0, "where": "it never began"}
-            return dict(json.loads(self._store.get(key)))
+        beat = self._entry(f"hotrow/beat/{rank}")
+        return {"beats": NO_BEAT, "exchanges": 0, "where": "it never began"} if beat is None else dict(json.loads(beat))
+
+    def _entry(self, name: str) -> bytes | None:
+        if not self._store.check([name]):
+            return None
+        try:
+            return bytes(self._store.get(name))
+        except ForgedEntryError:
+            return None
 
     def _beat(self) -> None:
         self._beats += 1
         where = f"process {os.getpid()} on {socket.gethostname()}"
         value = json.dumps({"beats": self._beats, "exchanges": self.exchanges(), "where": where})
-        with self._lock:
-            self._store.set(f"hotrow/beat/{self.rank}", value)
+        self._store.set(f"hotrow/beat/{self.rank}", value)
 
     def _run(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
@@ -140,26 +144,37 @@ class Health:
 
 
 class HeartbeatMonitor:
-    """Checks the other ranks' heartbeats while this rank waits: one that does not rise for the timeout is an error."""
+    """Checks the other ranks' heartbeats while this rank waits: one that does not rise for the timeout is an error.
+
+    A store that does not answer for a while is none: its link may be down.
+    """
 
     def __init__(self, health: Health) -> None:
         self.health = health
-        self._seen: dict[int, tuple[int, float]] = {}  # beats, and since when
-        self._next = time.monotonic() + 2 * BEAT_SECONDS
+        now = time.monotonic()
+        self._seen = dict.fromkeys(range(health.world), (NO_BEAT, now))  # beats, and since when
+        self._answered, self._next = now, now + 2 * BEAT_SECONDS
 
     def check(self) -> None:
         """Read the heartbeats, if it is time. Raises RuntimeError for a rank without one."""
         now = time.monotonic()
         if now < self._next:
             return
+        timeout = self.health.timeout
+        try:
+            beats = [self.health._read(rank)["beats"] for rank in self._seen]
+        except RuntimeError as error:
+            if time.monotonic() - self._answered > timeout:
+                raise RuntimeError(f"the store has not answered for {timeout:g} s: {_first_line(error)}") from error
+            return
+        self._answered = now = time.monotonic()
         self._next = now + 2 * BEAT_SECONDS
-        for rank in range(self.health.world):
-            beats = self.health._read(rank)["beats"]
-            before, since = self._seen.get(rank, (-1, now))
-            if beats != before:
-                self._seen[rank] = (beats, now)
-            elif now - since > self.health.timeout:
-                raise RuntimeError(f"no heartbeat of rank {rank} for {self.health.timeout:g} s")
+        for rank, beat in enumerate(beats):
+            before, since = self._seen[rank]
+            if beat not in (before, NO_BEAT):
+                self._seen[rank] = (beat, now)
+            elif now - since > timeout:
+                raise RuntimeError(f"no heartbeat of rank {rank} for {timeout:g} s")
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,11 +15,12 @@ There are six channels:
     saves     a background save
 
 The timeout of `patient` and `saves` is hours: a rank that dies breaks the connection anyway, and one that hangs is
-noticed on the other channels. Ranks of one machine use shared memory for the first four (shared_memory.py), Gloo
-carries the rest: a Gloo group has a thread that wakes a hundred times a second, and six of them took 1% of a rank's
-core. Where rows are on GPUs and each rank has its own, NCCL carries GPU memory on `rows` and `dense` (`carry`,
-backend.py). It never does on `route`: the route thread and the training thread enqueue in no common order, and NCCL
-kernels of two groups that two ranks enqueue in different orders wait for each other for ever.
+noticed on the other channels. Ranks of one machine use shared memory for the first four (shared_memory.py). The rest is
+carried by authenticated connections where there is a job token (sockets.py), and otherwise by Gloo: a Gloo group has a
+thread that wakes a hundred times a second, and six of them took 1% of a rank's core. Where rows are on GPUs and each
+rank has its own, NCCL carries GPU memory on `rows` and `dense` (`carry`, backend.py). It never does on `route`: the
+route thread and the training thread enqueue in no common order, and NCCL kernels of two groups that two ranks enqueue
+in different orders wait for each other for ever.
 
 Ranks must agree on their options before they exchange anything, or they would wait for each other for ever: `agree`
 compares plain values, and every rank raises an error that names the rank and the field that differ.
@@ -29,10 +30,8 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -41,18 +40,19 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from hotrow.credentials import public
 from hotrow.errors import HotRowError, OptionError, RankError, choices
 from hotrow.parallel.backend import BACKENDS, check_backend, choose_backend, describe_device, has_nccl
 from hotrow.parallel.exchange import Channel
 from hotrow.parallel.health import Health
+from hotrow.parallel.job_token import read_job_token
+from hotrow.parallel.meeting import Meeting, meet, meeting_of_group
 from hotrow.parallel.ownership import Roles
 from hotrow.parallel.shared_memory import connect_shared_memory
+from hotrow.parallel.sockets import connect_sockets
 from hotrow.parallel.watchdog import ASYNC_ERRORS, Watchdog
-from hotrow.undocumented import find
 
 WIRES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Result = TypeVar("Result")
@@ -68,10 +68,9 @@ class Ranks:
     ("fp32", "fp16" or "bf16"); they are kept and summed in fp32.
     """
 
-    def __init__(
-        self, store: Any, rank: int, world: int, backend: str | None, timeout: float, wire: str, rows: int = 0
-    ) -> None:
-        self.rank, self.world, self.timeout = rank, world, timeout
+    def __init__(self, meeting: Meeting, backend: str | None, timeout: float, wire: str, rows: int = 0) -> None:
+        rank, world, self.timeout = meeting.rank, meeting.world, timeout
+        self.rank, self.world, self._meeting = rank, world, meeting
         self.requested_backend = backend  # `backend=` of join_ranks; `backend` is the one in use
         self.wire = WIRES[wire]
         self.roles = Roles.apart(world, rows)
@@ -81,7 +80,7 @@ class Ranks:
         self.stop_signal: Callable[[], int] = lambda: 0
         self.stopping = 0  # the highest stop signal of all ranks, known to all in the same step
         self.failing = False  # all ranks raise at the same point, so they can still settle their routes together
-        self._health = Health(store, rank, world, timeout, self._exchanges)
+        self._health = Health(meeting.store, rank, world, timeout, self._exchanges)
         self._watch: Watchdog | None = None  # where devices wait for exchanges
         self.patient, self.saves = (Channel(name, self._health, patient=True) for name in ("patient", "saves"))
         self.route, self.rows = (Channel(name, self._health) for name in ("route", "rows"))
@@ -90,21 +89,27 @@ class Ranks:
         training = [self.route, self.rows, self.dense, *([self.ahead] if self.roles.are_apart else [])]
         self._channels = {channel.name: channel for channel in (*training, self.patient, self.saves)}
         self.routes, self.rows_ahead = AheadExchanges(), AheadExchanges()
-        for channel in (self.patient, self.saves):
-            channel.create_group(max(timeout, PATIENT_SECONDS))
         try:
+            self._connect([self.patient, self.saves], max(timeout, PATIENT_SECONDS))
             self.agree("the options of ranks", {"backend": backend, "wire": wire, "rows": rows})
             check_backend(backend, self.patient.gather_json(has_nccl()) if backend == "nccl" else [])
             if not connect_shared_memory(training, self.patient, timeout):
-                for channel in training:
-                    channel.create_group(timeout)
+                self._connect(training, timeout)
         except HotRowError:
             self._health.close()
             raise
 
+    def _connect(self, channels: Sequence[Channel], timeout: float) -> None:
+        if self._meeting.key is not None:
+            connect_sockets(channels, self._meeting, [timeout] * len(channels), self.timeout)
+        else:
+            for channel in channels:
+                channel.create_group(timeout)
+
     @property
     def backend(self) -> str:
-        """The backend of rows and gradients: "nccl" between GPUs, else "gloo". Decided when a collection is made."""
+        """The backend of rows and gradients: "nccl" between GPUs, else "gloo". Decided when a collection is made. With
+        a job token, connections of our own do what Gloo would."""
         return "gloo" if self.rows.carries is None else "nccl"
 
     def carry(self, device: torch.device) -> None:
@@ -115,10 +120,18 @@ class Ranks:
             # Set before there is a group: our watchdog ends the process, and names the rank.
             os.environ.setdefault(ASYNC_ERRORS, "0")
             self._watch = Watchdog(self._health)
+            # If torch's own watchdog is switched on, ours still fires first.
+            timeout, members = timedelta(seconds=self.timeout + 60), self.dense.members
+            if not dist.is_initialized() and self.dense.is_member:  # a job token: there is no group of Gloo's
+                store = PrefixStore("nccl", self._meeting.open_store)
+                dist.init_process_group(
+                    "nccl", store=store, rank=self.dense.rank, world_size=len(members), timeout=timeout
+                )
+                members = tuple(range(len(members)))
             for channel in (self.dense,) if self.roles.are_apart else (self.rows, self.dense):
-                # If torch's own watchdog is switched on, ours still fires first.
-                timeout = timedelta(seconds=self.timeout + 60)
-                group = dist.new_group(list(channel.members), backend="nccl", timeout=timeout)
+                group = (
+                    dist.new_group(list(members), backend="nccl", timeout=timeout) if dist.is_initialized() else None
+                )
                 if channel.is_member:
                     channel.use_device_group("cuda", group, self._watch)
 
@@ -297,7 +310,12 @@ class AheadExchanges:
 
 
 def join_ranks(
-    backend: str | None = None, timeout: float = 60.0, wire: str = "fp32", alone: bool = False, rows: int = 0
+    backend: str | None = None,
+    timeout: float = 60.0,
+    wire: str = "fp32",
+    alone: bool = False,
+    rows: int = 0,
+    token_file: str | None = None,
 ) -> Ranks | None:
     """Meet the other ranks of this job; None if there are none. Call it once, early, on every rank.
 
@@ -308,6 +326,9 @@ def join_ranks(
 
     With `rows=R` the last R ranks own all rows and nothing else (row ranks, on CPU machines); the others have batches
     and towers. Results are those of as many ranks as there are towers (docs/ranks.md).
+
+    `token_file` holds the job token in one line, the same on every machine; without it HOTROW_JOB_TOKEN does, which
+    `hotrow train` sets for the ranks that it starts. Ranks of several machines need one: it keeps strangers out.
 
     >>> join_ranks() is None  # one process, without a launcher
     True
@@ -326,11 +347,12 @@ def join_ranks(
     launched = "WORLD_SIZE" in os.environ if alone else int(os.environ.get("WORLD_SIZE", "1")) > 1
     if not dist.is_initialized() and not launched:
         return None
-    store = _store_of_group(timeout) if dist.is_initialized() else _meet(timeout)
-    if dist.get_world_size() < 2 and not alone:
+    token = read_job_token(token_file)
+    meeting = meeting_of_group(timeout, token) if dist.is_initialized() else meet(timeout, token)
+    if meeting.world < 2 and not alone:
         return None
     try:
-        _joined = Ranks(store, dist.get_rank(), dist.get_world_size(), backend, timeout, wire, rows)
+        _joined = Ranks(meeting, backend, timeout, wire, rows)
     except RuntimeError as error:
         if isinstance(error, HotRowError):
             raise
@@ -343,90 +365,6 @@ def join_ranks(
 def joined() -> Ranks | None:
     """The result of `join_ranks`, if it was called."""
     return _joined
-
-
-def _store_of_group(timeout: float) -> Any:
-    """The store of a process group that the program made before. torch does not document where it is; if it is not
-    there, rank 0 opens another and broadcasts its address over the group."""
-    get = find("torch.distributed.distributed_c10d:_get_default_store", "Rank 0 opens a store of its own for the ranks")
-    if get is not None:
-        return get()
-    store, wait = None, timedelta(seconds=max(timeout, 30.0))
-    place: list[Any] = ["", 0]
-    if dist.get_rank() == 0:
-        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
-        place = [host, store.port]
-    dist.broadcast_object_list(place, src=0)
-    return store or TCPStore(place[0], place[1], is_master=False, timeout=wait)
-
-
-def _meet(timeout: float) -> Any:
-    """Meet at the store and compare world sizes there, before torch waits for ranks that will never come."""
-    rank, world = _number("RANK"), _number("WORLD_SIZE")
-    wait = timedelta(seconds=max(timeout, 30.0))
-    try:
-        store, rank, world = next(rendezvous("env://", rank, world, timeout=wait))
-    except (RuntimeError, ValueError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise RankError(
-            f"rank {rank} cannot reach the store at {where} where ranks meet: {error}; look at MASTER_ADDR and "
-            "MASTER_PORT, and whether rank 0 has started"
-        ) from error
-    # torchrun's store outlives its restarts: addresses of ranks that have died must not be found in it.
-    store = PrefixStore(f"hotrow/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    store.set_timeout(wait)
-    try:
-        _compare_worlds(store, rank, world, wait.total_seconds())
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=wait)
-    except RuntimeError as error:
-        if isinstance(error, HotRowError):
-            raise
-        raise RankError(f"rank {rank} could not meet the others: {error}; look at their errors") from error
-    return store
-
-
-def _compare_worlds(store: Any, rank: int, world: int, seconds: float) -> None:
-    store.set(f"hotrow/world/{rank}", str(world))
-    deadline = time.monotonic() + seconds
-    known: dict[int, int] = {rank: world}
-    while len(known) < world:
-        for other in range(world):
-            if other not in known and store.check([f"hotrow/world/{other}"]):
-                known[other] = int(store.get(f"hotrow/world/{other}"))
-        for other, theirs in known.items():
-            if theirs != world:
-                _wait_for_the_others(store, rank, len(known))
-                raise OptionError(
-                    f"rank {rank} was started for {world} ranks and rank {other} for {theirs}; start all with the same "
-                    "WORLD_SIZE (torchrun: the same --nnodes and --nproc-per-node)"
-                )
-        if time.monotonic() > deadline:
-            missing = [other for other in range(world) if other not in known]
-            raise RankError(
-                f"rank {rank} has waited {seconds:g} s for rank {', '.join(map(str, missing))} of {world} ranks; start "
-                "it, or look at why it did not come"
-            )
-        time.sleep(0.02)
-
-
-def _wait_for_the_others(store: Any, rank: int, known: int) -> None:
-    """Rank 0 may hold the store: it leaves when the others have read what they need."""
-    refused = store.add("hotrow/refused", 1)
-    deadline = time.monotonic() + 10
-    while rank == 0 and refused < known and time.monotonic() < deadline:
-        time.sleep(0.02)
-        refused = store.add("hotrow/refused", 0)
-
-
-def _number(name: str) -> int:
-    try:
-        return int(os.environ[name])
-    except (KeyError, ValueError):
-        raise OptionError(
-            f"{name}={os.environ.get(name)!r} in the environment: a launcher sets it to a whole number; use torchrun, "
-            "or hotrow train --ranks N"
-        ) from None
 
 
 def _report_failures(ranks: Ranks) -> None:

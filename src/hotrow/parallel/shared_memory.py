@@ -1,8 +1,8 @@
 """Ranks of one machine exchange CPU memory through shared memory (core/exchange/shared_memory_exchange.h).
 
 If all ranks are on one machine and can open each other's segments, training's channels exchange there and need no
-connection of their own; Gloo, over which the ranks meet, carries everything else. Otherwise, or with
-HOTROW_SHARED_MEMORY=0 in the environment of any rank, Gloo carries everything. All ranks decide from the same gathered
+connection of their own. Otherwise, or with HOTROW_SHARED_MEMORY=0 in the environment of any rank, sockets or Gloo carry
+everything (ranks.py). All ranks decide from the same gathered
 answers, so that all decide the same.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hotrow import _core
+from hotrow.parallel.meeting import machine
 
 if TYPE_CHECKING:
     from hotrow.parallel.exchange import Channel
@@ -33,9 +33,9 @@ def connect_shared_memory(channels: Sequence[Channel], patient: Channel, timeout
     except RuntimeError:
         exchanges = []  # the system has no such memory
     answers = patient.gather_json(
-        [_machine(), [None if exchange is None else list(exchange.address) for exchange in exchanges]]
+        [machine(), [None if exchange is None else list(exchange.address) for exchange in exchanges]]
     )
-    if any(machine != answers[0][0] or not addresses for machine, addresses in answers):
+    if any(where != answers[0][0] or not addresses for where, addresses in answers):
         return False
     try:
         for number, (channel, exchange) in enumerate(zip(channels, exchanges, strict=True)):
@@ -48,13 +48,5 @@ def connect_shared_memory(channels: Sequence[Channel], patient: Channel, timeout
         return False
     for channel, exchange in zip(channels, exchanges, strict=True):
         if exchange is not None:
-            channel.use_shared_memory(exchange)
+            channel.use_core_exchange(exchange)
     return True
-
-
-def _machine() -> str:
-    """An id that all processes of a machine have in common, until it reboots."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return f"unknown, process {os.getpid()}"
