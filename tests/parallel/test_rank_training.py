@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -180,6 +181,24 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(crew: Crew, 
     torch.manual_seed(0)
     whole = crew.run(resume, tmp_path / "whole", False)
     assert crew.run(resume, tmp_path / "resumed", True) == whole
+
+
+def save_into(ranks: hr.Ranks, folder: Path) -> None:
+    """Each rank has a folder of its own at the path where all should have one."""
+    own = folder / str(ranks.rank)
+    own.mkdir()
+    before = Path.cwd()
+    os.chdir(own)
+    try:
+        make(ranks, Path("saved")).fit(WithSequences(16, 16), steps=1, progress=False)
+    finally:
+        os.chdir(before)
+
+
+def test_ranks_without_one_shared_checkpoint_folder_are_an_error_on_every_rank(crew: Crew, tmp_path: Path) -> None:
+    errors = crew.errors(save_into, tmp_path)
+    assert all(isinstance(error, hr.CheckpointError) for error in errors), errors
+    assert "does not see rank 0's folder" in str(errors[0]) and "one shared folder" in str(errors[0])
 
 
 def poisoned(ranks: hr.Ranks, batch: int) -> tuple[str, bool]:

@@ -32,6 +32,7 @@ from hotrow.table import Lookup
 from hotrow.train.checkpoint import loading
 from hotrow.train.checkpoint.background_save import Saver
 from hotrow.train.checkpoint.saving import capture
+from hotrow.train.checkpoint.shared_folder import check_shared_folder
 from hotrow.train.distributed import RankTeam
 from hotrow.train.fit import FitOptions, FitRun
 from hotrow.train.interrupt import StopRequests
@@ -202,6 +203,8 @@ class Trainer:
             given = {"steps": steps, "epochs": epochs, "cursor": cursor, "resume": resume}
             given |= {"evaluate": evaluate is not None, "evaluate_every": evaluate_every}
             self.team.compare("fit", source, given)
+            if self.checkpoints is not None:
+                check_shared_folder(self.checkpoints, self.team.ranks)
         if epochs < 1:
             raise OptionError(f"epochs={epochs}: give a whole number of passes, 1 or more")
         options = FitOptions(steps, epochs, cursor, evaluate, evaluate_every, resume, progress)

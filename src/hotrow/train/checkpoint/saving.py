@@ -47,6 +47,7 @@ from hotrow.train.checkpoint.manifest import (
     write_manifest,
 )
 from hotrow.train.checkpoint.row_logs import open_logs
+from hotrow.train.checkpoint.shared_folder import not_shared
 from hotrow.train.metrics import Metrics
 from hotrow.train.report import SaveReport
 
@@ -216,6 +217,8 @@ def _remove_replaced(published: Path, report: SaveReport, keep: int | None) -> N
 def _write_rows(captured: CapturedState, draft: Path) -> dict[str, Any]:
     """Write this process's rows. Returns rows by table, figures, and the fingerprints of files beside the segments
     (segments have checksums of their own); with ranks also this rank's metrics and random state."""
+    if captured.ranks is not None and not (draft / "rows").is_dir():
+        raise not_shared(draft.parent, captured.ranks)
     files: dict[str, Any] = {}
     rows: dict[str, int] = {}
     figures = dict.fromkeys(("rows", "rows_written", "bytes_written", "bytes_copied"), 0)
