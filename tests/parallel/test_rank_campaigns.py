@@ -127,7 +127,7 @@ def test_under_torchrun_a_killed_job_goes_on_to_the_same_bits(tmp_path: Path) ->
 DIES = """
 import os, signal, sys
 from hotrow.job import load_job
-from hotrow.train import saving
+from hotrow.train.checkpoint import saving
 
 job, dying = load_job(sys.argv[1]), sys.argv[2]
 write_rows, publish = saving._write_rows, saving._publish
