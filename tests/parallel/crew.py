@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import forked
@@ -65,6 +67,18 @@ class Crew:
             process.join(20)
             if process.is_alive():
                 process.kill()
+
+
+@contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """Relative paths begin in `folder`, which is made."""
+    before = Path.cwd()
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def free_port() -> int:

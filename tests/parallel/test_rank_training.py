@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from crew import Crew
+from crew import Crew, working_in
 from torch import Tensor, nn
 from work import Rows, rows_of
 
@@ -185,14 +184,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(crew: Crew, 
 
 def save_into(ranks: hr.Ranks, folder: Path) -> None:
     """Each rank has a folder of its own at the path where all should have one."""
-    own = folder / str(ranks.rank)
-    own.mkdir()
-    before = Path.cwd()
-    os.chdir(own)
-    try:
+    with working_in(folder / str(ranks.rank)):
         make(ranks, Path("saved")).fit(WithSequences(16, 16), steps=1, progress=False)
-    finally:
-        os.chdir(before)
 
 
 def test_ranks_without_one_shared_checkpoint_folder_are_an_error_on_every_rank(crew: Crew, tmp_path: Path) -> None:

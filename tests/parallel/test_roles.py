@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from crew import Crew
+from crew import Crew, working_in
 from test_rank_training import Tower, WithSequences
 from work import Rows, rows_of
 
 import hotrow as hr
+from hotrow.job import build_job
 from hotrow.parallel.job_token import TOKEN_VARIABLE
 from hotrow.parallel.ownership import Roles
 from hotrow.parallel.shared_memory import SWITCH
@@ -256,6 +257,36 @@ def test_errors_are_on_every_rank_and_name_the_cure(crew_of: Crews) -> None:
     assert all("hbm='1MiB' with row ranks" in str(error) for error in crew.errors(with_hbm))
     errors = [str(error) for error in crew.errors(other_tables)]
     assert all("rank 2 differs from rank 0 in the trainer, tables" in words and "item" in words for words in errors)
+
+
+def without_data(ranks: hr.Ranks, folder: Path) -> None:
+    with working_in(folder / "without" if ranks.rank == 1 else folder):
+        build_job({"data": {"source": "criteo-tsv", "path": "clicks.tsv"}, "cluster": {"towers": 2, "rows": 1}})
+
+
+def test_a_tower_rank_without_its_data_is_an_error_on_every_rank(crew_of: Crews, tmp_path: Path) -> None:
+    (tmp_path / "clicks.tsv").write_text("\t".join(["1", *["5"] * 13, *["68fd1e64"] * 26]) + "\n")
+    crew = crew_of(2, 1)
+    assert crew is not None
+    for rank, error in enumerate(crew.errors(without_data, tmp_path)):
+        assert isinstance(error, hr.HotRowError) and "clicks.tsv" in str(error), error
+        assert rank == 1 or "opening the data failed on rank 1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"towers": 0, "rows": 1}, "towers=0: give a whole number of ranks, 1 or more"),
+        ({"towers": 1, "rows": 0}, "rows=0: give a whole number of ranks, 1 or more"),
+        ({"towers": 1, "rows": 1025}, "rows=1025: rows are divided into 1024 shards"),
+        ({"towers": True, "rows": 1}, "towers=True: give a whole number"),
+        ({"towers": 2}, "rows=None: give a whole number"),
+        ({"towers": 2, "rows": 1}, "2 towers and 1 row"),
+    ],
+)
+def test_a_wrong_cluster_section_is_an_error(given: dict[str, Any], error: str) -> None:
+    with pytest.raises(hr.OptionError, match=error):
+        build_job({"cluster": given})
 
 
 def test_roles_of_ranks() -> None:
