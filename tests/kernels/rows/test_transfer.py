@@ -136,7 +136,7 @@ def test_fetched_rows_and_their_metadata_are_in_their_slots(
     pinned = device.type == "cuda"
     source, pairs = some_rows(width, device, extra=False), torch.full((CAPACITY, 2), -9, device=device).int()
     metadata = (torch.full((CAPACITY,), -9, device=device).int(), *pairs.unbind(1))
-    land = FetchedRowWriter(source.rows, metadata, width)
+    writer = FetchedRowWriter(source.rows, metadata, width)
     for turn in range(2):  # one launch after another
         expected, places_there = copied(source), [each.cpu().clone() for each in metadata]
         slots = some_slots(35, CAPACITY, device)[:count]
@@ -150,8 +150,8 @@ def test_fetched_rows_and_their_metadata_are_in_their_slots(
                 each[slot] = place[at]
             if at >= first:
                 expected.rows[slot, :width] = incoming[at - first]
-        land.set_request(slots, places, first, incoming)
-        land()
+        writer.set_request(slots, places, first, incoming)
+        writer()
         same(source, expected)
         assert all(torch.equal(each.cpu(), place) for each, place in zip(metadata, places_there, strict=True))
 

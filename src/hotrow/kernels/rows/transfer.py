@@ -86,7 +86,8 @@ def _read_host_rows_kernel(rows, stride, request, bases, host_slots, host_stride
         slot = tl.load(slots + at).to(tl.int64)
         base = tl.load(bases + tl.load(tables + at)).to(tl.pointer_type(tl.float32))
         host = tl.load(host_slots + at).to(tl.int64)
-        mask = (slot >= 0) & (host >= 0) & (column < width)
+        # One comparison of a block: Triton 3.9's interpreter gives `scalar & block` of booleans as an integer.
+        mask = column < tl.where((slot >= 0) & (host >= 0), width, 0)
         row = tl.load(base + host * host_stride + column, mask=mask)
         tl.store(rows + slot * stride + column, row, mask=mask)
         at += tl.num_programs(0)
@@ -163,7 +164,7 @@ def _write_rows_kernel(rows, stride, request, width, W: tl.constexpr):
     at = first + tl.program_id(0)
     while at < count:
         slot = tl.load(slots + at).to(tl.int64)
-        mask = (slot >= 0) & (column < width)
+        mask = column < tl.where(slot >= 0, width, 0)
         tl.store(rows + slot * stride + column, tl.load(incoming + (at - first) * width + column, mask=mask), mask=mask)
         at += tl.num_programs(0)
 
