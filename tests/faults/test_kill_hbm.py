@@ -1,5 +1,6 @@
-"""SIGKILL while rows move between HBM, DRAM and SSD: for every lookahead and budget, the resumed run is the one nobody
-killed. Without a GPU kernels are interpreted: some of it, with small batches; `pytest -m gpu` runs all of it."""
+"""SIGKILL while rows move between HBM, DRAM and SSD: for every lookahead and budget, the resumed run equals a run that
+was not killed. Without a GPU kernels are interpreted, and only some cases with small batches run; `pytest -m gpu` runs
+all of them."""
 
 from __future__ import annotations
 

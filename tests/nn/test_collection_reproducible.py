@@ -1,4 +1,4 @@
-"""The same training gives the same bits: again, on other numbers of threads, with other instruction sets."""
+"""Training gives the same bits when it is repeated, with any number of threads, and with any instruction set."""
 
 from __future__ import annotations
 

@@ -345,7 +345,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         EmbeddingCollection([Table("t", dim=8)], memory=Memory(dram="16MiB", ssd=tmp_path / "file" / "rows"))
 
 
-def test_a_damaged_block_is_named_by_whoever_meets_it(tmp_path: Path) -> None:
+def test_a_damaged_block_is_named_by_every_reader(tmp_path: Path) -> None:
     collection = EmbeddingCollection([Table("t", dim=64)], memory=Memory(dram="8MiB", ssd=tmp_path))
     rows = collection.tables[0]
     rows.create(torch.arange(30_000))

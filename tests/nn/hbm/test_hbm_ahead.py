@@ -50,7 +50,7 @@ from hotrow.train.trainer import Trainer
 
 def fit_ahead(trainer: Trainer, source: Clicks, ahead: int) -> list[float]:
     """As `fit` with a lookahead, on one thread: a batch is looked up when the one so many before it is computed, and
-    its rows come when the next one has been, or when somebody needs them."""
+    its rows come when the next one has been, or when a batch needs them."""
     embeddings, losses, staged = trainer.model.embeddings, [], deque[Lookup]()
     embeddings.in_flight(ahead + 1)
     trainer.model.train()
@@ -215,23 +215,23 @@ def test_what_moves_between_hbm_and_dram_is_drawn_on_a_trace(
     assert {"gpu: rows up", "gpu: rows down", "gpu: compute"} <= tracks or device == "cpu"
 
 
-def test_a_batch_that_is_looked_up_while_rows_lie_beside_the_cache_takes_nobodys_place(device: str) -> None:
+def test_a_batch_that_is_looked_up_while_rows_lie_beside_the_cache_evicts_no_other_row(device: str) -> None:
     embeddings, plain = one_table(Memory(hbm="2KiB"), device), one_table(None, None)
-    zero_copy_count, second = torch.arange(200, 234).repeat(2)[:40], torch.arange(300, 340)
+    first, second = torch.arange(200, 234).repeat(2)[:40], torch.arange(300, 340)
     for each in (embeddings, plain):
-        each.table("u").create(torch.cat([zero_copy_count, second]))
+        each.table("u").create(torch.cat([first, second]))
     with_miss_lists(embeddings)
     embeddings.train()
-    one, two = (embeddings.route(batch(keys)) for keys in (zero_copy_count, second))
+    one, two = (embeddings.route(batch(keys)) for keys in (first, second))
     embeddings.fetch(one)
     assert embeddings.hbm_cache is not None and embeddings.hbm_cache.groups[0].batches_with_extra
     two.prefetch()
     update(embeddings, one)
     two.stage()
     update(embeddings, embeddings.fetch(two))
-    for keys in (MANY, *FEW, zero_copy_count, second):
+    for keys in (MANY, *FEW, first, second):
         train_on(plain, keys)
-    everything = torch.cat([MANY, torch.arange(1000, 1008), zero_copy_count, second])
+    everything = torch.cat([MANY, torch.arange(1000, 1008), first, second])
     assert torch.equal(embeddings.table("u").read(everything), plain.table("u").read(everything))
 
 

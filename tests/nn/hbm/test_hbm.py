@@ -85,9 +85,9 @@ def test_admission_and_expiry_do_not_depend_on_the_cache(device: str) -> None:
 
 def test_a_checkpoint_has_the_rows_that_are_in_hbm(device: str, tmp_path: Path) -> None:
     straight, _ = roomy_run(device)
-    zero_copy_count = trainer_of(Memory(hbm=ROOMY), device)
-    zero_copy_count.fit(Clicks(STEPS), steps=STEPS // 2, progress=False)
-    zero_copy_count.save(tmp_path)
+    first = trainer_of(Memory(hbm=ROOMY), device)
+    first.fit(Clicks(STEPS), steps=STEPS // 2, progress=False)
+    first.save(tmp_path)
     other = trainer_of(Memory(hbm=TINY), device)
     other.fit(Clicks(1, seed=5), progress=False)  # something else, that must be gone
     other.load(tmp_path)
