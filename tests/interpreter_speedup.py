@@ -1,9 +1,9 @@
 """A patch of Triton's interpreter that makes kernel tests a third faster; it guards nothing and changes no result.
 
 The interpreter replaces the functions of `triton.language` for the time of a launch, and again at every call of another
-jit function within the launch, although they are replaced already: 30% of a training step in tests/nn/test_hbm.py. With
-this patch it checks first, and a launch still restores what it replaced. A Triton whose interpreter has other internals
-is left as it is. Installed by tests/conftest.py under TRITON_INTERPRET=1.
+jit function within the launch, although they are replaced already: 30% of a training step in tests/nn/hbm/test_hbm.py.
+With this patch it checks first, and a launch still restores what it replaced. A Triton whose interpreter has other
+internals is left as it is. Installed by tests/conftest.py under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -145,5 +145,5 @@ send(TERM)
 """
 
 
-def test_tests_get_ctrl_c_whoever_started_them(tmp_path: Path) -> None:
+def test_tests_get_ctrl_c_even_if_their_parent_ignores_it(tmp_path: Path) -> None:
     assert run(INHERITS, tmp_path) == (-signal.SIGTERM, ["Ctrl-C"])

@@ -77,6 +77,7 @@ def uses() -> Iterator[tuple[str, str]]:
             ours.add(node.name)
         elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
             ours.add(node.id if isinstance(node, ast.Name) else node.attr)
+    in_f_strings = {id(part) for _, node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
     for path, node in nodes:
         names: list[str] = []
         if isinstance(node, ast.Attribute):
@@ -85,7 +86,7 @@ def uses() -> Iterator[tuple[str, str]]:
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
         elif isinstance(node, ast.Import):
             names = [part for alias in node.names for part in alias.name.split(".")]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in in_f_strings:
             names = re.split(r"[.:]", node.value) if re.fullmatch(r"[\w.]+:[\w.]+|_[a-z]\w+", node.value) else []
         for name in names:
             if re.match(r"_[A-Za-z]", name) and name not in ours | DOCUMENTED:

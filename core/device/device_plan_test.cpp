@@ -133,11 +133,11 @@ TEST(rejected_keys_borrow_a_slot_and_are_counted_only_by_a_commit) {
     };
     refused(1);
     plan.release();  // the batch was not committed, so this occurrence does not count
-    const StagedRows lent = refused(2);
+    const StagedRows staged = refused(2);
     plan.commit_device_update();
     CHECK_EQ(table->size(), 0u);
     if (dram)
-      for (uint32_t slot : lent.slots) CHECK_EQ(int{table->tier()->slot_state().pins(slot)}, 0);
+      for (uint32_t slot : staged.slots) CHECK_EQ(int{table->tier()->slot_state().pins(slot)}, 0);
     const StagedRows lot = fetch_and_pin(plan, {table}, {keys}, std::vector<uint32_t>(keys.size(), 1), 2);  // the third
     plan.pin_for_device();
     plan.commit_device_update();

@@ -211,8 +211,8 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* data) { return function(data), cudaSuccess; }
 cudaError_t cudaGetSymbolAddress(void** out, const void*) {
-  static char room[1 << 20];
-  return *out = room, cudaSuccess;
+  static char memory[1 << 20];
+  return *out = memory, cudaSuccess;
 }
 
 // --- the device ---

@@ -16,8 +16,7 @@ import pytest
 HERE = Path(__file__).parent
 ARITHMETIC = ("kernels/rows/test_stochastic_rounding.py", "kernels/rows/test_counts.py")
 ALL = (
-    "kernels", "nn/test_hbm.py", "nn/test_hbm_ahead.py", "nn/test_hbm_budget.py", "nn/test_hbm_write_back.py",
-    "nn/test_row_dtype.py", "tiers/hbm/test_miss_list.py", "tiers/hbm/test_serving_reader.py",
+    "kernels", "nn/hbm", "nn/test_row_dtype.py", "tiers/hbm/test_miss_list.py", "tiers/hbm/test_serving_reader.py",
 )  # fmt: skip
 
 

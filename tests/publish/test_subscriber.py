@@ -31,7 +31,7 @@ def sent(tmp_path: Path) -> tuple[hr.Trainer, list[bytes]]:
     return trainer, [entry.data for entry in open_bus(address).read(0, most_bytes=1 << 30)]
 
 
-def spoilt(folder: Path, messages: list[bytes]) -> str:
+def bus_with(folder: Path, messages: list[bytes]) -> str:
     bus = open_bus(f"dir:{folder}")
     for data in messages:
         bus.append(data)
@@ -41,7 +41,7 @@ def spoilt(folder: Path, messages: list[bytes]) -> str:
 def test_publications_in_chunks_are_put_together(sent: tuple[hr.Trainer, list[bytes]], tmp_path: Path) -> None:
     trainer, messages = sent
     assert len(messages) > 4 * STEPS
-    reader = Reader(spoilt(tmp_path / "bus", messages))
+    reader = Reader(bus_with(tmp_path / "bus", messages))
     reader.catch_up(STEPS)
     assert reader.numbers == list(range(1, STEPS + 1))
     assert_same(reader, trainer)
@@ -50,7 +50,7 @@ def test_publications_in_chunks_are_put_together(sent: tuple[hr.Trainer, list[by
 def test_duplicated_messages_change_nothing(sent: tuple[hr.Trainer, list[bytes]], tmp_path: Path) -> None:
     trainer, messages = sent
     doubled = [copy for data in messages for copy in (data, data)] + messages
-    reader = Reader(spoilt(tmp_path / "bus", doubled))
+    reader = Reader(bus_with(tmp_path / "bus", doubled))
     reader.catch_up(STEPS)
     reader.take()
     assert reader.numbers == list(range(1, STEPS + 1))
@@ -63,7 +63,7 @@ def test_the_order_of_messages_does_not_matter(sent: tuple[hr.Trainer, list[byte
     trainer, messages = sent
     mixed = list(messages)
     random.Random(seed).shuffle(mixed)
-    reader = Reader(spoilt(tmp_path / "bus", mixed), patience=30)
+    reader = Reader(bus_with(tmp_path / "bus", mixed), patience=30)
     reader.catch_up(STEPS)
     assert reader.numbers == list(range(1, STEPS + 1))
     assert reader.subscriber.counters.reordered > 0
@@ -80,7 +80,7 @@ def test_corrupt_messages_are_quarantined_and_the_good_copy_is_used(
         flipped = bytearray(data)
         flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         stream += [data[: draw.randrange(len(data))], bytes(flipped), data]
-    reader = Reader(spoilt(tmp_path / "bus", stream), quarantine=tmp_path / "bad")
+    reader = Reader(bus_with(tmp_path / "bus", stream), quarantine=tmp_path / "bad")
     reader.catch_up(STEPS)
     assert reader.subscriber.counters.corrupt == 2 * len(messages)
     assert len(list((tmp_path / "bad").glob("*.bad"))) == min(QUARANTINED, 2 * len(messages))
@@ -93,12 +93,12 @@ def test_a_missing_publication_is_an_error_that_names_the_snapshot(
     sent: tuple[hr.Trainer, list[bytes]], tmp_path: Path, what: str
 ) -> None:
     _, messages = sent
-    whole = Subscriber(spoilt(tmp_path / "whole", messages))
+    whole = Subscriber(bus_with(tmp_path / "whole", messages))
     third = next(one for one in _one_by_one(whole) if one.number == 3)
     at = third.resume[1]  # the first message of the fourth
     hurt = list(messages)
     hurt[at + 1] = b"" if what == "lost" else hurt[at + 1][:-1] + b"?"
-    reader = Reader(spoilt(tmp_path / "bus", [data for data in hurt if data]), patience=0.2)
+    reader = Reader(bus_with(tmp_path / "bus", [data for data in hurt if data]), patience=0.2)
     with pytest.raises(Behind, match=r"publication 4 cannot be read: .*/exports/") as told:
         reader.catch_up(STEPS)
     assert reader.numbers == [1, 2, 3] and told.value.snapshot is not None
@@ -109,7 +109,7 @@ def test_a_reader_that_fell_behind_retention_gets_an_error(
     sent: tuple[hr.Trainer, list[bytes]], tmp_path: Path
 ) -> None:
     _, messages = sent
-    address = spoilt(tmp_path / "bus", messages)
+    address = bus_with(tmp_path / "bus", messages)
     reader = Reader(address, patience=0.2)
     for path in sorted((tmp_path / "bus").glob("*.msg"))[: len(messages) // 2]:
         path.unlink()
@@ -129,7 +129,7 @@ def test_a_reader_that_is_killed_goes_on_where_it_was(
 ) -> None:
     trainer, messages = sent
     mixed = [messages[i] for i in sorted(range(len(messages)), key=lambda i: i + random.Random(seed + i).random() * 6)]
-    address = spoilt(tmp_path / "bus", mixed)
+    address = bus_with(tmp_path / "bus", mixed)
     reader, seen, position = Reader(address, patience=30), [], (0, 0)
     while position[0] < STEPS:
         # Each time a new subscriber reads from the remembered place, and dies after one publication.

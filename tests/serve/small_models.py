@@ -86,7 +86,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 class TwoTasks(nn.Module):
-    """A tower of somebody else: two logits a row, one layer used twice under two names."""
+    """A tower that is not ours: two logits a row, one layer used twice under two names."""
 
     def __init__(self) -> None:
         super().__init__()

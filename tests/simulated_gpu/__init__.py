@@ -168,7 +168,7 @@ def _elsewhere(device: Device) -> list[tuple[Any, str, Any]]:
 
         device.enqueue(name, work)
 
-    def run_alone(function: Any, *args: Any, **options: Any) -> Any:
+    def run_serially(function: Any, *args: Any, **options: Any) -> Any:
         with device.order.lock:  # the interpreter has one thread, and CPython 3.11 parses on one
             return run(function, *args, **options)
 
@@ -203,7 +203,7 @@ def _elsewhere(device: Device) -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "pin_memory", pin),
         (torch.Tensor, "is_pinned", is_pinned),
         (BatchArguments, "set", set_arguments),
-        (interpreter.InterpretedFunction, "run", run_alone),
+        (interpreter.InterpretedFunction, "run", run_serially),
         (interpreter.GridExecutor, "__call__", execute_kernel),
         (builder, "create_masked_load", loading),
         (builder, "create_masked_store", storing),

@@ -1,6 +1,6 @@
 """A pytest plugin: runs tests marked gpu over the simulated GPU, with sizes for Triton's interpreter:
 
-    TRITON_INTERPRET=1 PYTHONPATH=tests python -m pytest -p simulated_gpu.plugin tests/nn/test_hbm_ahead.py -m gpu
+    TRITON_INTERPRET=1 PYTHONPATH=tests python -m pytest -p simulated_gpu.plugin tests/nn/hbm/test_hbm_ahead.py -m gpu
 
 A test fails if it accessed memory without an order. Tests that measure memory, or need a real device's sizes, prove
 nothing here.

@@ -155,7 +155,7 @@ def demo(
         _summary(console, figures, path)
         if keep:
             console.print(
-                f"it goes on serving: http://{server.address}/v2/models/ctr, metrics "
+                f"it continues to serve: http://{server.address}/v2/models/ctr, metrics "
                 f"http://127.0.0.1:{server.metrics}/metrics, report {path.resolve()}; Ctrl-C ends it",
                 highlight=False,
             )

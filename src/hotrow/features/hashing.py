@@ -19,7 +19,7 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 MISSING = b"\x00missing"
-"""The text that stands for a missing value. Real text does not begin with a zero byte."""
+"""The text that represents a missing value. Real text does not begin with a zero byte."""
 
 _NOT_HEX = 255
 _HEX_DIGITS = 16
@@ -46,7 +46,7 @@ def hash_bytes(data: bytes, seed: int = 0) -> int:
 
 
 def missing_key(seed: int = 0) -> int:
-    """The key that stands for a missing value.
+    """The key of a missing value.
 
     >>> missing_key() == hash_bytes(bytes([0]) + b"missing")
     True

@@ -2,7 +2,7 @@
 
 A time column is integers, which are milliseconds, or Arrow timestamps and dates of any unit, rounded down to the
 millisecond. Arrow stores a timestamp with a time zone in UTC, so the zone changes nothing; one without is taken as UTC.
-Floats are refused, because seconds and milliseconds could not be told apart.
+Floats are refused, because seconds and milliseconds could not be distinguished.
 
 `TimePart` makes a key of the hour or the weekday (UTC) with integer arithmetic, so it is the same on every machine.
 """

@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 
 
 class Ranking:
-    """The totals and hottest keys of a table. Without a `dim`, values and optimizer state cannot be told apart, so
+    """The totals and hottest keys of a table. Without a `dim`, values and optimizer state cannot be distinguished, so
     there are no norms."""
 
     def __init__(self, top: int, dim: int | None) -> None:

@@ -1,7 +1,7 @@
 """build_tower: a tower from the options of a job file.
 
 A job file has `tower = "dlrm"` and a few options. The features and their widths follow from the tables and the feature
-spec, so nobody writes them twice. The options are the other parameters of the tower's constructor. A wrong name is an
+spec, so they are not written twice. The options are the other parameters of the tower's constructor. A wrong name is an
 error that lists the right ones.
 """
 

@@ -28,8 +28,8 @@ class LocalActivation(nn.Module):
     """Sum of a history's items, each weighed by its relevance to the target: `[batch, dim]`.
 
     >>> attention = LocalActivation(dim=4, hidden=(8,))
-    >>> nobody_has_a_history = torch.zeros(2, 3, dtype=torch.bool)
-    >>> attention(torch.ones(2, 4), torch.zeros(2, 3, 4), nobody_has_a_history).abs().sum().item()
+    >>> all_histories_empty = torch.zeros(2, 3, dtype=torch.bool)
+    >>> attention(torch.ones(2, 4), torch.zeros(2, 3, 4), all_histories_empty).abs().sum().item()
     0.0
     """
 

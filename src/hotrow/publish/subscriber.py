@@ -286,7 +286,7 @@ class Subscriber:
         if now - self._stuck_since < self.patience:
             return
         here = self.number + 1 in self._commits
-        why = "parts of it are missing or corrupt" if here else f"the bus goes on with {min(self._commits)}"
+        why = "parts of it are missing or corrupt" if here else f"the next on the bus is {min(self._commits)}"
         raise Behind(self.number, min(self._commits), self.snapshot, why)
 
 

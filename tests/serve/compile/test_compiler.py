@@ -50,8 +50,8 @@ def test_the_compilers_refusal_is_kept_as_the_reason(graph, tmp_path):
     """The process cannot read this graph file; its error is the reason that is shown."""
     broken = tmp_path / "broken.pt2"
     broken.write_bytes(b"no program")
-    spoiled = TowerGraph(graph.program, broken)
-    manager = Compiler(spoiled, ArtifactCache(tmp_path / "c"), never, CPU, 1, limit=120)
+    unreadable = TowerGraph(graph.program, broken)
+    manager = Compiler(unreadable, ArtifactCache(tmp_path / "c"), never, CPU, 1, limit=120)
     manager.request(Shape(8))
     assert manager.wait([Shape(8)], 120)
     assert manager.compilations.states[Shape(8)] == "failed" and "zip" in manager.compilations.reasons[Shape(8)]

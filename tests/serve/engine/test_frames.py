@@ -1,4 +1,4 @@
-"""Frames: what is joined is what plain numpy would join; what is malformed is an error and nothing else."""
+"""Frames: `join` gives the columns that plain numpy gives, and a malformed frame is an error that touches nothing."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_wait_is_cut_short_by_max_wait_and_by_a_deadline() -> None:
     assert bench.until is not None and bench.until - bench.clock.now == pytest.approx(0.0022 - 0.0021, abs=1e-6)
 
 
-def test_nobody_waits_when_all_that_were_there_lately_are_here() -> None:
+def test_no_wait_when_all_recent_clients_have_a_request_queued() -> None:
     bench = Bench()
     for round in range(3):  # a closed loop of four clients
         for name in "abcd":

@@ -149,7 +149,7 @@ def rewrite(version: Version, **fields: object) -> None:
     write_manifest(version.path, {**manifest, **fields})
 
 
-def test_a_manifest_that_somebody_else_wrote_is_refused(repository: Path) -> None:
+def test_a_foreign_manifest_is_refused(repository: Path) -> None:
     version = open_version(repository / "ctr" / "2")
     files, tables = version.manifest["files"], version.manifest["tables"]
     mark = next(iter(files.values()))

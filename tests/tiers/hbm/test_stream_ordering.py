@@ -421,7 +421,7 @@ def take_streams(folder: Path) -> Dials:
         }
 
 
-def test_the_stream_that_captures_is_nobody_elses_and_ends_its_captures(tmp_path: Path) -> None:
+def test_captures_have_a_stream_of_their_own_and_end(tmp_path: Path) -> None:
     run = in_own_process(take_streams, tmp_path)
     assert run == {"shared": 0, "kept": True, "refused": 1, "capturing": False, "collects": True}
 

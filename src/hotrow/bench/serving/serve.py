@@ -245,7 +245,7 @@ def unseen_shape(bench: Bench) -> Iterator[Result | str]:
     asked = model.for_hotrow(model.questions(37, 50, seed=4))
     known = model.for_hotrow(model.questions(ROWS, 50, seed=5))
     with bench.serve(ROWS, compile=True) as server:
-        yield "asking with an unseen shape"
+        yield "a request of an unseen shape"
         usual = median([timed(lambda r=r: server.ask(r)) for r in known[1:20]])  # type: ignore[misc]
         began = time.monotonic()
         first = timed(lambda: server.ask(asked[0]))

@@ -309,7 +309,7 @@ class Layout:
             ids += count * rows if column.shared else count
         if ids > self.limits.ids:
             raise invalid(
-                f"the request has {ids} ids once shared ones stand at each of its {rows} rows; the limit is "
+                f"the request has {ids} ids once its shared ids are repeated for each of its {rows} rows; the limit is "
                 f"ids={self.limits.ids}: send fewer rows at a time",
                 413,
             )

@@ -297,6 +297,6 @@ def _store(staged: Tensor, sent: Any, places: RowLocations, clean: int) -> None:
 
 def _release(ranges: list[int], device: torch.device, upload_stream: Any) -> None:
     if upload_stream is not None:
-        upload_stream.synchronize()  # uploads that nobody waits for may still be in flight
+        upload_stream.synchronize()  # uploads that no thread waits for may still be in flight
     for address in ranges:
         transfer.unregister_host_memory(address, device)

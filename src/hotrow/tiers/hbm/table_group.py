@@ -303,7 +303,7 @@ class AsyncCounter:
         self._before, self._sent = 0, False
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._pinned = torch.empty(1, dtype=torch.int32, pin_memory=True) if self._event else self.number
-        if self._event is not None:  # torch does not track this copy, and after an error nobody has waited
+        if self._event is not None:  # torch does not track this copy, and after an error no thread has waited for it
             weakref.finalize(self, self._event.synchronize)
 
     def send(self) -> None:
