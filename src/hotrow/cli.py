@@ -18,12 +18,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hotrow.errors import HotRowError, OptionError
+from hotrow.errors import HotRowError, OptionError, RankError
 from hotrow.signals import exit_code, exit_on_sigterm, ignores_ctrl_c
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
+    from hotrow.job import Cluster
     from hotrow.nn import EmbeddingCollection
     from hotrow.train.progressive_validation import Window
 
@@ -74,6 +75,8 @@ Examples:
     hotrow train job.toml --trace run.json   # a trace of all stages; open it at https://ui.perfetto.dev
 
     hotrow train job.toml --ray 10.0.0.5:6379   # read and make features on a Ray cluster, to the same result
+
+    hotrow train job.toml --on 10.0.0.5:6379   # start its ranks on the nodes of a Ray cluster, again when one dies
 
     hotrow train job.toml --follow   # wait for more events (a growing folder of Parquet, Kafka, Redis Streams)
 
@@ -134,6 +137,22 @@ def train(
             "like ray in the job's \\[data]",
         ),
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="start the ranks on a Ray cluster: HOST:PORT of its head, auto (the one this machine has joined) or "
+            "local; \\[cluster] in the job says what each takes",
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            show_default="3, and 0 without checkpoints",
+            help="with --on: how often to start again from the newest checkpoint when a rank or a node dies",
+        ),
+    ] = None,
 ) -> None:
     """Train a model from a job file."""
     from dataclasses import replace
@@ -149,6 +168,17 @@ def train(
             f"--ranks {ranks} beside {cluster.towers} towers and {cluster.rows} row ranks: --ranks is for processes "
             "that have both; leave it out, or --towers, --rows and the job's [cluster]"
         )
+    if max_restarts is not None and on is None:
+        raise OptionError(f"--max-restarts {max_restarts} without --on: it is for ranks on Ray; torchrun has its own")
+    if on is not None:
+        chosen: dict[str, object] = {"--steps": steps, "--trace": trace, "--towers": towers, "--rows": rows}
+        chosen |= {"--ray": ray, "--ranks": ranks if ranks > 1 else None}
+        for name, value in (("--start", start), ("--meet", meet), ("--token-file", token_file)):
+            if value is not None:
+                raise OptionError(f"{name} {value} with --on {on}: Ray starts all ranks; leave {name} out")
+        options = [word for name, value in chosen.items() if value is not None for word in (name, str(value))]
+        options += [name for name, given in (("--quiet", quiet), ("--follow", follow)) if given]
+        raise typer.Exit(_train_on_cluster(job, on, ranks, cluster, options, ray, resume, max_restarts))
     processes = ranks if cluster is None else cluster.ranks
     token = read_job_token(token_file)
     if processes > 1 and "RANK" not in os.environ:
@@ -175,7 +205,8 @@ def train(
     try:
         report, tested = loaded.run(progress=not quiet, resume=resume)
     except Interrupted as stop:
-        go_on = f"; go on with `hotrow train {job} --resume`" if stop.checkpoint is not None else ""
+        again = os.environ.get("HOTROW_TRAIN_COMMAND", f"hotrow train {job}")
+        go_on = f"; go on with `{again} --resume`" if stop.checkpoint is not None else ""
         where = f"saved to [bold]{stop.checkpoint}[/]{go_on}" if stop.checkpoint is not None else escape(stop.why)
         console.print(f"[bold]stopped[/] after step {stop.step:,}; {where}", highlight=False, soft_wrap=True)
         if stop.report is not None and stop.report.windows:
@@ -206,6 +237,32 @@ def train(
         )
     if loaded.output:
         console.print(f"saved to [bold]{loaded.output}[/]; `hotrow inspect {loaded.output}` shows its contents")
+
+
+def _train_on_cluster(
+    path: str,
+    address: str,
+    ranks: int,
+    cluster: Cluster | None,
+    options: list[str],
+    ray: str | None,
+    resume: bool,
+    max_restarts: int | None,
+) -> int:
+    """`hotrow train --on`. `options` are those of every rank."""
+    from hotrow.cluster import ClusterJob, train_on_cluster
+    from hotrow.job import read_job
+
+    if cluster is None and ranks == 1:
+        raise OptionError(
+            f"--on {address}: say how many ranks to start, by [cluster] towers and rows in the job file, by --towers "
+            "and --rows, or by --ranks"
+        )
+    _note_ignored_ctrl_c()
+    towers, rows = (ranks, 0) if cluster is None else (cluster.towers, cluster.rows)
+    values = read_job(path, ray)
+    text = Path(path).read_text()
+    return train_on_cluster(ClusterJob(path, text, values, address, towers, rows, tuple(options), resume, max_restarts))
 
 
 @contextmanager
@@ -544,9 +601,11 @@ def main() -> None:
         if (ranks := joined()) is not None:
             ranks.report_failure(error)
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        # A launcher that restarts jobs can tell the loss of another rank from an error of the job itself.
+        code = int(os.environ.get("HOTROW_LOST_RANK_EXIT_CODE", 2)) if isinstance(error, RankError) else 2
         if ranks is not None:
-            ranks.end_if_broken(2)
-        sys.exit(2)
+            ranks.end_if_broken(code)
+        sys.exit(code)
 
 
 if __name__ == "__main__":

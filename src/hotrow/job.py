@@ -35,6 +35,7 @@ import torch
 
 from hotrow import data, optim
 from hotrow._core import set_threads
+from hotrow.cluster import resources
 from hotrow.config import Initial, Memory, check_options
 from hotrow.data import FollowSource, Source
 from hotrow.data.synthetic_log.clicks import SyntheticClicks
@@ -96,7 +97,7 @@ SECTIONS = {
     "memory": ["dram", "hbm", "ssd", "hbm_policy"],
     "checkpoints": ["folder", "every", "keep"],
     "ranks": ["timeout", "wire", "backend", "token_file"],
-    "cluster": ["towers", "rows"],
+    "cluster": ["towers", "rows", *resources.OPTIONS],
     "output": ["path"],
 }
 RAY_OPTIONS = ["address", "workers", "ahead", "memory", "cpus", "resources", "timeout"]
@@ -122,6 +123,9 @@ class Cluster:
             return None
         given = values["cluster"]
         check_options("[cluster]", given, SECTIONS["cluster"] or [])
+        resources.check_rank_options(given)
+        if given and not {"towers", "rows"} & given.keys():
+            return None  # only what each rank takes
         for name, most in (("towers", None), ("rows", SHARDS)):
             number = given.get(name)
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
@@ -210,6 +214,11 @@ def cluster_of(path: str | os.PathLike[str], towers: int | None = None, rows: in
     return Cluster.of(_with_cluster(_read(Path(path)), towers, rows))
 
 
+def read_job(path: str | os.PathLike[str], ray: str | None = None) -> dict[str, Any]:
+    """A job file's values. `ray` replaces where its data is read."""
+    return _with_ray(_read(Path(path)), ray)
+
+
 def _with_cluster(values: dict[str, Any], towers: int | None, rows: int | None) -> dict[str, Any]:
     given = {name: number for name, number in (("towers", towers), ("rows", rows)) if number is not None}
     return {**values, "cluster": {"towers": 1, "rows": 1, **values.get("cluster", {}), **given}} if given else values
@@ -226,10 +235,14 @@ def load_job(
     values = _with_cluster(_read(Path(path)), towers, rows)
     if follow:
         values.setdefault("data", {})["follow"] = True
+    return build_job(_with_ray(values, ray))
+
+
+def _with_ray(values: dict[str, Any], ray: str | None) -> dict[str, Any]:
     if ray is not None:
         options = values.setdefault("data", {})
         options["ray"] = {**_ray_options(options.get("ray", {})), "address": ray}
-    return build_job(values)
+    return values
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -360,6 +373,11 @@ def _sources(options: dict[str, Any], home: str | None = None) -> tuple[Source, 
         raise OptionError(f"[data] source={kind!r}: {choices(kind, SOURCES)}")
     batch_size = options.get("batch_size", 4096)
     if kind == "synthetic":
+        if "path" in options:
+            raise OptionError(
+                f"[data] path={options['path']!r} with synthetic data: name the file's format, such as source = "
+                f'"criteo"; {choices(kind, SOURCES)}'
+            )
         shared = {name: options[name] for name in ("keys", "drift") if name in options}
         count, tests = options.get("examples", 1_000_000), options.get("test_examples", 100_000)
         train = SyntheticClicks.criteo_like(examples=count, batch_size=batch_size, **shared)

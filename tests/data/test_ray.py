@@ -37,6 +37,7 @@ from hotrow.job import load_job
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
+from ray_cluster import eventually, start_cluster  # noqa: E402
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -50,30 +51,11 @@ TEXT_SPEC = FeatureSpec([Key("user"), Dense("age")], label="click")
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head without CPUs and two nodes, with three CPUs in all; this process joins as a trainer would."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # whatever tokens this machine has
-    os.environ["RAY_idle_worker_killing_time_threshold_ms"] = "600000"  # noqa: SIM112 (a new one imports torch again)
-    made = start_cluster()
+    made = start_cluster([{"num_cpus": cpus} for cpus in (0, 1, 2)])
     data.on_ray(data.synthetic(examples=1), made.address)
     yield made
     ray.shutdown()
     made.shutdown()
-
-
-def start_cluster(tries: int = 3) -> Cluster:
-    """Ray waits thirty seconds for a node, which is too short if its files are read from disk for the first time."""
-    store = {"object_store_memory": 100 << 20}
-    made = Cluster()
-    try:
-        for cpus in (0, 1, 2):
-            made.add_node(num_cpus=cpus, **store)
-        return made
-    except Exception:
-        made.shutdown()
-        if tries == 1:
-            raise
-    return start_cluster(tries - 1)
 
 
 @pytest.fixture(scope="module")
@@ -629,15 +611,6 @@ def window_threads() -> list[threading.Thread]:
 
 def idle_cpus() -> bool:
     return bool(ray.available_resources().get("CPU", 0) == ray.cluster_resources()["CPU"])
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 @pytest.mark.parametrize("end", ["close", "drop", "error"])

@@ -8,15 +8,14 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import forked
 import psutil
 import pytest
+from checkpoint_contents import contents
 from crew import environment, free_port
 from jobs import BOUND, TIMEOUT, end_of, ranks_of, start, wait_for_checkpoints, write_job
 
-from hotrow import _core
 from hotrow.signals import DUPLICATE_SECONDS
 from hotrow.train.checkpoint.manifest import list_checkpoints, open_checkpoint
 
@@ -86,22 +85,6 @@ def test_under_torchrun_a_signal_saves_and_ends_all_ranks(tmp_path: Path, number
     assert f"saved to {newest}" in output, output
     assert none_runs(list(ranks.values()))
     open_checkpoint(newest).verify()
-
-
-def contents(folder: Path) -> dict[str, Any]:
-    """A run's result: its newest checkpoint, without times and numbers of publication."""
-    checkpoint = open_checkpoint(folder)
-    rows = {}
-    for table in checkpoint.tables:
-        for part in checkpoint.parts(table):
-            reader = _core.SnapshotReader(str(part.folder))
-            while (chunk := reader.next(65536)) is not None:
-                for key, count, last, values in zip(*chunk, strict=True):
-                    rows[table, int(key)] = (int(count), int(last), values.tobytes())
-    manifest = checkpoint.manifest
-    kept = {name: manifest[name] for name in ("step", "metrics", "ranks", "cursor", "fit", "dense_optimizer")}
-    files = {name: checkpoint.read(f"{name}.safetensors") for name in ("dense", "optimizer", "state")}
-    return {"rows": rows, "manifest": kept, "files": files}
 
 
 def test_under_torchrun_a_killed_job_goes_on_to_the_same_bits(tmp_path: Path) -> None:

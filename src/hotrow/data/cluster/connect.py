@@ -33,7 +33,7 @@ def import_ray() -> ModuleType:
         import ray
     except ImportError as error:
         raise OptionError(
-            f"reading on a Ray cluster needs Ray, which cannot be imported ({error}); pip install 'hotrow[ray]'"
+            f"a Ray cluster needs Ray, which cannot be imported ({error}); pip install 'hotrow[ray]'"
         ) from error
     module: ModuleType = ray
     return module
