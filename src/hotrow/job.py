@@ -43,6 +43,7 @@ from hotrow.errors import OptionError, choices
 from hotrow.features import FeatureSpec
 from hotrow.models import build_tower
 from hotrow.nn import EmbeddingCollection, Recommender
+from hotrow.parallel.job_token import TOKEN_VARIABLE
 from hotrow.parallel.rank_batches import NoBatches
 from hotrow.parallel.ranks import Ranks, join_ranks
 from hotrow.publish.publisher import Publish
@@ -214,6 +215,14 @@ def cluster_of(path: str | os.PathLike[str], towers: int | None = None, rows: in
     return Cluster.of(_with_cluster(_read(Path(path)), towers, rows))
 
 
+def token_file_of(path: str | os.PathLike[str]) -> str | None:
+    """[ranks] token_file of a job file; None if a launcher has set the token already."""
+    if os.environ.get(TOKEN_VARIABLE):
+        return None
+    found = _read(Path(path)).get("ranks", {}).get("token_file")
+    return None if found is None else str(found)
+
+
 def read_job(path: str | os.PathLike[str], ray: str | None = None) -> dict[str, Any]:
     """A job file's values. `ray` replaces where its data is read."""
     return _with_ray(_read(Path(path)), ray)
@@ -282,7 +291,10 @@ def build_job(values: Mapping[str, Any]) -> Job:
         if known is not None and section in values:
             check_options(f"[{section}]", values[section], known)
     cluster = Cluster.of(values)
-    ranks = join_ranks(**values.get("ranks", {}), rows=0 if cluster is None else cluster.rows)
+    options = {**values.get("ranks", {})}
+    if os.environ.get(TOKEN_VARIABLE):
+        options.pop("token_file", None)  # a launcher has made or read the token
+    ranks = join_ranks(**options, rows=0 if cluster is None else cluster.rows)
     if cluster is not None:
         cluster.check_world(1 if ranks is None else ranks.world)
     if ranks is not None:
