@@ -52,6 +52,7 @@ $(VENV)/.stamp-serve: $(VENV)/.stamp-hotrow
 
 $(VENV)/.stamp-bench: $(VENV)/.stamp-hotrow
 	@$(EDITABLE) '.[bench]'
+	@$(PIP) --no-deps torchrec==1.8.0 # it asks for fbgemm-gpu, whose CPU build has another name
 	@touch $@
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-hotrow

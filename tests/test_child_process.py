@@ -99,11 +99,12 @@ import os, time
 from pathlib import Path
 import forked
 from crew import Crew
-from hotrow.bench.training.ranks import _Side
+from hotrow.bench.training.rank_processes import RankProcesses
+from hotrow.bench.training.ranks import TrainingJob, prepare
 
 def test_that_waits(tmp_path, redis, kafka_brokers):
     forked.python("import time; time.sleep(600)", log=tmp_path / "log")
-    crew, side = Crew(2), _Side(1, [0], ((8,), (8,)), 1)
+    crew, side = Crew(2), RankProcesses([[0]], prepare, TrainingJob(((8,), (8,)), 1))
     Path(os.environ["SAYS"]).write_text("all run")
     time.sleep(600)
 """
