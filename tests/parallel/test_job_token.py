@@ -255,9 +255,7 @@ def join(
 @pytest.mark.parametrize(("token", "why"), [(OTHER, "another job token"), ("", "no job token")])
 def test_a_rank_with_the_wrong_token_is_an_error_on_every_rank(tmp_path: Path, token: str, why: str) -> None:
     said = join(tmp_path, 3, lambda rank: {TOKEN_VARIABLE: token if rank == 2 else TOKEN})
-    assert (
-        "rank 2 cannot be let in: the entry 'hotrow/world/2' of the store at which ranks meet is not from" in said[0]
-    )
+    assert "rank 2 cannot be let in: the entry 'hotrow/world/2' of the store at which ranks meet is not from" in said[0]
     assert why in said[0] and "rank 2 cannot be let in" in said[1]
     assert "cannot be let in" in said[2] and "start all ranks with the same job token" in said[2]
     assert not any(TOKEN in words or OTHER in words for words in said)
@@ -280,7 +278,7 @@ def test_ranks_of_several_machines_need_a_token(tmp_path: Path) -> None:
         assert join(tmp_path, 2, lambda _, env=env: env, machine=on_two) == ["gathered [[0], [1]] "] * 2  # type: ignore[misc]
 
 
-# --- starting a part of the ranks --------------------------------------------------------------------------------------
+# --- starting a part of the ranks -----------------------------------------------------------------------------------
 
 
 def test_a_machine_starts_its_part_of_the_ranks() -> None:
@@ -319,6 +317,6 @@ def test_a_store_listens_on_its_address_alone() -> None:
     assert isinstance(store, TCPStore)
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", store.port), timeout=2)
-    with pytest.raises(hr.OptionError, match="cannot listen on 127.0.0.1:.*MASTER_ADDR"):
+    with pytest.raises(hr.OptionError, match=r"cannot listen on 127\.0\.0\.1:.*MASTER_ADDR"):
         bind_store("127.0.0.1", store.port, 5)
     assert Part(2).ranks == range(2)

@@ -33,6 +33,8 @@ LONGEST_LINE = 1024
 PROOF_SECONDS = 10.0  # a connection that has not proven itself by then is closed
 MOST_UNPROVEN = 64
 FIRST_RETRY, LONGEST_RETRY = 0.01, 0.5  # seconds between two tries to connect
+TCP_RTO_MAX_MS = 44  # of Linux; Python has no name for it
+LONGEST_TRY = 24 * 3600.0
 Pair = tuple[str, int]  # a channel's name and the other rank
 
 
@@ -50,8 +52,19 @@ def connect_sockets(channels: Sequence[Channel], meeting: Meeting, timeouts: Seq
         if channel.is_member:
             exchange = _core.SocketExchange(channel.rank, channel.world, timeout)
             others = [sockets.get((channel.name, rank)) for rank in channel.members]
+            for other in others:
+                if other is not None:
+                    _keep_trying(other, timeout)
             exchange.connect([-1 if other is None else other.detach() for other in others])
             channel.use_core_exchange(exchange)
+
+
+def _keep_trying(connection: socket.socket, timeout: float) -> None:
+    """While a link is down, have TCP try again every second, for as long as the channel waits. By itself it doubles its
+    pauses, so a link that was down for 40 s may be used again only after 80, and it gives up after 15 minutes."""
+    with suppress(OSError, AttributeError):  # not Linux, or the second before Linux 6.15
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(timeout, LONGEST_TRY) * 1000))
+        connection.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, 1000)
 
 
 class _Connecting:
