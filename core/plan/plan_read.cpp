@@ -8,7 +8,7 @@
 namespace hotrow {
 namespace {
 
-constexpr size_t kBagsPerTask = 1024;
+constexpr size_t kBagsPerTask = 256;
 constexpr size_t kLargeOutput = size_t{16} << 20;  // bytes; half of a common last-level cache
 
 }  // namespace
@@ -61,8 +61,8 @@ void Plan::gather(const std::vector<Matrix>& outputs) {
   if (state_ == State::kFetched && (slots_reassigned() || slots_released())) fetch(step_);
   size_t bytes = 0;
   for (const Matrix& out : outputs) bytes += out.rows * out.columns * sizeof(float);
-  std::vector<PoolArgs> tasks;
-  size_t output = 0;
+  std::vector<PoolArgs> features;
+  size_t output = 0, most_bags = 0;
   for (size_t j = 0; j < job_count_; ++j) {
     Job& job = jobs_[j];
     const bool copies = state_ == State::kRead;
@@ -92,13 +92,21 @@ void Plan::gather(const std::vector<Matrix>& outputs) {
       args.out = out.data;
       args.out_stride = out.stride;
       args.bypass_cache = bytes > kLargeOutput;
-      for (size_t bag = 0; bag < bags; bag += kBagsPerTask) {
-        args.bag_begin = bag;
-        args.bag_end = std::min(bags, bag + kBagsPerTask);
-        tasks.push_back(args);
-      }
+      args.bag_end = bags;
+      features.push_back(args);
+      most_bags = std::max(most_bags, bags);
     }
   }
+  // All features of some bags, then of the next: outputs lie side by side in one matrix, so this writes each of its
+  // pages once.
+  std::vector<PoolArgs> tasks;
+  for (size_t bag = 0; bag < most_bags; bag += kBagsPerTask)
+    for (PoolArgs args : features) {
+      if (bag >= args.bag_end) continue;
+      args.bag_begin = bag;
+      args.bag_end = std::min(args.bag_end, bag + kBagsPerTask);
+      tasks.push_back(args);
+    }
   ThreadPool::shared().run(static_cast<int>(tasks.size()), [&](int t) { kernels().pool(tasks[t]); });
 }
 

@@ -28,6 +28,7 @@ from hotrow.train import interrupt, pipeline
 from hotrow.train.checkpoint import loading
 from hotrow.train.checkpoint.manifest import list_checkpoints, step_name
 from hotrow.train.checkpoint.row_logs import open_logs
+from hotrow.train.freed_memory import keep_freed_memory
 from hotrow.train.interrupt import Interrupted
 from hotrow.train.lookahead import LookaheadOptions
 from hotrow.train.progress_view import ProgressView
@@ -66,6 +67,7 @@ class FitRun:
 
     def run(self) -> Report:
         """Train until the end; returns what was done. Raises Interrupted after a stop request."""
+        keep_freed_memory()
         trainer, team, report, epochs = self.trainer, self.trainer.team, self.report, self.options.epochs
         report.resumed_from = self._begin()
         first, saves, start = trainer.steps, len(trainer.saver.reports), time.perf_counter()
