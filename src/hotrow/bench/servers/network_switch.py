@@ -9,7 +9,8 @@ a real switch, so TCP finds the rate. Then the packet takes `delay` to the other
 generator. Packets from or to a machine that is down are dropped, those on their way too.
 
 With an MTU of 65,000 a packet costs about 30 us here: two system calls, and the kernel's work for the receiver, which
-is done in the second one. So 1 Gbit/s in both directions takes about a fifth of a core.
+is done in the second one. So 1 Gbit/s in both directions takes about a fifth of a core. A cable does not wait for a
+core, so this process has real-time priority where it may.
 
 A lock file says that a network's switch is alive. A switch removes the namespaces of those that were killed.
 

@@ -29,14 +29,14 @@ from collections.abc import Iterator
 from hotrow.bench.harness import Result, higher, lower
 from hotrow.bench.servers.network import Network, unavailable
 from hotrow.bench.training.rank_processes import Figures, RankProcesses
-from hotrow.bench.training.role_rows import LOOKAHEAD, RowsJob, prepare_rows
+from hotrow.bench.training.role_rows import RowsJob, prepare_rows
 
 RATE, DELAY = 125e6, 0.001  # bytes a second in each direction, and seconds
 QUEUE = 2 << 20  # bytes
 DIM, KEYS, THREADS = 128, 500_000, 2
 KEY, ROW = 8, 4 * DIM  # bytes
-WARMUP, TURNS, STEPS = 1, 5, 16
-FILLING = LOOKAHEAD + 2
+WARMUP, TURNS, STEPS = 1, 5, 32
+FILLING = 8  # TCP, too, starts anew after a pause
 
 
 def results(first: int, second: int) -> Iterator[Result | str]:

@@ -22,7 +22,7 @@ from hotrow.bench.training.rank_processes import Figures, RankProcesses, Turn
 from hotrow.bench.training.repeated_batches import RepeatedBatches
 from hotrow.errors import OptionError
 
-DIM, KEYS, STEPS, WARMUP, TURNS = 16, 100_000, 48, 2, 9
+DIM, KEYS, STEPS, WARMUP, TURNS = 16, 100_000, 160, 1, 7
 
 
 MISSING = (
@@ -86,16 +86,12 @@ def prepare_hotrow(rank: int) -> Turn:
     rule = hr.optim.RowWiseAdagrad(lr=0.01)
     embeddings = hr.EmbeddingCollection([hr.Table(name, dim=DIM) for name in names], optimizer=rule, ranks=ranks)
 
-    class Tower(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = linear(TABLES)
+    class Model(hr.Recommender):
+        def forward(self, batch: Any) -> torch.Tensor:
+            return self.tower(self.embeddings.pooled(batch)).squeeze(1)  # type: ignore[no-any-return]
 
-        def forward(self, vectors: dict[str, torch.Tensor], dense: Any) -> torch.Tensor:
-            return self.linear(torch.cat([vectors[name] for name in names], 1)).squeeze(1)  # type: ignore[no-any-return]
-
-    tower = Tower()
-    trainer = hr.Trainer(hr.Recommender(embeddings, tower), torch.optim.SGD(tower.parameters(), lr=0.01))
+    tower = linear(TABLES)
+    trainer = hr.Trainer(Model(embeddings, tower), torch.optim.SGD(tower.parameters(), lr=0.01))
     batches = [
         hr.KeyedBatch({name: hr.Jagged(row.contiguous()) for name, row in zip(names, ids, strict=True)}, None, labels)
         for ids, labels in drawn(rank)
