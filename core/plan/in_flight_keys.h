@@ -35,6 +35,7 @@ class InFlightKeys {
     if (2 * (map.used + keys.size()) > map.entries.size()) rebuild(map, keys.size());
     const size_t mask = map.entries.size() - 1;
     for (size_t u = 0; u < keys.size(); ++u) {
+      if (u + kAhead < keys.size()) __builtin_prefetch(&map.entries[keys.hashes()[u + kAhead] & mask], 1);
       size_t at = keys.hashes()[u] & mask;
       while (map.entries[at].batch != 0 && map.entries[at].key != keys.keys()[u]) at = (at + 1) & mask;
       Entry& entry = map.entries[at];
@@ -51,6 +52,8 @@ class InFlightKeys {
   }
 
  private:
+  static constexpr size_t kAhead = 16;  // keys whose entry is prefetched
+
   struct Entry {
     int64_t key;
     uint64_t batch;  // 0: the entry is empty

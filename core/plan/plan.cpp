@@ -194,6 +194,30 @@ void Plan::fetch(uint32_t step) {
   state_ = State::kFetched;
 }
 
+// Finds the slots of a job's unique keys; returns how many have none. A table without evictions and admission gives a
+// row another slot only after an erasure, so the slots that copy_ahead has found are right until then.
+size_t Plan::find_slots(Job& job) {
+  const UniqueKeys& g = job.unique_keys;
+  const Table& table = *job.table;
+  uint32_t* slots = job.slots.resize(g.size());
+  if (!copied_ahead_ || table.tier() || table.admission() || job.known_epoch != table.erase_epoch())
+    return table.find_unique(g, slots);
+  std::vector<int64_t> keys;
+  std::vector<uint64_t> hashes;
+  std::vector<uint32_t> rest;
+  for (size_t u = 0; u < g.size(); ++u) {
+    slots[u] = job.known_slots[u];
+    if (slots[u] != kNoSlot) continue;
+    keys.push_back(g.keys()[u]);
+    hashes.push_back(g.hashes()[u]);
+    rest.push_back(static_cast<uint32_t>(u));
+  }
+  std::vector<uint32_t> found(rest.size());
+  const size_t missing = table.find(keys.data(), hashes.data(), keys.size(), found.data());
+  for (size_t i = 0; i < rest.size(); ++i) slots[rest[i]] = found[i];
+  return missing;
+}
+
 // Requires: the tables' write mutexes. Takes the memory for all tables before it changes any.
 void Plan::find_and_create() {
   for (size_t j = 0; j < job_count_; ++j) unpin_slots(jobs_[j]);
@@ -208,7 +232,7 @@ void Plan::find_and_create() {
       Job& job = jobs_[j];
       job.epoch = job.table->erase_epoch();
       job.generation = job.table->generation();
-      missing[j] = job.table->find_unique(job.unique_keys, job.slots.resize(job.unique_keys.size())) > 0;
+      missing[j] = find_slots(job) > 0;
     });
     ThreadPool::shared().run(static_cast<int>(job_count_), [&](int j) {
       Job& job = jobs_[j];

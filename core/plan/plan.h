@@ -192,7 +192,9 @@ class Plan {
     Buffer<uint64_t> previous_batch;  // of each unique key: the last batch in flight that had it
     Buffer<uint32_t> ahead_rows;      // of each unique key: its row in `copies`, or kNoSlot if it was not copied ahead
     Buffer<uint32_t> packed;          // the unique keys of the positions whose rows are sent
+    Buffer<uint32_t> known_slots;     // of each unique key that was copied ahead its slot, else kNoSlot
     uint64_t assign_epoch = 0;        // of the table, when rows were copied ahead
+    uint64_t known_epoch = 0;         // the table's erase epoch then: known_slots are right until it changes
   };
   enum class State { kEmpty, kRouted, kFetched, kRead };
   using Sources = std::vector<std::vector<GradSource>>;
@@ -207,6 +209,7 @@ class Plan {
   void run_over_partitions(Fn fn);
   std::vector<std::unique_lock<OwnerMutex>> lock_tables();
   void find_and_create();
+  size_t find_slots(Job& job);
   void decide_admission(Job& job);
   static uint32_t occurrences_of(const Job& job, size_t unique);
   void count_rejected(Job& job);

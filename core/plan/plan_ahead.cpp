@@ -20,6 +20,7 @@ namespace hotrow {
 namespace {
 
 constexpr size_t kRowsPerTask = 1024;
+constexpr size_t kAhead = 16;  // headers that are prefetched
 
 bool bit(const uint8_t* mask, size_t i) { return mask[i / 8] >> (i % 8) & 1; }
 
@@ -87,6 +88,7 @@ std::vector<size_t> Plan::copy_ahead(uint64_t done, uint32_t step, float* rows, 
     Job& job = jobs_[j];
     const UniqueKeys& g = job.unique_keys;
     job.assign_epoch = job.table->assign_epoch();
+    job.known_epoch = job.table->erase_epoch();  // before the search, so an erasure beside it is noticed
     uint32_t* ahead = job.ahead_rows.resize(g.size());
     job.packed.resize(g.positions());
     std::vector<int64_t> keys;
@@ -97,12 +99,14 @@ std::vector<size_t> Plan::copy_ahead(uint64_t done, uint32_t step, float* rows, 
       keys.push_back(g.keys()[u]);
       hashes.push_back(g.hashes()[u]);
     }
-    std::vector<uint8_t> found(keys.size());
+    std::vector<uint32_t> slots(keys.size());
     job.table->read_from_dram(keys.data(), hashes.data(), keys.size(),
-                              job.copies.resize(keys.size() * job.table->dim()), found.data());
+                              job.copies.resize(keys.size() * job.table->dim()), slots.data());
+    uint32_t* known = job.known_slots.resize(g.size());
     selected[j].resize(g.size());
     for (size_t u = 0; u < g.size(); ++u) {
-      if (ahead[u] != kNoSlot && !found[ahead[u]]) ahead[u] = kNoSlot;
+      known[u] = ahead[u] != kNoSlot ? slots[ahead[u]] : kNoSlot;
+      if (known[u] == kNoSlot) ahead[u] = kNoSlot;
       selected[j][u] = ahead[u] != kNoSlot;
     }
   });
@@ -128,6 +132,7 @@ std::vector<size_t> Plan::copy_changed(float* rows, uint8_t* masks) {
     const bool assigned = job.assign_epoch != job.table->assign_epoch();
     selected[j].resize(job.unique_keys.size());
     for (size_t u = 0; u < job.unique_keys.size(); ++u) {
+      if (u + kAhead < job.unique_keys.size()) __builtin_prefetch(&headers[job.slots[u + kAhead] / 4].stamp);
       const HeaderGroup& group = headers[job.slots[u] / 4];
       const size_t lane = job.slots[u] % 4;
       const bool unchanged = job.ahead_rows[u] != kNoSlot && step_of(group.stamp[lane]) <= ahead_step_ &&

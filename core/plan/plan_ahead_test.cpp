@@ -193,6 +193,10 @@ TEST(rows_sent_ahead_and_on_the_turn_are_the_rows_of_the_turn) {
       item.plan->fetch(step);
       const Received received = item.receive();
       CHECK(same(received.rows, item.batch.gathered(*item.plan)));
+      Plan fresh;  // finds every slot itself
+      fresh.route(item.batch.jobs(tables));
+      fresh.fetch(step);
+      CHECK(same(received.rows, item.batch.gathered(fresh)));
       ahead += received.ahead;
       on_turn += received.on_turn;
       total += item.batch.floats();
@@ -244,9 +248,17 @@ TEST(rows_are_copied_ahead_beside_a_thread_that_trains) {
   });
   for (uint32_t n = 0; n < kSteps; ++n) {
     while (copied <= n) std::this_thread::yield();
+    if (n % 5 == 0)  // rows that later batches have copied, or are copying, get other slots
+      for (size_t ahead = n; ahead < std::min(n + 4, kSteps); ++ahead)
+        for (int64_t key : items[ahead].batch.keys[1][0])
+          if (key % 3 == 0) tables[1]->erase(&key, 1);
     items[n].plan->fetch(n + 1);
     const Received received = items[n].receive();
     CHECK(same(received.rows, items[n].batch.gathered(*items[n].plan)));
+    Plan fresh;  // finds every slot itself
+    fresh.route(items[n].batch.jobs(tables));
+    fresh.fetch(n + 1);
+    CHECK(same(received.rows, items[n].batch.gathered(fresh)));
     update(*items[n].plan, items[n].batch, random, n + 1);
     updated = n + 1;
   }

@@ -209,6 +209,10 @@ size_t Table::find_unique(const UniqueKeys& unique_keys, uint32_t* slots) const 
   return missing;
 }
 
+size_t Table::find(const int64_t* keys, const uint64_t* hashes, size_t count, uint32_t* slots) const {
+  return kernels().find({view_, keys, hashes, count, slots});
+}
+
 uint64_t Table::erase(const int64_t* keys, size_t count) {
   std::lock_guard lock(write_mutex_);
   free_.reserve(free_.size() + std::min<uint64_t>(count, live_));

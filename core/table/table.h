@@ -114,8 +114,8 @@ class Table : public BudgetMember {
   // not kWait, gives the values and late[i] is set to 1. Returns how many. Requires: late is zeroed.
   size_t read_without_io(const int64_t* keys, const uint64_t* hashes, size_t count, ColdReadPolicy policy, float* out,
                          uint8_t* late) const;
-  // Reads the values of the keys whose rows are in DRAM; found[i] tells which. Beside any writer.
-  void read_from_dram(const int64_t* keys, const uint64_t* hashes, size_t count, float* out, uint8_t* found) const;
+  // Reads the values of the keys whose rows are in DRAM; slots[i] is where, or kNoSlot. Beside any writer.
+  void read_from_dram(const int64_t* keys, const uint64_t* hashes, size_t count, float* out, uint32_t* slots) const;
   // Reads the encoded rows (width() words each) of keys in DRAM, for a GPU cache above a frozen table; found[i] tells
   // whether key i is in DRAM. Safe beside any writer. Requires: a frozen table.
   void read_encoded(const int64_t* keys, size_t count, uint32_t* out, bool* found) const;
@@ -125,8 +125,9 @@ class Table : public BudgetMember {
   void write_initial_row(int64_t key, float* row) const;     // floats() of them
   void write_initial_values(int64_t key, float* out) const;  // the first dim() floats of it
 
-  // Looks up the slots of unique keys; returns how many have none.
+  // Looks up the slots of unique keys; returns how many have none. `find` is for some of them, on this thread.
   size_t find_unique(const UniqueKeys& unique_keys, uint32_t* slots) const;
+  size_t find(const int64_t* keys, const uint64_t* hashes, size_t count, uint32_t* slots) const;
 
   // Creates rows in three steps, so that a batch over several tables has all its memory before it changes any table:
   // 1. plan_insert() charges the budget. 2. reserve_memory() commits the memory. 3. insert() cannot fail.

@@ -56,14 +56,12 @@ size_t Table::read_chunk(const int64_t* keys, const uint64_t* hashes, size_t cou
 }
 
 void Table::read_from_dram(const int64_t* keys, const uint64_t* hashes, size_t count, float* out,
-                           uint8_t* found) const {
+                           uint32_t* slots) const {
   for_hashed_chunks(keys, hashes, count, [&](size_t begin, size_t end, const uint64_t* chunk_hashes) {
-    std::array<uint32_t, kChunk> slots;
-    kernels().read({{view_, keys + begin, chunk_hashes, end - begin, slots.data()},
+    kernels().read({{view_, keys + begin, chunk_hashes, end - begin, slots + begin},
                     options_.dim,
                     out + begin * options_.dim,
                     options_.type});
-    for (size_t i = begin; i < end; ++i) found[i] = slots[i - begin] != kNoSlot;
   });
 }
 
