@@ -5,7 +5,9 @@
 // a prediction: whether a row has changed is decided on the batch's turn, by its header (plan_ahead.cpp).
 //
 // One map per table. Batches are noted in order, with rising numbers. Entries of batches that are done are dropped when
-// a map has to grow, so it stays as large as the batches in flight: 16 bytes an entry, a quarter to a half full.
+// a map has to grow, so it stays as large as the batches in flight: 8 bytes an entry, a quarter to a half full. An
+// entry has 32 bits of the key's hash, so two keys may share one (two in a million of 10,000 keys): then a row that
+// nothing changes may wait for its turn.
 //
 // Threads: one for each table at a time.
 #pragma once
@@ -14,7 +16,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "hash/hash.h"
 #include "index/unique_keys.h"
 
 namespace hotrow {
@@ -35,13 +36,14 @@ class InFlightKeys {
     if (2 * (map.used + keys.size()) > map.entries.size()) rebuild(map, keys.size());
     const size_t mask = map.entries.size() - 1;
     for (size_t u = 0; u < keys.size(); ++u) {
-      if (u + kAhead < keys.size()) __builtin_prefetch(&map.entries[keys.hashes()[u + kAhead] & mask], 1);
-      size_t at = keys.hashes()[u] & mask;
-      while (map.entries[at].batch != 0 && map.entries[at].key != keys.keys()[u]) at = (at + 1) & mask;
+      if (u + kAhead < keys.size()) __builtin_prefetch(&map.entries[tag_of(keys.hashes()[u + kAhead]) & mask], 1);
+      const uint32_t tag = tag_of(keys.hashes()[u]);
+      size_t at = tag & mask;
+      while (map.entries[at].batch != 0 && map.entries[at].tag != tag) at = (at + 1) & mask;
       Entry& entry = map.entries[at];
       map.used += entry.batch == 0;
-      previous[u] = entry.batch;
-      entry = {keys.keys()[u], batch_};
+      previous[u] = entry.batch == 0 ? 0 : number_of(entry);
+      entry = {tag, static_cast<uint32_t>(batch_)};
     }
   }
 
@@ -55,18 +57,25 @@ class InFlightKeys {
   static constexpr size_t kAhead = 16;  // keys whose entry is prefetched
 
   struct Entry {
-    int64_t key;
-    uint64_t batch;  // 0: the entry is empty
+    uint32_t tag;    // of the key
+    uint32_t batch;  // the low half of its number; 0: the entry is empty
   };
   struct Map {
     std::vector<Entry> entries;
     size_t used = 0;
   };
 
+  static uint32_t tag_of(uint64_t hash) { return static_cast<uint32_t>(hash >> 16); }
+
+  // The whole number of an entry's batch: the last one up to batch_ with this low half.
+  uint64_t number_of(const Entry& entry) const {
+    return batch_ - static_cast<uint32_t>(static_cast<uint32_t>(batch_) - entry.batch);
+  }
+
   void rebuild(Map& map, size_t more) const {
     std::vector<Entry> before;
     std::swap(before, map.entries);
-    const auto in_flight = [&](const Entry& entry) { return entry.batch > done_; };
+    const auto in_flight = [&](const Entry& entry) { return entry.batch != 0 && number_of(entry) > done_; };
     const size_t kept = std::count_if(before.begin(), before.end(), in_flight);
     size_t capacity = 64;
     while (capacity < 4 * (kept + more)) capacity *= 2;
@@ -74,7 +83,7 @@ class InFlightKeys {
     map.used = kept;
     for (const Entry& entry : before) {
       if (!in_flight(entry)) continue;
-      size_t at = hash_key(entry.key) & (capacity - 1);
+      size_t at = entry.tag & (capacity - 1);
       while (map.entries[at].batch != 0) at = (at + 1) & (capacity - 1);
       map.entries[at] = entry;
     }

@@ -205,6 +205,9 @@ size_t Plan::find_slots(Job& job) {
   std::vector<int64_t> keys;
   std::vector<uint64_t> hashes;
   std::vector<uint32_t> rest;
+  keys.reserve(g.size());
+  hashes.reserve(g.size());
+  rest.reserve(g.size());
   for (size_t u = 0; u < g.size(); ++u) {
     slots[u] = job.known_slots[u];
     if (slots[u] != kNoSlot) continue;

@@ -93,6 +93,8 @@ std::vector<size_t> Plan::copy_ahead(uint64_t done, uint32_t step, float* rows, 
     job.packed.resize(g.positions());
     std::vector<int64_t> keys;
     std::vector<uint64_t> hashes;
+    keys.reserve(g.size());
+    hashes.reserve(g.size());
     for (size_t u = 0; u < g.size(); ++u) {
       ahead[u] = job.previous_batch[u] > done ? kNoSlot : static_cast<uint32_t>(keys.size());
       if (ahead[u] == kNoSlot) continue;
