@@ -283,7 +283,7 @@ TEST(keys_in_flight_are_those_of_batches_that_are_not_done) {
       last[unique.keys()[u]] = batch;
     }
   }
-  CHECK(keys.bytes() <= size_t{16} * 4 * 2 * 4 * 300);  // of the batches in flight, not of all keys
+  CHECK(keys.bytes() <= size_t{8} * 4 * 2 * 4 * 300);  // of the batches in flight, not of all keys
 }
 
 }  // namespace
