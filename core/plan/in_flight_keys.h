@@ -6,8 +6,8 @@
 //
 // One map per table. Batches are noted in order, with rising numbers. Entries of batches that are done are dropped when
 // a map has to grow, so it stays as large as the batches in flight: 8 bytes an entry, a quarter to a half full. An
-// entry has 32 bits of the key's hash. Of a million keys, some two share these with one of 10,000 others; such a row may
-// wait for its turn although nothing changes it.
+// entry has 32 bits of the key's hash. Of a million keys, some two share these with one of 10,000 others; such a row
+// may wait for its turn although nothing changes it.
 //
 // Threads: one for each table at a time.
 #pragma once

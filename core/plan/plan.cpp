@@ -140,6 +140,22 @@ uint32_t Plan::occurrences_of(const Job& job, size_t unique) {
   return total;
 }
 
+// The same for every unique key, feature by feature.
+void Plan::count_occurrences(const Job& job, uint32_t* counts) {
+  const UniqueKeys& g = job.unique_keys;
+  if (!job.feature_count || !job.features[0].has_occurrences) {
+    for (size_t u = 0; u < g.size(); ++u) counts[u] = g.run_begin()[u + 1] - g.run_begin()[u];
+    return;
+  }
+  std::fill_n(counts, g.size(), 0u);
+  for (size_t f = 0; f < job.feature_count; ++f) {
+    const Feature& feature = job.features[f];
+    const uint32_t* inverse = g.inverse() + feature.begin;
+    const auto* occurrences = &feature.occurrences[0];
+    for (size_t p = 0; p < feature.count; ++p) counts[inverse[p]] += occurrences[p];
+  }
+}
+
 void Plan::count_rejected(Job& job) {
   for (uint32_t u : job.rejected)
     job.table->admission()->record_rejected(job.unique_keys.hashes()[u], occurrences_of(job, u));

@@ -212,6 +212,7 @@ class Plan {
   size_t find_slots(Job& job);
   void decide_admission(Job& job);
   static uint32_t occurrences_of(const Job& job, size_t unique);
+  static void count_occurrences(const Job& job, uint32_t* counts);
   void count_rejected(Job& job);
   static void track_changed(Job& job);
   void unpin_slots(Job& job);

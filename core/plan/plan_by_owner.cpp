@@ -42,9 +42,11 @@ void Plan::partitioned_keys(int64_t* keys, uint32_t* occurrences) const {
   require(partitioned_, "partitioned_keys: call partition_by_owner first");
   ThreadPool::shared().run(static_cast<int>(job_count_), [&](int j) {
     const Job& job = jobs_[j];
+    std::vector<uint32_t> counts(job.unique_keys.size());
+    count_occurrences(job, counts.data());
     for (size_t u = 0; u < job.unique_keys.size(); ++u) {
       keys[job.partition_positions[u]] = job.unique_keys.keys()[u];
-      occurrences[job.partition_positions[u]] = occurrences_of(job, u);
+      occurrences[job.partition_positions[u]] = counts[u];
     }
   });
 }

@@ -130,8 +130,7 @@ void Plan::update(const std::vector<Matrix>& gradients, const std::vector<Matrix
   ThreadPool::shared().run(static_cast<int>(job_count_), [&](int j) {
     Job& job = jobs_[j];
     if (job.feature_count == 0 || !job.features[0].has_occurrences) return;
-    uint32_t* occurrences = job.occurrences.resize(job.unique_keys.size());
-    for (size_t u = 0; u < job.unique_keys.size(); ++u) occurrences[u] = occurrences_of(job, u);
+    count_occurrences(job, job.occurrences.resize(job.unique_keys.size()));
   });
 
   auto locks = lock_tables();
