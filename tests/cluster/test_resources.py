@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotrow.cluster.placement import cpu_nodes
-from hotrow.cluster.resources import Node, RankGroup, check_room, fit_together, rank_groups
+from hotrow.cluster.resources import Node, RankGroup, check_capacity, fit_together, rank_groups
 from hotrow.errors import ClusterError, OptionError
 from hotrow.job import Cluster
 
@@ -69,7 +69,7 @@ def test_a_missing_resource_is_named_with_what_there_is() -> None:
     two = nodes({"CPU": 4}, {"CPU": 2, "fast": 1})
     towers, rows = RankGroup("tower rank", 1, {"CPU": 1, "GPU": 1}), RankGroup("row rank", 2, {"CPU": 4, "fast": 1})
     with pytest.raises(ClusterError) as caught:
-        check_room([towers, rows], two)
+        check_capacity([towers, rows], two)
     assert str(caught.value) == (
         "the cluster lacks resources: the job takes 9 CPUs (1 CPU for the tower rank and 4 CPUs for each of 2 row "
         "ranks), and its 2 nodes have 6 CPUs; the job takes 1 GPU (1 GPU for the tower rank), and its 2 nodes have 0 "
@@ -77,19 +77,19 @@ def test_a_missing_resource_is_named_with_what_there_is() -> None:
         "of resource fast; add nodes with `ray start --address=HOST:PORT`, or ask for less in [cluster] of the job file"
     )
     with pytest.raises(ClusterError, match=r"the job takes 8\.0 GiB of memory .* its node has 4\.0 GiB of memory"):
-        check_room([RankGroup("rank", 2, {"memory": 4 * GIB})], nodes({"memory": 4 * GIB}))
+        check_capacity([RankGroup("rank", 2, {"memory": 4 * GIB})], nodes({"memory": 4 * GIB}))
 
 
 def test_enough_in_sum_is_not_enough_for_one_rank() -> None:
     rank = RankGroup("rank", 1, {"CPU": 3})
     with pytest.raises(ClusterError, match=r"no node has what one rank takes, 3 CPUs: 10\.0\.0\.0 with 2 CPUs, "):
-        check_room([rank], nodes({"CPU": 2}, {"CPU": 2}))
+        check_capacity([rank], nodes({"CPU": 2}, {"CPU": 2}))
     with pytest.raises(ClusterError, match=r"there is room for 1 of 2 ranks: each takes 3 CPUs of one node"):
-        check_room([RankGroup("rank", 2, {"CPU": 3})], nodes({"CPU": 5}, {"CPU": 1}))
+        check_capacity([RankGroup("rank", 2, {"CPU": 3})], nodes({"CPU": 5}, {"CPU": 1}))
     both = [RankGroup("tower rank", 1, {"CPU": 2}), RankGroup("row rank", 2, {"CPU": 3})]
     with pytest.raises(ClusterError, match="no room for 1 tower rank of 2 CPUs and 2 row ranks of 3 CPUs together"):
-        check_room(both, nodes({"CPU": 4}, {"CPU": 4}))
-    check_room(both, nodes({"CPU": 6}, {"CPU": 2}))
+        check_capacity(both, nodes({"CPU": 4}, {"CPU": 4}))
+    check_capacity(both, nodes({"CPU": 6}, {"CPU": 2}))
 
 
 def fits_by_trial(groups: list[RankGroup], has: list[tuple[int, int]]) -> bool:

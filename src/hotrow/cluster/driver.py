@@ -29,7 +29,7 @@ from typing import Any
 from hotrow.cluster import rank_actor
 from hotrow.cluster.placement import nodes_of, reserve
 from hotrow.cluster.rank_actor import RankActor, RankStart
-from hotrow.cluster.resources import RankGroup, check_room, describe, rank_groups
+from hotrow.cluster.resources import RankGroup, check_capacity, describe, rank_groups
 from hotrow.cluster.terminal import Terminal
 from hotrow.data.cluster.connect import connect, import_ray
 from hotrow.errors import ClusterError, OptionError
@@ -118,7 +118,7 @@ def train_on_cluster(job: ClusterJob) -> int:
     os.environ.setdefault(RAYS_MESSAGES, ".")
     address = connect(job.address, max(os.cpu_count() or 1, cpus + _reader_cpus(job)), _object_store(job))
     ray = import_ray()
-    check_room(groups, nodes_of(ray))
+    check_capacity(groups, nodes_of(ray))
     _check_readers(job, cpus, address, ray)
     terminal = Terminal([f"{group.role} {number}" for group in groups for number in range(group.count)])
     if job.max_restarts is None and job.folder is None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from hotrow.cluster.resources import Node, RankGroup, check_room, describe, fit_together
+from hotrow.cluster.resources import Node, RankGroup, check_capacity, describe, fit_together
 from hotrow.errors import ClusterError
 
 POLL_SECONDS = 0.3
@@ -93,7 +93,7 @@ def _selectors(create: Callable[..., Any], groups: Sequence[RankGroup], nodes: S
 
 def _cannot_place(ray: ModuleType, groups: Sequence[RankGroup], seconds: float) -> ClusterError:
     try:
-        check_room(groups, nodes_of(ray))
+        check_capacity(groups, nodes_of(ray))
     except ClusterError as error:
         return error
     return ClusterError(
@@ -105,7 +105,7 @@ def _cannot_place(ray: ModuleType, groups: Sequence[RankGroup], seconds: float) 
 def _missing(ray: ModuleType, groups: Sequence[RankGroup]) -> str:
     """What a job that cannot be placed now waits for."""
     try:
-        check_room(groups, nodes_of(ray))
+        check_capacity(groups, nodes_of(ray))
     except ClusterError as error:
         return f"more nodes: {error}"
     return f"resources that other jobs have: {_free(ray, groups)}"

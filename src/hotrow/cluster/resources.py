@@ -1,7 +1,7 @@
 """Resources: what a rank of each role takes, from [cluster] of a job file, and whether a cluster's nodes have it.
 
 The driver compares before it reserves anything, because Ray waits for ever for a node that might still join. A rank is
-on one node, so a sum over nodes is not enough: `check_room` also finds how many ranks the nodes can hold one by one.
+on one node, so a sum over nodes is not enough: `check_capacity` also finds how many ranks each node can hold.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ def rank_groups(values: Mapping[str, Any], towers: int, rows: int) -> list[RankG
     return [RankGroup("tower rank", towers, tower), RankGroup("row rank", rows, _needs(options, "row", 0))]
 
 
-def check_room(groups: Sequence[RankGroup], nodes: Sequence[Node]) -> None:
+def check_capacity(groups: Sequence[RankGroup], nodes: Sequence[Node]) -> None:
     """Raise if the nodes cannot hold all ranks, even when nothing else runs. Names what is missing."""
     cure = "; add nodes with `ray start --address=HOST:PORT`, or ask for less in [cluster] of the job file"
     short = [words for name in _names(groups) if (words := _shortage(name, groups, nodes))]
     if short:
         raise ClusterError(f"the cluster lacks resources: {'; '.join(short)}{cure}")
     for group in groups:
-        room = sum(_room(group, node.has) for node in nodes)
-        if room == 0:
+        capacity = sum(_capacity(group, node.has) for node in nodes)
+        if capacity == 0:
             raise ClusterError(
                 f"no node has what one {group.role} takes, {describe(group.needs)}: {_list(nodes, group.needs)}{cure}"
             )
-        if room < group.count:
+        if capacity < group.count:
             raise ClusterError(
-                f"there is room for {room} of {_count(group)}: each takes {describe(group.needs)} of one "
+                f"there is room for {capacity} of {_count(group)}: each takes {describe(group.needs)} of one "
                 f"node, and there are {_list(nodes, group.needs)}{cure}"
             )
     if not fit_together(groups, nodes):
@@ -90,13 +90,13 @@ def fit_together(groups: Sequence[RankGroup], nodes: Sequence[Node], rows_on: Se
     """
     first, second = groups[0], groups[-1]
     if len(groups) == 1:
-        return sum(_room(first, node.has) for node in nodes) >= first.count
+        return sum(_capacity(first, node.has) for node in nodes) >= first.count
     allowed = {node.number for node in (nodes if rows_on is None else rows_on)}
     most = {0: 0}
     for node in nodes:
         beside = [
-            _room(second, _without(node.has, first.needs, number)) if node.number in allowed else 0
-            for number in range(min(_room(first, node.has), first.count) + 1)
+            _capacity(second, _without(node.has, first.needs, number)) if node.number in allowed else 0
+            for number in range(min(_capacity(first, node.has), first.count) + 1)
         ]
         grown: dict[int, int] = {}
         for before, held in most.items():
@@ -168,7 +168,7 @@ def _each(group: RankGroup) -> str:
     return f"the {group.role}" if group.count == 1 else f"each of {_count(group)}"
 
 
-def _room(group: RankGroup, has: Mapping[str, float]) -> int:
+def _capacity(group: RankGroup, has: Mapping[str, float]) -> int:
     """How many ranks of a group fit on a node with so much."""
     fits = [_parts(has.get(name, 0)) // _parts(amount) for name, amount in group.needs.items()]
     return min([*fits, group.count])
