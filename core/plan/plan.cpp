@@ -151,7 +151,7 @@ void Plan::count_occurrences(const Job& job, uint32_t* counts) {
   for (size_t f = 0; f < job.feature_count; ++f) {
     const Feature& feature = job.features[f];
     const uint32_t* inverse = g.inverse() + feature.begin;
-    const auto* occurrences = &feature.occurrences[0];
+    const uint32_t* occurrences = feature.occurrences.data();
     for (size_t p = 0; p < feature.count; ++p) counts[inverse[p]] += occurrences[p];
   }
 }
