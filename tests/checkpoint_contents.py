@@ -8,11 +8,12 @@ from typing import Any
 from hotrow import _core
 from hotrow.train.checkpoint.manifest import open_checkpoint
 
-KEPT = ("step", "metrics", "ranks", "cursor", "fit", "dense_optimizer")
+BY_ANYONE = ("step", "metrics", "cursor", "fit", "dense_optimizer")  # however many ranks wrote it
+KEPT = (*BY_ANYONE, "ranks")
 
 
-def contents(folder: Path) -> dict[str, Any]:
-    """A run's result: its newest checkpoint, without times and numbers of publication."""
+def contents(folder: Path, kept: tuple[str, ...] = KEPT) -> dict[str, Any]:
+    """A run's result: a checkpoint, or the newest of a folder, without times and numbers of publication."""
     checkpoint = open_checkpoint(folder)
     rows = {}
     for table in checkpoint.tables:
@@ -22,4 +23,4 @@ def contents(folder: Path) -> dict[str, Any]:
                 for key, count, last, values in zip(*chunk, strict=True):
                     rows[table, int(key)] = (int(count), int(last), values.tobytes())
     files = {name: checkpoint.read(f"{name}.safetensors") for name in ("dense", "optimizer", "state")}
-    return {"rows": rows, "manifest": {name: checkpoint.manifest.get(name) for name in KEPT}, "files": files}
+    return {"rows": rows, "manifest": {name: checkpoint.manifest[name] for name in kept}, "files": files}

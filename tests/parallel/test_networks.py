@@ -24,11 +24,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from checkpoint_contents import BY_ANYONE, contents
 from test_job_token import GARBAGE, TOKEN, says, wrong_proof
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import hotrow as hr
-from hotrow import _core
 from hotrow.bench.servers.network import Network, unavailable
 from hotrow.parallel.job_token import TOKEN_VARIABLE
 from hotrow.parallel.shared_memory import SWITCH
@@ -318,17 +318,8 @@ def tell(home: Path, checkpoints: Path, network: Network, stranger: Stranger, st
 
 
 def bits_of(path: Path) -> dict[str, Any]:
-    """A checkpoint's result, whoever wrote it."""
-    checkpoint, rows = open_checkpoint(path), {}
-    for table in checkpoint.tables:
-        for part in checkpoint.parts(table):
-            reader = _core.SnapshotReader(str(part.folder))
-            while (chunk := reader.next(65536)) is not None:
-                for key, count, last, values in zip(*chunk, strict=True):
-                    rows[table, int(key)] = (int(count), int(last), values.tobytes())
-    kept = {name: checkpoint.manifest[name] for name in ("step", "metrics", "cursor", "fit", "dense_optimizer")}
-    files = {name: checkpoint.read(f"{name}.safetensors") for name in ("dense", "optimizer", "state")}
-    return {"rows": rows, "manifest": kept, "files": files}
+    """A checkpoint's result, however many ranks wrote it."""
+    return contents(path, BY_ANYONE)
 
 
 def test_three_machines_train_to_the_bits_of_one_process(story: Story) -> None:

@@ -13,16 +13,16 @@ import functools
 import os
 
 KEPT = 64 << 20
-LARGEST = 32 << 20  # allocations above are returned at once; the most that glibc accepts
+LARGEST = 32 << 20  # the most that every glibc accepts
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 @functools.cache
-def keep_freed_memory() -> bool:
-    """Raise the thresholds; returns whether it did."""
+def keep_freed_memory(kept: int = KEPT, largest: int = LARGEST) -> bool:
+    """Raise the thresholds; returns whether it did. Allocations above `largest` bytes are returned at once."""
     if "MALLOC_TRIM_THRESHOLD_" in os.environ or "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return False
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return False  # another C library
-    return bool(libc.mallopt(M_MMAP_THRESHOLD, LARGEST) and libc.mallopt(M_TRIM_THRESHOLD, KEPT))
+    return all([libc.mallopt(M_MMAP_THRESHOLD, largest), libc.mallopt(M_TRIM_THRESHOLD, kept)])

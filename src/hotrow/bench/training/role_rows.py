@@ -5,7 +5,6 @@ The tower rank pools rows and sends a random gradient back; it computes nothing 
 
 from __future__ import annotations
 
-import ctypes
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ from hotrow.bench.training.rank_processes import Figures, Turn
 from hotrow.bench.training.repeated_batches import RepeatedBatches
 
 LOOKAHEAD = 2
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 @dataclass(frozen=True)
@@ -87,10 +85,10 @@ def _prepared(ranks: Any, job: RowsJob) -> tuple[Any, list[Any], float, Any]:
 
     import hotrow as hr
     from hotrow.bench.storage.rows import BATCH, BATCHES, TABLES, draw_ids
+    from hotrow.train.freed_memory import keep_freed_memory
 
     if job.keep_memory:
-        for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-            ctypes.CDLL(None).mallopt(option, 1 << 30)
+        keep_freed_memory(1 << 30, 1 << 30)
     torch.set_num_threads(1)
     hr.set_threads(job.threads)
     names = [f"t{i}" for i in range(TABLES)]
