@@ -37,7 +37,18 @@ def test_the_bar_is_below_the_lines_of_others(terminal: Terminal, capsys: pytest
     if terminal.live:
         assert shown == f"begin\nbar 1%\rbar 2%{ERASE}row rank 0 | late\nbar 2%\rbar 3%"
     else:
-        assert shown == "begin\nbar 1%\rbar 2%\nrow rank 0 | late\n\rbar 3%"
+        assert shown == "begin\nrow rank 0 | late\n"
+        terminal.end_ranks()
+        assert capsys.readouterr().out == "bar 1%\rbar 2%\rbar 3%\n"
+
+
+def test_a_line_that_comes_in_parts_stays_one_line(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
+    """A program whose output is not buffered writes each word of a line by itself."""
+    terminal.write(0, b"told")
+    terminal.write(1, b"other\n")
+    terminal.write(0, b" 2\n")
+    shown = capsys.readouterr().out
+    assert shown == (f"told{ERASE}row rank 0 | other\ntold 2\n" if terminal.live else "row rank 0 | other\ntold 2\n")
 
 
 def test_ranks_that_end_in_the_middle_of_a_line_leave_whole_lines(

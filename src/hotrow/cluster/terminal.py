@@ -1,8 +1,9 @@
 """Terminal: the output of all ranks on the driver's terminal, with one progress bar.
 
-Rank 0 speaks for the job, and its bytes pass through unchanged. On a terminal it believes to be on one, so it draws the
-bar. A line of another rank begins with its role: `row rank 1 | ...`. If rank 0 has an unfinished line on the screen,
-such as the bar, that line is erased, the other's is written, and rank 0's is written again below.
+Rank 0 speaks for the job: its lines are shown unchanged. A line of another rank begins with its role:
+`row rank 1 | ...`. On a terminal rank 0 believes to be on one, so it draws the bar, and its bytes pass through as they
+come. If it has an unfinished line on the screen, such as the bar, that line is erased, the other's is written, and rank
+0's is written again below. In a file or a pipe only whole lines are written, of every rank.
 
 Only the driver's main thread calls this.
 """
@@ -43,7 +44,7 @@ class Terminal:
     def write(self, rank: int, data: bytes) -> None:
         """Show what a rank has written."""
         text = self._decoders[rank].decode(data)
-        if rank == 0:
+        if rank == 0 and self.live:
             self._put(text)
             self._lines[0] = (self._lines[0] + text).rpartition("\n")[2].rpartition("\r")[2]
             return
@@ -57,12 +58,10 @@ class Terminal:
     def end_ranks(self) -> None:
         """All ranks have ended: complete their last lines."""
         for rank, line in enumerate(self._lines):
-            if rank > 0 and line:
+            if line and not (rank == 0 and self.live):
                 self._insert([self._prefix(rank) + line])
-        if self._lines[0]:
-            self._put("\n")
         if self.live:
-            self._put(SHOW_CURSOR)
+            self._put("\n" * bool(self._lines[0]) + SHOW_CURSOR)
         self._lines = [""] * len(self.names)
         for decoder in self._decoders:
             decoder.reset()
@@ -71,13 +70,12 @@ class Terminal:
         if not lines:
             return
         text = "".join(f"{line}\n" for line in lines)
-        if self._lines[0]:
-            text = f"{ERASE}{text}{self._lines[0]}" if self.live else f"\n{text}"
-            self._lines[0] = self._lines[0] if self.live else ""
+        if self.live and self._lines[0]:
+            text = f"{ERASE}{text}{self._lines[0]}"
         self._put(text)
 
     def _prefix(self, rank: int) -> str:
-        return f"{self.names[rank]} | "
+        return f"{self.names[rank]} | " if rank > 0 else ""
 
     @staticmethod
     def _put(text: str) -> None:

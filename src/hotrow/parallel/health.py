@@ -45,6 +45,7 @@ class Health:
         self._stop = threading.Event()
         self._explaining = threading.Lock()
         self._beats = 0
+        self._places: dict[int, str] = {}  # process and machine of the ranks whose heartbeat was read
         self._beat()
         self._thread = threading.Thread(target=self._run, name="hotrow-heartbeat", daemon=True)
         self._thread.start()
@@ -118,7 +119,11 @@ class Health:
 
     def _read(self, rank: int) -> dict[str, Any]:
         beat = self._entry(f"hotrow/beat/{rank}")
-        return {"beats": NO_BEAT, "exchanges": 0, "where": "it never began"} if beat is None else dict(json.loads(beat))
+        if beat is None:
+            return {"beats": NO_BEAT, "exchanges": 0, "where": self._places.get(rank, "it never began")}
+        read = dict(json.loads(beat))
+        self._places[rank] = read["where"]
+        return read
 
     def _entry(self, name: str) -> bytes | None:
         if not self._store.check([name]):
@@ -138,6 +143,13 @@ class Health:
         while not self._stop.wait(BEAT_SECONDS):
             with suppress(RuntimeError):  # the store is gone: the thread that needs it raises
                 self._beat()
+                self._learn_places()
+
+    def _learn_places(self) -> None:
+        """Read every other rank's heartbeat once, so that a later error can name a rank whose entry is overwritten."""
+        for rank in range(self.world):
+            if rank != self.rank and rank not in self._places:
+                self._read(rank)
 
     def _me(self) -> str:
         return f"rank {self.rank}"
