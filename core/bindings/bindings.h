@@ -45,6 +45,8 @@ void bind_graph_runner(nb::module_& m);
 void bind_frames(nb::module_& m);
 void bind_redis_replies(nb::module_& m);
 void bind_exchange(nb::module_& m);
+void bind_row_server(nb::module_& m);
+void bind_row_client(nb::module_& m);
 void bind_testing(nb::module_& m, nb::class_<Table>& table);
 
 }  // namespace hotrow::bindings

@@ -21,4 +21,6 @@ NB_MODULE(_core, m) {
   bind_graph_runner(m);
   bind_row_transfer(m);
   bind_exchange(m);
+  bind_row_server(m);
+  bind_row_client(m);
 }

@@ -1,0 +1,97 @@
+// Bindings of rowserver/row_client.h. The Python caller (src/hotrow/tiers/rows/) has checked the addresses.
+#include "rowserver/row_client.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/bindings.h"
+
+namespace hotrow::bindings {
+namespace {
+
+const char* name_of_error(RowError error) {
+  switch (error) {
+    case RowError::kBehind:
+      return "behind";
+    case RowError::kTooNew:
+      return "too new";
+    case RowError::kMalformed:
+      return "malformed";
+    case RowError::kFailed:
+      return "failed";
+    case RowError::kClosing:
+      return "closing";
+    default:
+      return "";
+  }
+}
+
+}  // namespace
+
+void bind_row_client(nb::module_& m) {
+  nb::class_<RowClient>(m, "RowClient")
+      .def(
+          "__init__",
+          [](RowClient* self, const std::vector<int>& dims, uint32_t wire, bool hedges, double hedge_least) {
+            require(wire < kRowTypes && static_cast<RowType>(wire) != RowType::kBFloat, "RowClient: unknown wire type");
+            new (self) RowClient(dims, {hedge_least, hedges, static_cast<RowType>(wire)});
+          },
+          nb::arg("dims"), nb::arg("wire") = 0, nb::arg("hedges") = true, nb::arg("hedge_least") = 0.001)
+      .def("add_server", &RowClient::add_server)
+      .def(
+          "add_socket",
+          [](RowClient& client, uint32_t number, int descriptor, bool for_pings) {
+            client.add_connection(number, RowConnection::over_socket(descriptor), for_pings);
+          },
+          nb::arg("number"), nb::arg("descriptor"), nb::arg("for_pings"))
+      .def(
+          "add_slots",
+          [](RowClient& client, uint32_t number, const std::vector<int>& descriptors) {
+            auto slots = std::make_shared<SharedSlots>(descriptors);
+            for (size_t slot = 0; slot < SharedSlots::kSlots; ++slot)
+              client.add_connection(number, RowConnection::over_slot(slots, slot), slot == 0);
+          },
+          nb::arg("number"), nb::arg("descriptors"))
+      .def("disconnect", &RowClient::disconnect, nb::arg("number"), nb::call_guard<nb::gil_scoped_release>())
+      .def("ping", &RowClient::ping, nb::arg("number"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "lookup",
+          [](RowClient& client, const std::vector<std::vector<uint32_t>>& servers, const std::vector<uint32_t>& tables,
+             const std::vector<std::vector<uint32_t>>& counts, Address keys, int64_t publication, double seconds,
+             Address out, Address found) {
+            require(counts.size() == servers.size(), "lookup: give counts for each range");
+            RowLookupResult result;
+            {
+              nb::gil_scoped_release release;
+              result = client.lookup({&servers, &tables, &counts, at<const int64_t>(keys), publication, seconds,
+                                      at<float>(out), at<bool>(found)});
+            }
+            nb::list late, errors;
+            for (size_t range = 0; range < result.late.size(); ++range) {
+              if (!result.late[range]) continue;
+              late.append(range);
+              errors.append(name_of_error(result.errors[range]));
+            }
+            return nb::make_tuple(late, errors, result.bytes, result.hedges, result.hedges_won, result.retries);
+          },
+          nb::arg("servers"), nb::arg("tables"), nb::arg("counts"), nb::arg("keys"), nb::arg("publication"),
+          nb::arg("seconds"), nb::arg("out"), nb::arg("found") = 0)
+      .def_prop_ro("hedge_seconds", &RowClient::hedge_seconds)
+      .def(
+          "server",
+          [](const RowClient& client, uint32_t number) {
+            const RowClient::ServerState state = client.server(number);
+            nb::dict d;
+            d["connections"] = state.connections;
+            d["publication"] = state.publication;
+            d["oldest"] = state.oldest;
+            d["in_flight"] = state.in_flight;
+            d["seconds"] = state.seconds;
+            d["answers"] = state.answers;
+            d["errors"] = state.errors;
+            return d;
+          },
+          nb::arg("number"));
+}
+
+}  // namespace hotrow::bindings

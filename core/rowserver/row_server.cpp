@@ -1,0 +1,673 @@
+#include "rowserver/row_server.h"
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <csignal>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <unordered_map>
+
+namespace hotrow {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr size_t kHeader = sizeof(FrameHeader), kChallengeBytes = 32;
+constexpr size_t kFirstBuffer = 16 << 10, kTurn = 1 << 20;  // bytes of a connection before another one's turn
+constexpr size_t kKeptBuffers = 16, kKeptBytes = 16 << 20;
+constexpr int kTick = 500;  // milliseconds between two looks at timeouts
+
+// Memory for one frame, reused without being cleared.
+struct Bytes {
+  std::unique_ptr<char[]> data;
+  size_t capacity = 0;
+};
+
+class FreeBytes {
+ public:
+  Bytes take(size_t bytes) {
+    for (auto& kept : kept_)
+      if (kept.capacity >= bytes && kept.capacity <= 4 * bytes + 4096) {
+        Bytes found = std::move(kept);
+        kept = std::move(kept_.back());
+        kept_.pop_back();
+        return found;
+      }
+    return {std::unique_ptr<char[]>(new char[bytes + 8]), bytes};
+  }
+  void put(Bytes bytes) {
+    if (kept_.size() < kKeptBuffers && bytes.capacity <= kKeptBytes && bytes.data) kept_.push_back(std::move(bytes));
+  }
+
+ private:
+  std::vector<Bytes> kept_;
+};
+
+int seconds_to_ms(double seconds) { return static_cast<int>(std::min(seconds, 1e6) * 1000); }
+
+void watch(int epoll, int operation, int descriptor, uint32_t events, uint64_t serial) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = serial;
+  if (epoll_ctl(epoll, operation, descriptor, &event) != 0)
+    throw std::runtime_error(std::string("row server: cannot watch a descriptor: ") + std::strerror(errno));
+}
+
+std::thread without_signals(std::function<void()> body) {  // a signal is for the program's own threads
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  std::thread thread(std::move(body));
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return thread;
+}
+
+}  // namespace
+
+struct RowServer::Counts {
+  std::atomic<uint64_t> connections{0}, unproven{0}, accepted{0}, refused{0}, malformed{0}, stalled{0};
+  std::atomic<uint64_t> lookups_cold{0}, errors{0}, bytes_in{0}, bytes_out{0};
+};
+
+// Threads for lookups that wait for the SSD.
+class RowServer::ColdThreads {
+ public:
+  explicit ColdThreads(int count) {
+    for (int i = 0; i < count; ++i) threads_.push_back(without_signals([this] { run(); }));
+  }
+  ~ColdThreads() {
+    {
+      const std::lock_guard lock(mutex_);
+      closed_ = true;
+    }
+    wake_.notify_all();
+    for (auto& thread : threads_) thread.join();
+  }
+  void add(std::function<void(RowService::Scratch&)> job) {
+    {
+      const std::lock_guard lock(mutex_);
+      jobs_.push_back(std::move(job));
+    }
+    wake_.notify_one();
+  }
+
+ private:
+  void run() {
+    RowService::Scratch scratch;
+    std::unique_lock lock(mutex_);
+    while (true) {
+      wake_.wait(lock, [this] { return closed_ || !jobs_.empty(); });
+      if (jobs_.empty()) return;
+      auto job = std::move(jobs_.front());
+      jobs_.pop_front();
+      lock.unlock();
+      job(scratch);
+      lock.lock();
+    }
+  }
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::function<void(RowService::Scratch&)>> jobs_;
+  bool closed_ = false;
+  std::vector<std::thread> threads_;
+};
+
+class RowServer::Loop {
+ public:
+  explicit Loop(RowServer& server) : server_(server), counts_(*server.counts_), options_(server.options_) {
+    epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
+    wake_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (epoll_.get() < 0 || wake_.get() < 0) throw std::runtime_error("row server: cannot make an epoll");
+    watch(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), EPOLLIN, kWake);
+    thread_ = without_signals([this] { run(); });
+  }
+  ~Loop() {
+    post([this] { stopped_ = true; });
+    thread_.join();
+  }
+  // Runs `task` on the loop's thread.
+  void post(std::function<void()> task) {
+    {
+      const std::lock_guard lock(mutex_);
+      tasks_.push_back(std::move(task));
+    }
+    const uint64_t one = 1;
+    if (::write(wake_.get(), &one, sizeof(one)) < 0) return;  // it is signalled already
+  }
+  void listen(std::shared_ptr<Descriptor> listener) {
+    post([this, listener] {
+      listeners_[next_serial_] = listener;
+      watch(epoll_.get(), EPOLL_CTL_ADD, listener->get(), EPOLLIN | EPOLLEXCLUSIVE, next_serial_++);
+    });
+  }
+  void add_local(std::shared_ptr<SharedSlots> slots, std::shared_ptr<Descriptor> control,
+                 std::shared_ptr<RowService> service) {
+    post([this, slots, control, service] {
+      const uint64_t serial = next_serial_++;
+      locals_[serial] = {slots, control, service, 0};
+      local_of_control_[next_serial_] = serial;
+      watch(epoll_.get(), EPOLL_CTL_ADD, slots->request_event(), EPOLLIN, serial);
+      watch(epoll_.get(), EPOLL_CTL_ADD, control->get(), EPOLLIN | EPOLLRDHUP, next_serial_++);
+      counts_.connections.fetch_add(1, std::memory_order_relaxed);
+    });
+  }
+  void close_listeners() {
+    post([this] {
+      for (const auto& [serial, listener] : listeners_)
+        epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, listener->get(), nullptr);
+      listeners_.clear();
+      closing_ = true;
+    });
+  }
+  // Whether an answer waits for a peer to read it, or for the SSD.
+  bool is_busy() {
+    const std::lock_guard lock(mutex_);
+    return busy_;
+  }
+
+ private:
+  static constexpr uint64_t kWake = 0;
+
+  struct Outgoing {
+    FrameHeader header;
+    Bytes payload;
+    size_t sent = 0;
+  };
+  struct Connection {
+    uint64_t serial = 0;
+    Descriptor socket;
+    std::shared_ptr<RowService> service;  // null until it has proven the token
+    bool proven = false, reads = true, writes = false;
+    char challenge[kChallengeBytes];
+    Bytes in;
+    size_t filled = 0;
+    std::deque<Outgoing> out;
+    size_t waiting = 0;  // bytes in `out` and of lookups with cold threads
+    size_t cold = 0;     // lookups with cold threads
+    Clock::time_point accepted, moved;
+  };
+  struct Local {
+    std::shared_ptr<SharedSlots> slots;
+    std::shared_ptr<Descriptor> control;
+    std::shared_ptr<RowService> service;
+    size_t cold;
+  };
+
+  void run() {
+    std::vector<epoll_event> events(256);
+    auto looked = Clock::now();
+    while (!stopped_) {
+      const int count = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), kTick);
+      for (int i = 0; i < count; ++i) handle(events[i].data.u64, events[i].events);
+      if (const auto now = Clock::now(); now - looked > std::chrono::milliseconds(kTick)) {
+        looked = now;
+        close_late(now);
+      }
+      update_busy();
+    }
+    connections_.clear();
+  }
+
+  void handle(uint64_t serial, uint32_t events) {
+    if (serial == kWake) return run_tasks();
+    if (const auto found = listeners_.find(serial); found != listeners_.end()) return accept(found->second->get());
+    if (const auto found = locals_.find(serial); found != locals_.end()) return serve_local(serial, found->second);
+    if (const auto found = local_of_control_.find(serial); found != local_of_control_.end()) return close_local(found);
+    const auto found = connections_.find(serial);
+    if (found == connections_.end()) return;  // closed earlier in this turn
+    Connection& connection = *found->second;
+    bool alive = !(events & EPOLLERR);
+    if (alive && events & EPOLLOUT) alive = send(connection);
+    if (alive && events & (EPOLLIN | EPOLLHUP | EPOLLRDHUP)) alive = receive(connection);
+    if (alive)
+      update_events(connection);
+    else
+      close(serial);
+  }
+
+  void run_tasks() {
+    uint64_t count;
+    if (::read(wake_.get(), &count, sizeof(count)) < 0) return;
+    std::vector<std::function<void()>> tasks;
+    {
+      const std::lock_guard lock(mutex_);
+      tasks.swap(tasks_);
+    }
+    for (auto& task : tasks) task();
+  }
+
+  // --- connections ---
+
+  void accept(int listener) {
+    while (true) {
+      Descriptor socket(accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+      if (socket.get() < 0) return;  // none left, or no descriptor left: the peer waits in the backlog
+      if (counts_.connections.load(std::memory_order_relaxed) >= options_.most_connections) {
+        counts_.refused.fetch_add(1, std::memory_order_relaxed);
+        continue;
+      }
+      if (unproven_.size() * options_.threads >= options_.most_unproven) close(unproven_.front());
+      auto made = std::make_unique<Connection>();
+      Connection& connection = *made;
+      const int one = 1;
+      setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
+      connection.socket = std::move(socket);
+      connection.serial = next_serial_++;
+      connection.accepted = connection.moved = Clock::now();
+      if (getrandom(connection.challenge, kChallengeBytes, 0) != kChallengeBytes) continue;
+      watch(epoll_.get(), EPOLL_CTL_ADD, connection.socket.get(), EPOLLIN | EPOLLRDHUP, connection.serial);
+      const uint64_t serial = connection.serial;
+      connections_[serial] = std::move(made);
+      unproven_.push_back(serial);
+      counts_.connections.fetch_add(1, std::memory_order_relaxed);
+      counts_.accepted.fetch_add(1, std::memory_order_relaxed);
+      if (!reply(connection, FrameKind::kChallenge, 0, connection.challenge, kChallengeBytes)) close(serial);
+    }
+  }
+
+  void close(uint64_t serial) {
+    if (connections_.erase(serial) == 0) return;
+    std::erase(unproven_, serial);
+    counts_.connections.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+  void close_late(Clock::time_point now) {
+    std::vector<uint64_t> late;
+    for (const auto& [serial, connection] : connections_) {
+      const std::chrono::duration<double> since = now - (connection->proven ? connection->moved : connection->accepted);
+      const bool stalled = connection->proven && !connection->out.empty() && since.count() > options_.stall_seconds;
+      if (stalled) counts_.stalled.fetch_add(1, std::memory_order_relaxed);
+      if (stalled || (!connection->proven && since.count() > options_.hello_seconds)) late.push_back(serial);
+    }
+    for (const uint64_t serial : late) close(serial);
+  }
+
+  void update_busy() {
+    bool busy = false;
+    for (const auto& [serial, connection] : connections_) {
+      if (!closing_) break;  // only asked for while the server closes
+      busy = busy || (connection->proven && connection->waiting > 0);
+    }
+    for (const auto& [serial, local] : locals_) busy = busy || local.cold > 0;
+    const std::lock_guard lock(mutex_);
+    busy_ = busy;
+  }
+
+  void update_events(Connection& connection) {
+    const bool reads = connection.waiting < options_.most_waiting, writes = !connection.out.empty();
+    if (reads == connection.reads && writes == connection.writes) return;
+    connection.reads = reads;
+    connection.writes = writes;
+    const uint32_t events = (reads ? EPOLLIN | EPOLLRDHUP : 0u) | (writes ? EPOLLOUT : 0u);
+    watch(epoll_.get(), EPOLL_CTL_MOD, connection.socket.get(), events, connection.serial);
+  }
+
+  // Reads and handles frames. Returns false if the connection must be closed.
+  bool receive(Connection& connection) {
+    for (size_t turn = 0; turn < kTurn;) {
+      const size_t wanted = wanted_bytes(connection);
+      if (wanted == 0) return false;
+      if (connection.in.capacity < wanted) grow(connection, wanted);
+      const ssize_t got = recv(connection.socket.get(), connection.in.data.get() + connection.filled,
+                               connection.in.capacity - connection.filled, 0);
+      if (got == 0) return false;
+      if (got < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
+      turn += static_cast<size_t>(got);
+      connection.filled += static_cast<size_t>(got);
+      connection.moved = Clock::now();
+      counts_.bytes_in.fetch_add(static_cast<uint64_t>(got), std::memory_order_relaxed);
+      if (!handle_frames(connection)) return false;
+      if (connection.waiting >= options_.most_waiting) return true;
+    }
+    return true;
+  }
+
+  // The capacity that the frame at the beginning of the buffer needs; 0 for a frame that breaks the protocol.
+  size_t wanted_bytes(const Connection& connection) {
+    if (connection.filled < kHeader) return connection.proven ? kFirstBuffer : 1024;
+    FrameHeader header;
+    std::memcpy(&header, connection.in.data.get(), kHeader);
+    const size_t most = connection.proven ? kMostFrame : kMostHello;
+    if (header.magic != kRowsMagic || header.bytes > most) {
+      counts_.malformed.fetch_add(1, std::memory_order_relaxed);
+      return 0;
+    }
+    return std::max(kHeader + header.bytes, connection.proven ? kFirstBuffer : size_t{1024});
+  }
+
+  void grow(Connection& connection, size_t wanted) {
+    Bytes larger = free_.take(wanted);
+    if (connection.filled) std::memcpy(larger.data.get(), connection.in.data.get(), connection.filled);
+    free_.put(std::move(connection.in));
+    connection.in = std::move(larger);
+  }
+
+  bool handle_frames(Connection& connection) {
+    char* data = connection.in.data.get();
+    size_t at = 0;
+    while (connection.filled - at >= kHeader) {
+      FrameHeader header;
+      std::memcpy(&header, data + at, kHeader);
+      if (header.magic != kRowsMagic || header.bytes > (connection.proven ? kMostFrame : kMostHello)) {
+        counts_.malformed.fetch_add(1, std::memory_order_relaxed);
+        return false;
+      }
+      if (connection.filled - at < kHeader + header.bytes) break;
+      if (at % 8) {  // keys are read in place
+        std::memmove(data, data + at, connection.filled - at);
+        connection.filled -= at;
+        at = 0;
+      }
+      if (!handle_frame(connection, header, data + at + kHeader)) return false;
+      at += kHeader + header.bytes;
+    }
+    if (at && at < connection.filled) std::memmove(data, data + at, connection.filled - at);
+    connection.filled -= at;
+    if (connection.filled == 0 && connection.in.capacity > kFirstBuffer) {
+      free_.put(std::move(connection.in));  // an idle connection holds no large buffer
+      connection.in = {};
+    }
+    return true;
+  }
+
+  bool handle_frame(Connection& connection, const FrameHeader& header, const char* payload) {
+    if (!connection.proven) return header.kind == FrameKind::kHello && prove(connection, header, payload);
+    if (header.kind == FrameKind::kPing) return reply(connection, FrameKind::kPong, header.id, nullptr, 0);
+    if (header.kind != FrameKind::kLookup) {
+      counts_.malformed.fetch_add(1, std::memory_order_relaxed);
+      return false;
+    }
+    return look_up(connection, header, payload);
+  }
+
+  bool prove(Connection& connection, const FrameHeader& header, const char* payload) {
+    Proven proven;
+    try {
+      proven = server_.prove_({connection.challenge, kChallengeBytes}, {payload, header.bytes});
+    } catch (const std::exception& error) {
+      counts_.refused.fetch_add(1, std::memory_order_relaxed);
+      fail(connection, header.id, RowError::kMalformed, error.what());
+      return false;
+    }
+    connection.proven = true;
+    connection.service = std::move(proven.service);
+    std::erase(unproven_, connection.serial);
+    return reply(connection, FrameKind::kWelcome, header.id, proven.welcome.data(), proven.welcome.size());
+  }
+
+  bool look_up(Connection& connection, const FrameHeader& header, const char* payload) {
+    const RowService& service = *connection.service;
+    if (closing_ || service.is_retired())
+      return fail(connection, header.id, RowError::kClosing, "these rows are closed");
+    try {
+      parse_lookup(payload, header.bytes, service.dims(), parsed_);
+    } catch (const std::invalid_argument& error) {
+      counts_.malformed.fetch_add(1, std::memory_order_relaxed);
+      fail(connection, header.id, RowError::kMalformed, error.what());
+      return false;
+    }
+    if (service.is_cold(parsed_)) {
+      look_up_cold(connection, header, payload);
+      return true;
+    }
+    return answer(connection, read(service, header, parsed_, scratch_, free_));
+  }
+
+  // Reads a lookup's rows into a frame. Any thread; `bytes` gives the memory.
+  template <class Source>
+  Outgoing read(const RowService& service, const FrameHeader& request, const ParsedLookup& lookup,
+                RowService::Scratch& scratch, Source& bytes) {
+    const size_t size = answer_bytes(lookup, service.dims());
+    Outgoing frame{{kRowsMagic, FrameKind::kRows, RowError::kNone, request.id, size, 0, 0}, bytes.take(size), 0};
+    read_into(service, request, lookup, scratch, frame.payload.data.get(), frame.header);
+    return frame;
+  }
+
+  void read_into(const RowService& service, const FrameHeader& request, const ParsedLookup& lookup,
+                 RowService::Scratch& scratch, char* out, FrameHeader& header) {
+    try {
+      const RowService::Reply reply = service.read(lookup, request.publication, out, scratch);
+      header.publication = reply.publication;
+      header.oldest = reply.oldest;
+      header.error = reply.error;
+    } catch (const std::exception&) {  // the disk fails; the client asks a replica
+      header.publication = service.publication();
+      header.error = RowError::kFailed;
+    }
+    if (header.error == RowError::kNone) return;
+    counts_.errors.fetch_add(1, std::memory_order_relaxed);
+    header.kind = FrameKind::kError;
+    header.bytes = 0;
+  }
+
+  struct NewBytes {
+    Bytes take(size_t bytes) { return {std::unique_ptr<char[]>(new char[bytes + 8]), bytes}; }
+  };
+
+  void look_up_cold(Connection& connection, const FrameHeader& header, const char* payload) {
+    counts_.lookups_cold.fetch_add(1, std::memory_order_relaxed);
+    auto copy = std::make_shared<std::vector<int64_t>>(header.bytes / 8);  // aligned, as parse_lookup requires
+    std::memcpy(copy->data(), payload, header.bytes);
+    const size_t size = answer_bytes(parsed_, connection.service->dims());
+    connection.waiting += size;
+    connection.cold += 1;
+    server_.cold_->add([this, copy, header, size, serial = connection.serial,
+                        service = connection.service](RowService::Scratch& scratch) {
+      ParsedLookup lookup;
+      parse_lookup(reinterpret_cast<const char*>(copy->data()), header.bytes, service->dims(), lookup);
+      NewBytes bytes;
+      auto frame = std::make_shared<Outgoing>(read(*service, header, lookup, scratch, bytes));
+      post([this, serial, size, frame] {
+        const auto found = connections_.find(serial);
+        if (found == connections_.end()) return;
+        Connection& back = *found->second;
+        back.waiting -= size;
+        back.cold -= 1;
+        if (answer(back, std::move(*frame)))
+          update_events(back);
+        else
+          close(serial);
+      });
+    });
+  }
+
+  // --- answers ---
+
+  bool reply(Connection& connection, FrameKind kind, uint64_t id, const void* data, size_t size,
+             RowError error = RowError::kNone) {
+    const RowService* service = connection.service.get();
+    Outgoing frame{
+        {kRowsMagic, kind, error, id, size, service ? service->publication() : 0, service ? service->oldest() : 0},
+        free_.take(size),
+        0};
+    if (size) std::memcpy(frame.payload.data.get(), data, size);
+    return answer(connection, std::move(frame));
+  }
+
+  bool fail(Connection& connection, uint64_t id, RowError error, const std::string& why) {
+    counts_.errors.fetch_add(1, std::memory_order_relaxed);
+    return reply(connection, FrameKind::kError, id, why.data(), why.size(), error);
+  }
+
+  bool answer(Connection& connection, Outgoing frame) {
+    if (connection.out.empty()) connection.moved = Clock::now();
+    connection.waiting += kHeader + frame.header.bytes;
+    connection.out.push_back(std::move(frame));
+    return connection.out.size() > 1 || send(connection);
+  }
+
+  bool send(Connection& connection) {
+    while (!connection.out.empty()) {
+      Outgoing& frame = connection.out.front();
+      iovec parts[2];
+      int count = 0;
+      if (frame.sent < kHeader)
+        parts[count++] = {reinterpret_cast<char*>(&frame.header) + frame.sent, kHeader - frame.sent};
+      const size_t skip = frame.sent > kHeader ? frame.sent - kHeader : 0;
+      if (frame.header.bytes > skip) parts[count++] = {frame.payload.data.get() + skip, frame.header.bytes - skip};
+      msghdr message{};
+      message.msg_iov = parts;
+      message.msg_iovlen = static_cast<size_t>(count);
+      const ssize_t sent = sendmsg(connection.socket.get(), &message, MSG_NOSIGNAL);
+      if (sent < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
+      frame.sent += static_cast<size_t>(sent);
+      connection.waiting -= static_cast<size_t>(sent);
+      connection.moved = Clock::now();
+      counts_.bytes_out.fetch_add(static_cast<uint64_t>(sent), std::memory_order_relaxed);
+      if (frame.sent < kHeader + frame.header.bytes) continue;
+      free_.put(std::move(frame.payload));
+      connection.out.pop_front();
+    }
+    return true;
+  }
+
+  // --- clients on this machine ---
+
+  void serve_local(uint64_t serial, Local& local) {
+    SharedSlots& slots = *local.slots;
+    SharedSlots::clear(slots.request_event());
+    for (size_t slot = 0; slot < SharedSlots::kSlots; ++slot) {
+      uint32_t submitted = SharedSlots::kSubmitted;
+      if (slots.state(slot).compare_exchange_strong(submitted, SharedSlots::kWorking, std::memory_order_acquire))
+        serve_slot(serial, local, slot);
+    }
+  }
+
+  void serve_slot(uint64_t serial, Local& local, size_t slot) {
+    SharedSlots& slots = *local.slots;
+    FrameHeader request;
+    std::memcpy(&request, slots.request(slot), kHeader);
+    auto& header = *reinterpret_cast<FrameHeader*>(slots.answer(slot));
+    FrameHeader answered{kRowsMagic, FrameKind::kRows, RowError::kNone, request.id, 0, 0, 0};
+    const RowService& service = *local.service;
+    answered.publication = service.publication();
+    answered.oldest = service.oldest();
+    const char* payload = slots.request(slot) + kHeader;
+    try {
+      if (request.kind == FrameKind::kPing) {
+        answered.kind = FrameKind::kPong;
+      } else if (closing_ || service.is_retired()) {
+        answered.kind = FrameKind::kError;
+        answered.error = RowError::kClosing;
+      } else {
+        if (request.magic != kRowsMagic || request.kind != FrameKind::kLookup ||
+            request.bytes > SharedSlots::kRequestBytes - kHeader)
+          throw std::invalid_argument("not a lookup");
+        parse_lookup(payload, request.bytes, service.dims(), parsed_);
+        const size_t size = answer_bytes(parsed_, service.dims());
+        if (size > SharedSlots::kAnswerBytes - kHeader) throw std::invalid_argument("an answer larger than a slot");
+        answered.bytes = size;
+        if (service.is_cold(parsed_)) return serve_slot_cold(serial, local, slot, request, answered);
+        read_into(service, request, parsed_, scratch_, slots.answer(slot) + kHeader, answered);
+      }
+    } catch (const std::invalid_argument&) {
+      counts_.malformed.fetch_add(1, std::memory_order_relaxed);
+      answered.kind = FrameKind::kError;
+      answered.error = RowError::kMalformed;
+      answered.bytes = 0;
+    }
+    std::memcpy(&header, &answered, kHeader);
+    slots.finish(slot);
+  }
+
+  void serve_slot_cold(uint64_t serial, Local& local, size_t slot, const FrameHeader& request, FrameHeader answered) {
+    counts_.lookups_cold.fetch_add(1, std::memory_order_relaxed);
+    local.cold += 1;
+    auto lookup = std::make_shared<ParsedLookup>(parsed_);
+    server_.cold_->add([this, serial, slots = local.slots, service = local.service, slot, request, answered,
+                        lookup](RowService::Scratch& scratch) mutable {
+      read_into(*service, request, *lookup, scratch, slots->answer(slot) + kHeader, answered);
+      std::memcpy(slots->answer(slot), &answered, kHeader);
+      slots->finish(slot);
+      post([this, serial] {
+        if (const auto found = locals_.find(serial); found != locals_.end()) found->second.cold -= 1;
+      });
+    });
+  }
+
+  void close_local(std::unordered_map<uint64_t, uint64_t>::iterator control) {
+    locals_.erase(control->second);
+    local_of_control_.erase(control);
+    counts_.connections.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+  RowServer& server_;
+  Counts& counts_;
+  const RowServerOptions& options_;
+  Descriptor epoll_, wake_;
+  uint64_t next_serial_ = 1;
+  std::unordered_map<uint64_t, std::shared_ptr<Descriptor>> listeners_;
+  std::unordered_map<uint64_t, std::unique_ptr<Connection>> connections_;
+  std::unordered_map<uint64_t, Local> locals_;
+  std::unordered_map<uint64_t, uint64_t> local_of_control_;
+  std::deque<uint64_t> unproven_;  // oldest first
+  FreeBytes free_;
+  ParsedLookup parsed_;
+  RowService::Scratch scratch_;
+  bool stopped_ = false, closing_ = false;
+
+  std::mutex mutex_;  // guards what follows
+  std::vector<std::function<void()>> tasks_;
+  bool busy_ = false;
+  std::thread thread_;
+};
+
+RowServer::RowServer(RowServerOptions options, Prove prove)
+    : options_(options),
+      prove_(std::move(prove)),
+      counts_(std::make_unique<Counts>()),
+      cold_(std::make_unique<ColdThreads>(options.cold_threads)) {
+  if (options_.threads < 1 || options_.cold_threads < 1) throw std::invalid_argument("RowServer: give threads");
+  for (int i = 0; i < options_.threads; ++i) loops_.push_back(std::make_unique<Loop>(*this));
+}
+
+RowServer::~RowServer() { close(0); }
+
+void RowServer::listen(int descriptor) {
+  const auto listener = std::make_shared<Descriptor>(descriptor);
+  for (const auto& loop : loops_) loop->listen(listener);
+}
+
+std::vector<int> RowServer::add_local(int control, std::shared_ptr<RowService> service) {
+  auto slots = std::make_shared<SharedSlots>();
+  const size_t loop = next_loop_.fetch_add(1) % loops_.size();
+  std::vector<int> copies;  // the loop closes its own when the client ends, perhaps before these are sent
+  for (const int descriptor : slots->descriptors()) copies.push_back(fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
+  loops_[loop]->add_local(slots, std::make_shared<Descriptor>(control), std::move(service));
+  return copies;
+}
+
+void RowServer::close(double seconds) {
+  if (closed_.exchange(true)) return;
+  for (const auto& loop : loops_) loop->close_listeners();
+  const auto until = Clock::now() + std::chrono::milliseconds(seconds_to_ms(seconds));
+  while (Clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    if (std::none_of(loops_.begin(), loops_.end(), [](const auto& loop) { return loop->is_busy(); })) break;
+  }
+  cold_.reset();  // its jobs post to the loops
+  loops_.clear();
+}
+
+RowServerFigures RowServer::figures() const {
+  const auto get = [](const std::atomic<uint64_t>& count) { return count.load(std::memory_order_relaxed); };
+  return {get(counts_->connections), get(counts_->accepted), get(counts_->refused),
+          get(counts_->malformed),   get(counts_->stalled),  get(counts_->lookups_cold),
+          get(counts_->errors),      get(counts_->bytes_in), get(counts_->bytes_out)};
+}
+
+}  // namespace hotrow

@@ -1,0 +1,106 @@
+#include "rowserver/row_service.h"
+
+#include <stdexcept>
+
+namespace hotrow {
+
+RowService::RowService(std::vector<std::shared_ptr<Table>> tables, int64_t publication, size_t history_entries,
+                       size_t history_bytes)
+    : tables_(std::move(tables)),
+      history_(history_entries, history_bytes),
+      publication_(publication),
+      oldest_(publication) {
+  for (const auto& table : tables_) dims_.push_back(table->dim());
+}
+
+RowService::Reply RowService::read(const ParsedLookup& lookup, int64_t publication, char* out, Scratch& scratch) const {
+  if (cutting_over_.load(std::memory_order_acquire)) const std::lock_guard wait(entry_);
+  const std::shared_lock shared(gate_);
+  const int64_t current = publication_.load(std::memory_order_relaxed), oldest = history_.oldest(current);
+  if (publication > current) return {RowError::kBehind, current, oldest};
+  if (publication < oldest) return {RowError::kTooNew, current, oldest};
+  auto* found = lookup.want_found ? reinterpret_cast<bool*>(out + answer_bytes(lookup, dims_) - lookup.count) : nullptr;
+  const int64_t* keys = lookup.keys;
+  for (const TableKeys& part : lookup.tables) {
+    const int dim = dims_[part.table], words = words_of(lookup.wire, dim);
+    const bool encode = lookup.wire != RowType::kFloat;
+    auto* rows = encode ? scratch.rows.resize(size_t{part.keys} * dim) : reinterpret_cast<float*>(out);
+    tables_[part.table]->read(keys, nullptr, part.keys, rows, found);
+    if (publication < current) {
+      history_.restore(publication, part.table, keys, part.keys, rows, found);
+      restored_.fetch_add(part.keys, std::memory_order_relaxed);
+    }
+    auto* encoded = reinterpret_cast<uint32_t*>(out);
+    if (encode)
+      for (size_t i = 0; i < part.keys; ++i) encode_row(lookup.wire, rows + i * dim, dim, encoded + i * words);
+    out += size_t{part.keys} * words * sizeof(uint32_t);
+    keys += part.keys;
+    if (found) found += part.keys;
+  }
+  lookups_.fetch_add(1, std::memory_order_relaxed);
+  keys_.fetch_add(lookup.count, std::memory_order_relaxed);
+  return {RowError::kNone, publication, oldest};
+}
+
+bool RowService::is_cold(const ParsedLookup& lookup) const {
+  if (cutting_over_.load(std::memory_order_acquire)) const std::lock_guard wait(entry_);
+  const std::shared_lock shared(gate_);
+  const int64_t* keys = lookup.keys;
+  for (const TableKeys& part : lookup.tables) {
+    if (tables_[part.table]->on_ssd(keys, part.keys, nullptr)) return true;
+    keys += part.keys;
+  }
+  return false;
+}
+
+std::vector<ChangedRows> RowService::prepare(const std::vector<Change>& changes) const {
+  std::vector<ChangedRows> before;
+  for (const Change& change : changes) {
+    const int dim = dims_.at(change.table);
+    std::vector<float> rows(change.keys.size() * dim);
+    std::vector<uint8_t> found(change.keys.size());
+    tables_[change.table]->read(change.keys.data(), nullptr, change.keys.size(), rows.data(),
+                                reinterpret_cast<bool*>(found.data()));
+    before.emplace_back(change.table, dim, change.keys, std::move(rows), std::move(found));
+  }
+  return before;
+}
+
+void RowService::begin_cut_over() {
+  cutting_over_.store(true, std::memory_order_release);
+  entry_.lock();
+  gate_.lock();
+}
+
+void RowService::end_cut_over(int64_t publication, std::vector<ChangedRows>* before) {
+  if (before)
+    history_.add(publication, publication_.load(std::memory_order_relaxed), std::move(*before));
+  else
+    history_.clear();
+  publication_.store(publication, std::memory_order_release);
+  oldest_.store(history_.oldest(publication), std::memory_order_release);
+  history_entries_.store(history_.entries(), std::memory_order_relaxed);
+  history_bytes_.store(history_.bytes(), std::memory_order_relaxed);
+  abandon_cut_over();
+}
+
+void RowService::abandon_cut_over() {
+  cutting_over_.store(false, std::memory_order_release);
+  gate_.unlock();
+  entry_.unlock();
+}
+
+void RowService::replace_tables(std::vector<std::shared_ptr<Table>> tables) {
+  if (tables.size() != tables_.size()) throw std::invalid_argument("replace_tables: another number of tables");
+  for (size_t i = 0; i < tables.size(); ++i)
+    if (tables[i]->dim() != dims_[i]) throw std::invalid_argument("replace_tables: a table has another dim");
+  tables_ = std::move(tables);
+}
+
+RowService::Figures RowService::figures() const {
+  return {lookups_.load(std::memory_order_relaxed), keys_.load(std::memory_order_relaxed),
+          restored_.load(std::memory_order_relaxed), history_entries_.load(std::memory_order_relaxed),
+          history_bytes_.load(std::memory_order_relaxed)};
+}
+
+}  // namespace hotrow
