@@ -70,6 +70,7 @@ void bind_row_server(nb::module_& m) {
             service.end_cut_over(publication, before ? &before->rows : nullptr);
           },
           nb::arg("publication"), nb::arg("before").none())
+      .def_prop_ro("connections", [](RowService& service) { return service.connections().load(); })
       .def("retire", &RowService::retire)
       .def("abandon_cut_over", &RowService::abandon_cut_over)
       .def("replace_tables", &RowService::replace_tables, nb::arg("tables"))

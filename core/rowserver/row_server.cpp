@@ -160,6 +160,7 @@ class RowServer::Loop {
       const uint64_t serial = next_serial_++;
       locals_[serial] = {slots, control, service, 0};
       local_of_control_[next_serial_] = serial;
+      service->connections().fetch_add(1);
       watch(epoll_.get(), EPOLL_CTL_ADD, slots->request_event(), EPOLLIN, serial);
       watch(epoll_.get(), EPOLL_CTL_ADD, control->get(), EPOLLIN | EPOLLRDHUP, next_serial_++);
       counts_.connections.fetch_add(1, std::memory_order_relaxed);
@@ -280,7 +281,10 @@ class RowServer::Loop {
   }
 
   void close(uint64_t serial) {
-    if (connections_.erase(serial) == 0) return;
+    const auto found = connections_.find(serial);
+    if (found == connections_.end()) return;
+    if (found->second->service) found->second->service->connections().fetch_sub(1);
+    connections_.erase(found);
     std::erase(unproven_, serial);
     counts_.connections.fetch_sub(1, std::memory_order_relaxed);
   }
@@ -405,6 +409,7 @@ class RowServer::Loop {
     }
     connection.proven = true;
     connection.service = std::move(proven.service);
+    connection.service->connections().fetch_add(1);
     std::erase(unproven_, connection.serial);
     return reply(connection, FrameKind::kWelcome, header.id, proven.welcome.data(), proven.welcome.size());
   }
@@ -600,6 +605,7 @@ class RowServer::Loop {
   }
 
   void close_local(std::unordered_map<uint64_t, uint64_t>::iterator control) {
+    locals_.at(control->second).service->connections().fetch_sub(1);
     locals_.erase(control->second);
     local_of_control_.erase(control);
     counts_.connections.fetch_sub(1, std::memory_order_relaxed);

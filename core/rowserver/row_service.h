@@ -40,6 +40,8 @@ class RowService {
 
   // From now on lookups are refused: other rows took their place. Connections may keep the object for a while.
   void retire() { retired_.store(true, std::memory_order_release); }
+  // How many connections may read these rows.
+  std::atomic<uint32_t>& connections() { return connections_; }
   bool is_retired() const { return retired_.load(std::memory_order_acquire); }
 
   // Writes the answer's payload (answer_bytes()) to `out`, or returns an error and leaves `out` undefined.
@@ -77,6 +79,7 @@ class RowService {
   mutable std::shared_mutex gate_;
   std::atomic<bool> cutting_over_{false}, retired_{false};
   std::atomic<int64_t> publication_, oldest_;
+  std::atomic<uint32_t> connections_{0};
   mutable std::atomic<uint64_t> lookups_{0}, keys_{0}, restored_{0};
   std::atomic<size_t> history_entries_{0}, history_bytes_{0};
 };

@@ -30,6 +30,9 @@ class Memory:
     `remote` is a store outside the process (`redis://host:6379`, `rocksdb:/folder`, docs/remote.md) that has all rows;
     `dram` is a cache over it. Rows are then read-only, so `remote` is for serving.
 
+    `rows` names row servers (`hotrow rows`) that have all rows: addresses, a cluster.toml, or another list of them
+    (docs/fleet.md). They are read-only too; with `dram` there is a cache over them.
+
     >>> Memory(dram="4GiB").dram_bytes
     4294967296
     """
@@ -39,6 +42,7 @@ class Memory:
     ssd: str | os.PathLike[str] | None = None
     remote: str | None = None
     hbm_policy: str = "lfu"
+    rows: str | None = None
 
     def __post_init__(self) -> None:
         if self.hbm_policy not in HBM_POLICIES:
@@ -55,6 +59,8 @@ class Memory:
             raise OptionError(
                 "remote= without dram=: say how much DRAM the cache over it may take, such as dram='4GiB'"
             )
+        if self.rows is not None and self.remote is not None:
+            raise OptionError("rows= with remote=: both have all rows; leave one of them out")
         for tier in ("hbm", "ssd"):
             if self.remote is not None and getattr(self, tier) is not None:
                 raise OptionError(

@@ -18,6 +18,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +41,8 @@ from hotrow.tiers.host.store import Budget
 from hotrow.tiers.plan import Plan
 from hotrow.tiers.remote.owner import RemoteOwner
 from hotrow.tiers.remote.tables import RemoteTables
+from hotrow.tiers.rows.row_servers import RowServers
+from hotrow.tiers.rows.tables import RowServerOwner, RowServerTables, RowServerTransport
 from hotrow.tiers.sharded.plan import ClientTables, ShardedPlan
 from hotrow.tiers.sharded.transport import LocalTransport
 
@@ -64,6 +67,7 @@ class EmbeddingCollection(nn.Module):
         seed: int = 0,
         device: str | torch.device | None = None,
         ranks: Ranks | None = None,
+        row_servers: RowServers | None = None,
     ) -> None:
         super().__init__()
         _check_tables(tables)
@@ -73,7 +77,9 @@ class EmbeddingCollection(nn.Module):
         self.seed = seed
         self.budget = Budget(self.memory.dram_bytes)
         self.tables = [TableRows(table, self.optimizer, seed, self.budget) for table in tables]
-        self.remote = _remote(self.memory, self.tables, seed, ranks)
+        self.remote: RemoteTables | RowServerTables | None = _remote(self.memory, self.tables, seed, ranks)
+        if row_servers is not None:
+            self.remote = _over_row_servers(row_servers, self.tables)
         self._ssd = SsdFolder(self.memory, self.tables) if self.memory.ssd is not None else None
         self.steps = 0
         self.watermark: int | None = None  # the latest event time that was trained on, in milliseconds
@@ -354,7 +360,23 @@ def _remote(memory: Memory, tables: Sequence[TableRows], seed: int, ranks: Ranks
     return remote
 
 
-def _plans(hot: HbmCache | None, remote: RemoteTables | None) -> Callable[[], Plan]:
+def _over_row_servers(row_servers: RowServers, tables: Sequence[TableRows]) -> RowServerTables:
+    remote = RowServerTables(row_servers, tables)
+    for table, rows in zip(tables, remote.rows, strict=True):
+        table.remote = rows
+    return remote
+
+
+def _plan_over_row_servers(remote: RowServerTables) -> Plan:
+    transport = RowServerTransport(remote.servers)
+    return ShardedPlan(
+        [ClientTables(HostClient())], [0] * len(remote.rows), RowServerOwner(remote, transport), transport
+    )
+
+
+def _plans(hot: HbmCache | None, remote: RemoteTables | RowServerTables | None) -> Callable[[], Plan]:
+    if isinstance(remote, RowServerTables):
+        return partial(_plan_over_row_servers, remote)
     if remote is not None:
         part_of, transport = [0] * len(remote.rows), LocalTransport()
         return lambda: ShardedPlan([ClientTables(HostClient())], part_of, RemoteOwner(remote), transport)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -60,11 +61,17 @@ from hotrow.serve.updates.freshness import Freshness
 from hotrow.serve.updates.remote_fill import fill_local, is_local
 from hotrow.table import Lookup
 from hotrow.tiers.host.store import HostStore, count_cold, prefetch_all
+from hotrow.tiers.rows.cluster_file import RowsAddress
+from hotrow.tiers.rows.handshake import Model, fingerprint
+from hotrow.tiers.rows.row_servers import RowServers
+from hotrow.tiers.rows.tables import READ, ReadTerms, RowServerTables
 
 if TYPE_CHECKING:
     from hotrow.serve.execution.device_lane import DeviceLanes
 
 Columns = Mapping[str, Any]
+SERVERS_START = 60.0  # seconds that a version waits until every shard has a row server
+SERVERS_CATCH_UP = 2.0  # seconds that an update waits until row servers have it too
 READ_ATTEMPTS = 20  # to read a batch whose rows a small cache evicts while others are being read
 
 
@@ -211,8 +218,8 @@ class Engine:
         answered = self.answer(batch, policy)
         return answered.logits, answered.late
 
-    def answer(self, batch: KeyedBatch, policy: str = "wait") -> Answer:
-        """As `run`, with the other fields of Answer."""
+    def answer(self, batch: KeyedBatch, policy: str = "wait", until: float | None = None) -> Answer:
+        """As `run`, with the other fields of Answer. `until` (time.monotonic()) is when rows of row servers are late."""
         live = self._open()
         with torch.inference_mode(), ExitStack() as held:
             self._check_dense(batch)
@@ -223,9 +230,12 @@ class Engine:
                     return Answer(logits, LateIds(ids, by_row), True, self.fresh)
             dense = self._dense(batch)
             with self._lookup_lock():
-                lookup = self._read(live, batch, policy, held)
-                fresh = self.fresh if live.embeddings.remote is None else self._fresh_of(lookup)
-                weights = live.towers.weights if self._tower_outside_gate else None  # type: ignore[attr-defined]
+                if isinstance(live.embeddings.remote, RowServerTables):
+                    lookup, fresh, weights = self._read_from_servers(live, batch, policy, until, held)
+                else:
+                    lookup = self._read(live, batch, policy, held)
+                    fresh = self.fresh if live.embeddings.remote is None else self._fresh_of(lookup)
+                    weights = self._weights(live)
                 vectors, late = self._pool(live, lookup)
             if self._tower_outside_gate:
                 held.close()
@@ -289,6 +299,8 @@ class Engine:
                 "service; apply those between first"
             )
         update = prepare(publication, live.embeddings)
+        if isinstance(live.embeddings.remote, RowServerTables):
+            live.embeddings.remote.servers.wait_for(publication.number, SERVERS_CATCH_UP)
         if live.embeddings.remote is not None:
             live.embeddings.remote.write_if_local(publication.number, publication.previous, update.changes())
         set_weights = None if publication.dense is None else self._prepare_weights(live, publication.dense)
@@ -372,6 +384,35 @@ class Engine:
                     raise
         raise AssertionError
 
+    def _weights(self, live: _Live) -> Any:
+        """The weights of now, where a batch keeps them for a tower that runs outside the gate. Inside the gate."""
+        return live.towers.weights if self._tower_outside_gate else None  # type: ignore[attr-defined]
+
+    def _read_from_servers(
+        self, live: _Live, batch: KeyedBatch, policy: str, until: float | None, held: ExitStack
+    ) -> tuple[Lookup, Freshness, Any]:
+        """Rows of a batch from row servers, at the publication in service when it begins, with the weights of that
+        publication. An update does not wait for the network: where weights are replaced in place, the batch reads
+        again if there was an update meanwhile."""
+        remote = live.embeddings.remote
+        assert isinstance(remote, RowServerTables)
+        deadline = time.monotonic() + READ if until is None else until
+        for tries_left in reversed(range(READ_ATTEMPTS)):
+            if not tries_left:
+                held.enter_context(self._gate.shared())  # the next update waits for this batch
+            with self._gate.shared() if tries_left else nullcontext():
+                fresh, weights = self.fresh, self._weights(live)
+            lookup = live.embeddings.route(batch, ahead=False)
+            remote.set_terms(lookup.plan, ReadTerms(fresh.publication, deadline))
+            lookup.prefetch()
+            if tries_left:
+                held.enter_context(self._gate.shared())
+            if self._tower_outside_gate or self.fresh.publication == fresh.publication:
+                return lookup.read(policy), fresh, weights
+            held.close()
+            live.embeddings.release(lookup)
+        raise AssertionError
+
     def _fresh_of(self, lookup: Lookup) -> Freshness:
         """The freshness of an answer over a remote store, whose rows may be older or newer than the publication in
         service here."""
@@ -439,6 +480,8 @@ def _open(
 def _load_rows(version: Version, memory: Memory | None, device: str | torch.device | None) -> EmbeddingCollection:
     """The version's rows as a read-only collection."""
     memory = memory or Memory()
+    if memory.rows is not None:
+        return _open_row_servers(version, memory.rows)
     tables = version.tables
     if memory.remote is not None and is_local(memory.remote):
         fill_local(version, memory.remote)
@@ -452,6 +495,19 @@ def _load_rows(version: Version, memory: Memory | None, device: str | torch.devi
     for on_disk, rows in zip(tables, embeddings.tables, strict=True) if memory.remote is None else ():
         rows.store.load_snapshot(str(on_disk.folder))
     return embeddings.eval()
+
+
+def _open_row_servers(version: Version, address: str) -> EmbeddingCollection:
+    """The version's tables over row servers: no row is loaded here."""
+    tables, seed = [on_disk.table for on_disk in version.tables], int(version.manifest["seed"])
+    model = Model(version.model, version.number, fingerprint(tables, seed))
+    servers = RowServers(RowsAddress.parse(address), model, [table.dim for table in tables])
+    try:
+        servers.wait_until_complete(SERVERS_START)
+        return EmbeddingCollection(tables, SGD(), seed=seed, row_servers=servers).eval()
+    except BaseException:
+        servers.close()
+        raise
 
 
 def _tower(version: Version, embeddings: EmbeddingCollection, device: torch.device) -> OriginalTower:

@@ -1,0 +1,109 @@
+"""RowServerOptions: the options of `hotrow rows`, all of them checked before anything starts."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass, field
+
+from hotrow.config import Memory
+from hotrow.credentials import split_login
+from hotrow.errors import OptionError, choices
+from hotrow.publish.bus import SCHEMES
+from hotrow.serve.repository.manifest import Repository
+from hotrow.serve.rows.shards import ALL, Shards
+from hotrow.tiers.rows.cluster_file import check_address
+from hotrow.tiers.rows.handshake import token_key
+from hotrow.units import parse_size
+
+LEAST_HISTORY = 1 << 20
+
+
+@dataclass(frozen=True)
+class RowServerOptions:
+    """The options of a row server. Sizes are strings such as "4GiB"; times are in seconds."""
+
+    repository: str
+    models: tuple[str, ...] = ()  # (): all of the repository
+    shards: Shards = ALL
+    listen: tuple[str, ...] = ("127.0.0.1:8010",)
+    metrics: int | None = 8012
+    dram: str | None = None
+    ssd: str | None = None
+    bus: tuple[str, ...] = ()  # addresses, or model=address
+    token: str | None = field(default=None, repr=False)
+    threads: int = 1
+    history: str = "64MiB"
+    register: str | None = None  # redis://host/0?set=rows, and the address to register
+    advertise: str | None = None  # the address that clients should use
+    drain: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in self.served_models():
+            if not Repository(self.repository).versions(name):
+                raise OptionError(f"--model {name}: {choices(name, Repository(self.repository).models())}")
+        if not self.listen:
+            raise OptionError("--listen: give HOST:PORT or unix:/path, at least once")
+        for address in self.listen:
+            if address.startswith("unix:"):
+                continue
+            host, _, port = address.rpartition(":")
+            if port != "0":
+                check_address(address)
+            if not _is_loopback(host) and self.token is None:
+                raise OptionError(
+                    f"--listen {address} without a token: every machine that reaches this port could read all rows; "
+                    "make one with `openssl rand -hex 32 > rows.token; chmod 600 rows.token`, and give --token-file "
+                    "rows.token to row servers and tower servers"
+                )
+        token_key(self.token)
+        if self.threads < 1:
+            raise OptionError(f"--threads {self.threads}: give 1 or more")
+        if parse_size(self.history, "history") < LEAST_HISTORY:
+            raise OptionError(f"--history {self.history}: give at least 1MiB")
+        if not self.drain > 0:
+            raise OptionError(f"--drain {self.drain:g}: give seconds above 0")
+        if self.register is not None and not self.register.startswith(("redis://", "rediss://")):
+            raise OptionError(f"--register {self.register}: give redis://HOST:PORT/0?set=NAME")
+        if self.register is not None and self.advertise is None:
+            raise OptionError("--register without --advertise: say which address tower servers should use: HOST:PORT")
+        if self.advertise is not None:
+            check_address(self.advertise)
+        self.memory("model", 1)
+        for address in self.buses().values():
+            split_login(address)
+
+    def served_models(self) -> list[str]:
+        """The models that are served."""
+        return list(self.models) or Repository(self.repository).models()
+
+    def memory(self, model: str, version: int) -> Memory:
+        """The tiers of one version's rows."""
+        ssd = None if self.ssd is None else os.path.join(self.ssd, model, str(version))
+        return Memory(dram=self.dram, ssd=ssd)
+
+    def buses(self) -> dict[str, str]:
+        """The bus of each model that follows one. An address without a model's name belongs to the only model."""
+        found: dict[str, str] = {}
+        models = self.served_models()
+        for text in self.bus:
+            name, mark, address = text.partition("=")
+            if not mark or ":" in name:
+                if len(models) != 1:
+                    raise OptionError(f"--bus {text}: there are {len(models)} models; give --bus MODEL=ADDRESS")
+                name, address = models[0], text
+            if name not in models:
+                raise OptionError(f"--bus {text}: {choices(name, models)}")
+            if address.partition(":")[0] not in SCHEMES:
+                raise OptionError(f"--bus {text}: {choices(address.partition(':')[0], SCHEMES)}")
+            found[name] = address
+        return found
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
