@@ -23,10 +23,18 @@ Examples:
 
     hotrow serve repository/ --bus redis://10.0.0.5:6379/0?stream=ctr --dram 8GiB --remote redis+cluster://10.0.0.1:7000
 
+    hotrow serve repository/ --rows cluster.toml --rows-token-file rows.token    # rows on row servers: fleet.md
+
     hotrow serve repository/ --host 0.0.0.0 --token-file /run/secrets/token --poll 5s
 
 Ctrl-C or SIGTERM answers the requests in flight, and ends.
 """
+
+
+def _with_options(address: str, **given: str | None) -> str:
+    """An address of row servers with the options that are given."""
+    options = "&".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    return address + (("&" if "?" in address else "?") + options if options else "")
 
 
 def serve(
@@ -69,6 +77,17 @@ def serve(
             "redis+cluster://host:port,host:port, rediss..., rocksdb:/folder, or model=address"
         ),
     ] = None,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="row servers (`hotrow rows`) that hold all rows: HOST:PORT,HOST:PORT, cluster.toml, dns:NAME:PORT, "
+            "redis://HOST/0?set=NAME, or model=address"
+        ),
+    ] = None,
+    rows_token_file: Annotated[
+        str | None, typer.Option(metavar="PATH", help="the token of the row servers, in one line of a file")
+    ] = None,
+    rows_wire: Annotated[str | None, typer.Option(help="how rows are sent: fp32 (the default), fp16 or int8")] = None,
     stale_after: Annotated[
         str | None, typer.Option(help="raise an alarm when answers use data older than this, such as 10s")
     ] = None,
@@ -125,6 +144,7 @@ def serve(
         poll=parse_seconds(poll, "--poll"),
         bus=tuple(bus or ()),
         remote=tuple(remote or ()),
+        rows=tuple(_with_options(address, token_file=rows_token_file, wire=rows_wire) for address in rows or ()),
         stale_after=None if stale_after is None else parse_seconds(stale_after, "--stale-after"),
         token=token,
         drain=parse_seconds(drain, "--drain"),

@@ -40,6 +40,8 @@ from hotrow.serve.updates.freshness import Freshness
 
 log = logging.getLogger(__name__)
 
+LEAST_READ = 0.5  # part of the time to a deadline that rows on other machines get, however long towers take
+
 
 class Sender(Protocol):
     """A front end's connection, to which answers are sent."""
@@ -158,7 +160,8 @@ class Lanes:
             key.fingerprint,
         )
         joined_at = time.monotonic()
-        logits, late, compiled, fresh = version.run(joined, key.policy)
+        until = _rows_late_at(pieces, key) if version.waits_for_rows else None
+        logits, late, compiled, fresh = version.run(joined, key.policy, until)
         values: Array = logits.float().numpy() if logits.device.type == "cpu" else logits.float().cpu().numpy()
         run_at = time.monotonic()
         if len(values) != joined.size:
@@ -222,6 +225,15 @@ class Lanes:
         size[0] += 1
         size[1] += run_seconds
         size[2] += rows
+
+
+def _rows_late_at(pieces: Sequence[Piece], key: BatchKey) -> float:
+    """When a batch stops waiting for rows on other machines: what is left until the earliest deadline, less the time
+    that a batch takes here."""
+    now = time.monotonic()
+    left = max(0.0, min([piece.request.deadline for piece in pieces]) - now)
+    needed = key.model.group.service_time.of(sum([piece.rows for piece in pieces]))
+    return now + max(left - needed, left * LEAST_READ)
 
 
 def refuse(tensorbatch: TensorBatch, request: QueuedRequest, why: RefusedError) -> None:

@@ -101,9 +101,18 @@ class Version:
         """The newest publication that it has applied."""
         return int(getattr(self.servable, "publication", 0))
 
-    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, int | Any, bool, Freshness]:
-        """Logits, late ids (one number or one per row), whether compiled buckets answered, and the data's freshness."""
-        result = self.servable.run(batch, policy)
+    @property
+    def waits_for_rows(self) -> bool:
+        """Whether `run` reads rows from other machines, by a deadline."""
+        return bool(getattr(self.servable, "waits_for_rows", False))
+
+    def run(
+        self, batch: KeyedBatch, policy: str, until: float | None = None
+    ) -> tuple[Tensor, int | Any, bool, Freshness]:
+        """Logits, late ids (one number or one per row), whether compiled buckets answered, and the data's freshness.
+        `until` (time.monotonic()) is when rows on other machines are late, for a version that `waits_for_rows`."""
+        run: Any = self.servable.run
+        result = run(batch, policy, until) if self.waits_for_rows else run(batch, policy)
         fresh = result[3] if len(result) > 3 else Freshness.of(self.publication, None)
         return result[0], result[1], bool(result[2]) if len(result) > 2 else False, fresh
 

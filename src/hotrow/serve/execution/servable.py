@@ -29,6 +29,7 @@ from hotrow.serve.protocol.request import Array, Signature
 from hotrow.serve.updates.follower import Follower
 from hotrow.serve.updates.freshness import Freshness
 from hotrow.tiers.host.store import count_cold
+from hotrow.tiers.rows.tables import RowServerTables
 
 if TYPE_CHECKING:
     from hotrow.serve.execution.engine import Engine
@@ -76,12 +77,25 @@ class ServedVersion:
         old, self.engine = self.engine, engine
         old.close()
 
-    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Any, bool, Freshness]:
+    @property
+    def waits_for_rows(self) -> bool:
+        """Whether a batch reads its rows from other machines, by a deadline: `run`'s `until`."""
+        return isinstance(self.engine.embeddings.remote, RowServerTables)
+
+    @property
+    def rows_up(self) -> bool:
+        """Whether every row can be read now: each shard has a row server."""
+        remote = self.engine.embeddings.remote
+        return not (isinstance(remote, RowServerTables) and remote.servers.topology.missing)
+
+    def run(
+        self, batch: KeyedBatch, policy: str, until: float | None = None
+    ) -> tuple[Tensor, Any, bool, Freshness]:
         """Logits, late ids by row, whether compiled buckets computed all logits, and the freshness of the data."""
         try:
-            logits, late, compiled, fresh = self.engine.answer(batch, policy)
+            logits, late, compiled, fresh = self.engine.answer(batch, policy, until)
         except ClosedError:  # `reopen` replaced it a moment ago
-            logits, late, compiled, fresh = self.engine.answer(batch, policy)
+            logits, late, compiled, fresh = self.engine.answer(batch, policy, until)
         return logits, late.by_row if late.ids else 0, compiled, fresh
 
     def figures(self) -> dict[str, Any]:
@@ -92,7 +106,8 @@ class ServedVersion:
         counts, metrics = towers.counts, towers.metrics()
         remote = self.engine.embeddings.remote
         return {
-            "remote": None if remote is None else remote.figures(),
+            "remote": None if remote is None or self.waits_for_rows else remote.figures(),
+            "row_servers": remote.figures() if remote is not None and self.waits_for_rows else None,
             "buckets": {str(shape): hits for shape, hits in counts.hits.items()},
             "padded_rows": counts.padded_rows,
             **{name: metrics[name] for name in ("compile_queue", "compile_seconds", "compiled_pieces")},
@@ -178,6 +193,9 @@ def _open_engine(folder: Path, name: str, options: Mapping[str, Any]) -> Engine:
     remote = (options.get("remote") or {}).get(folder.parent.name)
     if remote is not None:
         tiers["remote"] = remote
+    rows = options.get("rows") or {}
+    if (row_servers := rows.get(folder.parent.name, rows.get(""))) is not None:  # "": of all models
+        tiers["rows"] = row_servers
     if "ssd" in tiers:  # each version of each model has its own folder there
         tiers["ssd"] = str(Path(tiers["ssd"]) / folder.parent.name / name)
     precision, most = options.get("precision", "fp32"), int(options.get("max_rows", 1024))

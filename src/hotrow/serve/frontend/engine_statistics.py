@@ -34,6 +34,16 @@ def _add(a: Any, b: Any) -> Any:
     return a + b if isinstance(a, (int, float)) else a
 
 
+_ROW_SERVERS = {  # a figure of row servers → the metric's name
+    "lookups": "hotrow_row_lookups_total",
+    "keys": "hotrow_row_keys_total",
+    "late": "hotrow_row_late_total",
+    "bytes": "hotrow_row_bytes_total",
+    "hedges": "hotrow_row_hedges_total",
+    "hedges_won": "hotrow_row_hedges_won_total",
+    "retries": "hotrow_row_retries_total",
+    "up": "hotrow_row_servers_complete",
+}
 _REMOTE = {  # a remote store's figure → the metric's name
     "hits": "hotrow_remote_hits_total",
     "misses": "hotrow_remote_misses_total",
@@ -95,10 +105,22 @@ def add_figures(engines: Sequence[dict[str, Any]]) -> Figures:
                 put(tower["compiled_pieces"], "hotrow_compiled_pieces", *labels)
             for op, buckets in tower.get("eager_ops", {}).items():
                 put(buckets, "hotrow_eager_ops", *labels, op)
+            if tower.get("row_servers"):
+                put_row_servers(put, labels, tower["row_servers"])
             for name, metric in _REMOTE.items() if tower.get("remote") else ():
                 put(tower["remote"][name], metric, *labels)
             put_freshness(totals, labels, version)
     return totals
+
+
+def put_row_servers(put: Any, labels: tuple[str, str], figures: Mapping[str, Any]) -> None:
+    """A version's counters over row servers, and the state of each server, summed over engines."""
+    for name, metric in _ROW_SERVERS.items():
+        put(figures[name], metric, *labels)
+    for address, server in figures["servers"].items():
+        put(server["up"], "hotrow_row_server_up", *labels, address)
+        put(server["in_flight"], "hotrow_row_server_in_flight", *labels, address)
+        put(server["errors"], "hotrow_row_server_errors_total", *labels, address)
 
 
 def put_freshness(totals: dict[tuple[str, ...], float], labels: tuple[str, str], version: Mapping[str, Any]) -> None:

@@ -136,8 +136,11 @@ class EngineProcess:
             connection.start()
 
     def _run_clock(self) -> None:
-        polled = time.monotonic()
+        polled, rows_up = time.monotonic(), True
         while not self._stopped.wait(FIGURES_SECONDS):
+            if self.status.rows_up != rows_up:
+                rows_up = not rows_up
+                self._broadcast(self._description())
             self.status.check_staleness(self.report_event)
             self.restore.retry()
             figures = self.status.figures()
@@ -196,7 +199,8 @@ class EngineProcess:
     # --- messages to front ends ---
 
     def _description(self) -> dict[str, Any]:
-        return {"ready": self.loaded and not self.tensorbatch.draining, "models": self.status.describe_models()}
+        ready = self.loaded and not self.tensorbatch.draining and self.status.rows_up
+        return {"ready": ready, "models": self.status.describe_models()}
 
     def _models_changed(self) -> None:
         self.admission.clear_routes()

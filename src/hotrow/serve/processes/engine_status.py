@@ -34,6 +34,12 @@ class EngineStatus:
         """For front ends: models and versions with their numbers and signatures."""
         return [_describe(model) for model in self.models.by_name.values()]
 
+    @property
+    def rows_up(self) -> bool:
+        """Whether every model in service can read all its rows now."""
+        current = [model.current for model in self.models.by_name.values()]
+        return all(getattr(v.servable, "rows_up", True) for v in current if v is not None)
+
     def index(self) -> list[dict[str, str]]:
         """Every model and version in the repository."""
         entries = []

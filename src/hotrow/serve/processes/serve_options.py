@@ -19,6 +19,7 @@ from hotrow.serve.processes.engine_options import EngineOptions
 from hotrow.serve.protocol.limits import Limits
 from hotrow.tiers.remote.store import SCHEMES as REMOTE_SCHEMES
 from hotrow.tiers.remote.tables import is_local
+from hotrow.tiers.rows.cluster_file import RowsAddress
 from hotrow.units import parse_size
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class ServeOptions:
     poll: float = 0.0
     bus: tuple[str, ...] = ()  # addresses, or model=address
     remote: tuple[str, ...] = ()  # addresses, or model=address
+    rows: tuple[str, ...] = ()  # row servers: addresses, or model=address
     stale_after: float | None = None
     token: str | None = field(default=None, repr=False)
     drain: float = 10.0
@@ -81,6 +83,7 @@ class ServeOptions:
             split_login(address)  # its password's file can be read
         if self.remote and self.dram is None:
             raise OptionError("--remote without --dram: say how much memory the cache over it may take: --dram 4GiB")
+        self._check_rows()
         for name in ("ssd", "hbm"):
             if self.remote and getattr(self, name) is not None:
                 raise OptionError(
@@ -101,18 +104,48 @@ class ServeOptions:
         """The bus of each model that follows one. An address without a model's name belongs to the only model."""
         return self._by_model("bus", self.bus, SCHEMES, "dir:/data/publications")
 
+    def _check_rows(self) -> None:
+        for name in ("remote", "ssd", "hbm", "dram"):
+            if self.rows and getattr(self, name):
+                raise OptionError(f"--{name} with --rows: the row servers hold all rows; leave one of them out")
+        for address in self.row_servers().values():
+            RowsAddress.parse(address)
+
+    def row_servers(self) -> dict[str, str]:
+        """The row servers of each model that has them. An address without a model's name belongs to the only model."""
+        return self._by_model("rows", self.rows, None, "10.0.0.1:8010")
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether engines read their rows from one row server of this machine, so that the rows exist once."""
+        return self.processes > 1 and not (self.rows or self.remote or self.hbm or self.loader)
+
+    def row_server(self, socket: str) -> dict[str, Any]:
+        """The options of that row server, which listens at `socket`."""
+        return {
+            "repository": self.repository,
+            "models": list(self.models),
+            "listen": [f"unix:{socket}"],
+            "metrics": None,
+            "dram": self.dram,
+            "ssd": self.ssd,
+            "bus": [f"{model}={address}" for model, address in self.buses().items()],
+        }
+
     def remotes(self) -> dict[str, str]:
         """The remote store of each model that has one. An address without a model's name belongs to the only model."""
         return self._by_model("remote", self.remote, REMOTE_SCHEMES, "redis://10.0.0.1:6379")
 
-    def _by_model(self, option: str, all_given: Sequence[str], schemes: Sequence[str], example: str) -> dict[str, str]:
+    def _by_model(
+        self, option: str, all_given: Sequence[str], schemes: Sequence[str] | None, example: str
+    ) -> dict[str, str]:
         from hotrow.serve.repository.manifest import Repository
 
         found: dict[str, str] = {}
         names = list(self.models) or Repository(self.repository).models() if all_given else []
         for given in all_given:
             name, _, address = given.partition("=")
-            if ":" in name or not address:
+            if ":" in name or "?" in name or not address:
                 name, address = "", given
             shown = f"--{option} {name + '=' if name else ''}{public(address)}"
             if not name:
@@ -126,7 +159,7 @@ class ServeOptions:
                 raise OptionError(f"{shown}: there is no model {name!r}; {choices(name, names)}")
             if name in found:
                 raise OptionError(f"{shown}: model {name!r} follows {public(found[name])} already")
-            if address.partition(":")[0] not in schemes:
+            if schemes is not None and address.partition(":")[0] not in schemes:
                 raise OptionError(f"{shown}: {choices(address.partition(':')[0], schemes)}, such as {example}")
             found[name] = address
         return found
@@ -140,15 +173,16 @@ class ServeOptions:
         cores = len(os.sched_getaffinity(0))
         return max(1, (cores - self.frontends if cores > 4 else cores) // (self.lanes * self.processes))
 
-    def engine(self, number: int, socket: str) -> EngineOptions:
-        """The options of engine `number`."""
-        tiers = {name: value for name in ("dram", "ssd", "hbm") if (value := getattr(self, name)) is not None}
+    def engine(self, number: int, socket: str, shared_rows: str | None = None) -> EngineOptions:
+        """The options of engine `number`. `shared_rows` is the socket of this machine's row server."""
+        tiers = {} if shared_rows is not None else {name: value for name in ("dram", "ssd", "hbm") if (value := getattr(self, name)) is not None}
         if "ssd" in tiers and self.processes > 1:
             tiers["ssd"] = os.path.join(tiers["ssd"], f"engine-{number}")
         given = {
             **tiers,
             "bus": self.buses(),
             "remote": self.remotes(),
+            "rows": self.row_servers() if shared_rows is None else {"": f"unix:{shared_rows}"},
             "compile": self.compile,
             "artifacts": self.artifacts,
             "precision": self.precision,

@@ -1,5 +1,6 @@
 """Supervisor: `hotrow serve`. It starts engines and front ends as processes, restarts them when they die, ends them.
 
+    row server                 rows, if several engines share them; one, in shared memory
     engines (--processes)      models, rows, lanes            a Unix socket each
     front ends (--frontends)   HTTP, gRPC, metrics            the same ports, shared by SO_REUSEPORT
 
@@ -47,6 +48,7 @@ class Supervisor:
         self.folder = tempfile.mkdtemp(prefix="hotrow-serve-")
         self.engines: list[Child] = []
         self.frontends: list[Child] = []
+        self.row_servers: list[Child] = []  # one, if engines share their rows
         self.mps = Mps(self.folder)
         self.versions: dict[str, str] = {}
         self._stop = False
@@ -69,7 +71,7 @@ class Supervisor:
         finally:
             if self._status is not None:
                 self._status.stop()
-            stop_all([*self.frontends, *self.engines], 1.0)
+            stop_all([*self.frontends, *self.engines, *self.row_servers], 1.0)
             self.mps.stop()
             for held in self._held_ports:
                 held.close()
@@ -96,8 +98,9 @@ class Supervisor:
     def _start(self, ports: dict[str, int]) -> None:
         if self.options.hbm is not None and self.options.processes > 1:
             self._print(self.mps.start())
+        shared = self._start_row_server() if self.options.shares_rows else None
         for number in range(self.options.processes):
-            options = asdict(self.options.engine(number, self._socket(number)))
+            options = asdict(self.options.engine(number, self._socket(number), shared))
             child = Child(f"engine {number}", "hotrow.serve.processes.engine_process", options, self._on_event)
             child.environment = self.mps.environment
             self.engines.append(child)
@@ -110,6 +113,16 @@ class Supervisor:
             self.frontends.append(child)
             child.start()
         self._wait_for(self.frontends)
+
+    def _start_row_server(self) -> str:
+        """Start the row server that all engines share; returns its socket."""
+        socket = os.path.join(self.folder, "rows.sock")
+        options = self.options.row_server(socket)
+        child = Child("row server", "hotrow.serve.rows.row_server_process", options, self._on_event)
+        self.row_servers.append(child)
+        child.start()
+        self._wait_for(self.row_servers)
+        return socket
 
     def _wait_for(self, children: list[Child]) -> None:
         while not self._stop and not all(child.ready for child in children):
@@ -127,7 +140,7 @@ class Supervisor:
     def _watch(self) -> None:
         shown = time.monotonic()
         while not self._stop:
-            for child in (*self.engines, *self.frontends):
+            for child in (*self.row_servers, *self.engines, *self.frontends):
                 self._restart_if_due(child)
             if time.monotonic() - shown >= 1.0:
                 shown = time.monotonic()
@@ -174,6 +187,7 @@ class Supervisor:
         timeout = self.options.drain + 5.0
         clean = stop_all(self.frontends, timeout)
         clean = stop_all(self.engines, timeout) and clean
+        clean = stop_all(self.row_servers, timeout) and clean
         self._print("stopped" if clean else "stopped; something did not end by itself in time")
         return 0 if clean else 1
 

@@ -92,6 +92,17 @@ TABLE: dict[str, Metric] = {
     "hotrow_remote_bytes_total": Metric("counter", _MODEL, "Bytes of rows read from the store"),
     "hotrow_remote_cached_rows": Metric("gauge", _MODEL, "Rows in the cache over the remote store"),
     "hotrow_remote_up": Metric("gauge", _MODEL, "Engines for which every node of the store answers"),
+    "hotrow_row_lookups_total": Metric("counter", _MODEL, "Batches that read rows from row servers"),
+    "hotrow_row_keys_total": Metric("counter", _MODEL, "Keys whose rows were read from row servers"),
+    "hotrow_row_late_total": Metric("counter", _MODEL, "Keys without an answer of a row server by the deadline"),
+    "hotrow_row_bytes_total": Metric("counter", _MODEL, "Bytes exchanged with row servers"),
+    "hotrow_row_hedges_total": Metric("counter", _MODEL, "Lookups that were also sent to a replica"),
+    "hotrow_row_hedges_won_total": Metric("counter", _MODEL, "Those that the replica answered first"),
+    "hotrow_row_retries_total": Metric("counter", _MODEL, "Lookups that a row server failed, or could not answer yet"),
+    "hotrow_row_servers_complete": Metric("gauge", _MODEL, "Engines for which every shard has a row server"),
+    "hotrow_row_server_up": Metric("gauge", (*_MODEL, "server"), "Engines that are connected to a row server"),
+    "hotrow_row_server_in_flight": Metric("gauge", (*_MODEL, "server"), "Lookups in progress at a row server"),
+    "hotrow_row_server_errors_total": Metric("counter", (*_MODEL, "server"), "Lookups that a row server failed"),
     "hotrow_engine_restarts_total": Metric("counter", (), "Engine processes that died and were started again"),
 }
 
