@@ -13,7 +13,8 @@ Servers say themselves which shards they have. The file may say it too, and then
     servers = ["10.0.0.1:8010", "10.0.0.2:8010"]
 
 or only `servers = [...]` without ranges. Options follow a question mark: `cluster.toml?token_file=/run/secrets/rows`,
-`wire=fp16`, `hedge=off`.
+`wire=fp16`, `hedge=off`, and `local=off` for
+TCP where shared memory would do.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ else:
     import tomli as tomllib
 
 WIRES = {"fp32": 0, "fp16": 1, "int8": 2}
-OPTIONS = ("token_file", "wire", "hedge")
+OPTIONS = ("token_file", "wire", "hedge", "local")
 Shards = tuple[int, int]
 
 
@@ -49,6 +50,7 @@ class RowsAddress:
     token: str | None = None
     wire: str = "fp32"
     hedges: bool = True
+    local: bool = True
 
     @staticmethod
     def parse(text: str) -> RowsAddress:
@@ -66,11 +68,12 @@ class RowsAddress:
             where += f"?{rest}" if rest else ""
         if (wire := own.get("wire", "fp32")) not in WIRES:
             raise OptionError(f"wire={wire}: {choices(wire, WIRES)}")
-        if (hedge := own.get("hedge", "on")) not in ("on", "off"):
-            raise OptionError(f"hedge={hedge}: give on or off")
+        for name in ("hedge", "local"):
+            if own.get(name, "on") not in ("on", "off"):
+                raise OptionError(f"{name}={own[name]}: give on or off")
         token_file = own.get("token_file")
         token = None if token_file is None else read_secret(token_file, "token_file=")
-        found = RowsAddress(where, token, wire, hedge == "on")
+        found = RowsAddress(where, token, wire, own.get("hedge", "on") == "on", own.get("local", "on") == "on")
         if where.endswith(".toml") or where.startswith(("dns:", "redis:", "rediss:")):
             if where.endswith(".toml"):
                 found.servers()

@@ -325,7 +325,7 @@ class RowServers:
         """The control socket and the descriptors of shared memory, if the server is on this machine."""
         if socket_path(address) is None:
             host = address.rpartition(":")[0]
-            if not welcome.local or host not in LOCAL_HOSTS or not os.access(welcome.local, os.W_OK):
+            if not (self.address.local and welcome.local and host in LOCAL_HOSTS) or not os.access(welcome.local, os.W_OK):
                 return None
             try:
                 control, _ = self._greet(f"unix:{welcome.local}")
