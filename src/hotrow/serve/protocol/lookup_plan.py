@@ -79,6 +79,11 @@ def plan_keys(tensors: Sequence[DeclaredTensor], layout: Layout, limits: Limits,
     if keys is not None and not any(number in features for number in unsent):
         kept.remove(tensors.index(keys))  # its columns are of features that are not wanted
     used = tuple(tensors[index] for index in kept)
+    if not used:
+        raise invalid(
+            f"a lookup of {', '.join(signature.features[number] for number in sorted(wanted))} has no tensor of these "
+            "features; send one for each, or 'keys'"
+        )
     plan = Layout(_part(signature, features), limits).plan(used)
     return LookupPlan(tuple(kept), used, features, len(signature.features), wanted, inputs=plan)
 
