@@ -1,7 +1,7 @@
 """Client: predictions and lookups from a server, as numpy arrays.
 
 A request that fails for a while (429, 503, or no connection: the server starts, restarts or is overloaded) is sent
-again until `timeout` is spent, after the pause that the server asks for (Retry-After), or else after pauses that double.
+again until `timeout` is spent, after the pause that the server asks for (Retry-After) or pauses that double.
 Every other error is raised at once. Requests change nothing on the server, so sending one again is safe.
 
 Any thread may use one Client.
