@@ -16,6 +16,7 @@ import pytest
 import torch
 from lookup_server import LookupServer, batch_of, inputs_of, same_bits, users_set_to
 
+import hotrow as hr
 from hotrow.client import Client, ClientError
 from hotrow.client.tensors import tensors
 from hotrow.errors import OptionError
@@ -194,3 +195,14 @@ def test_values_become_tensors() -> None:
     }  # fmt: skip
     assert np.frombuffer(made["ragged.offsets"].data, np.int64).tolist() == [0, 1, 1, 3]
     assert made["name"].data == b"\3\0\0\0ann"
+
+
+def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text().partition("## Use the rows")[2]
+    example = page.partition("```python\n")[2].partition("```")[0]
+    embeddings = hr.EmbeddingCollection([hr.Table("user", dim=4), hr.Table("item", dim=4)])
+    model = hr.Recommender(embeddings, hr.models.DLRM(embeddings.features, dense_features=2, bottom=(4,), top=(4,)))
+    with LookupServer(tmp_path, model=model) as server:
+        here: dict[str, Any] = {}
+        exec(example.replace("127.0.0.1:8000", server.address("http")), here)
+    assert here["answer"]["user"].shape == (2, 4)

@@ -355,3 +355,19 @@ def test_many_sets_of_outputs_leave_no_queues_behind(tmp_path: Path, monkeypatch
             ]
             assert binary(server, batch, wanted)[0] == 200
         assert len(server.engine.tensorbatch._queues) <= 9
+
+
+@pytest.mark.parametrize("tier", ["dram", "hbm"])
+@pytest.mark.parametrize("tower", [False, True])
+def test_an_engine_looks_up_the_same_bits_in_every_tier(server: LookupServer, tier: str, tower: bool) -> None:
+    if tier == "hbm":
+        pytest.importorskip("triton")
+    batch = batch_of(9, seed=11)
+    folder = server.direct.source.path.parent
+    with hr.Engine(folder, memory=hr.Memory(**{tier: "4MiB"}), device="cpu") as engine:
+        vectors, answer = engine.answer_lookup(batch, "wait", tower, most_rows=4)
+    wanted = server.direct.lookup(batch)
+    assert all(same_bits(vectors[name], wanted[name]) for name in wanted)
+    assert len(answer.logits) == (9 if tower else 0)
+    if tower:
+        torch.testing.assert_close(answer.logits, server.direct.logits(batch), rtol=0, atol=1e-6)

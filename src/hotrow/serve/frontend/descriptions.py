@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import hotrow
@@ -31,7 +32,7 @@ def model_metadata(info: ModelInfo) -> dict[str, Any]:
     ]
     for output in outputs:
         if output["name"] == EMBEDDINGS:
-            output["parameters"] = {"features": [place._asdict() for place in embeddings.places]}
+            output["parameters"] = {"features": [asdict(place) for place in embeddings.places]}
     return {
         "name": info.name,
         "versions": list(info.versions or (info.version,)),
@@ -47,7 +48,7 @@ def model_config(info: ModelInfo) -> dict[str, Any]:
     embeddings = EmbeddingOutputs(info.signature, info.widths)
     parameters = dict(info.config)
     if embeddings.places:
-        parameters[EMBEDDINGS] = json.dumps([place._asdict() for place in embeddings.places])
+        parameters[EMBEDDINGS] = json.dumps([asdict(place) for place in embeddings.places])
     return {
         "name": info.name,
         "platform": "hotrow",

@@ -18,6 +18,7 @@ EmbeddingOutputs lists a model's outputs. Wanted is what one request asks for. B
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +39,8 @@ class EmbeddingOutput(NamedTuple):
     is_mask: bool = False
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """Where a pooled feature is in `embeddings`: its columns from `offset` to `offset + width`."""
 
     name: str
