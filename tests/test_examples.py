@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import forked
 import pytest
+import torch
+
+import hotrow as hr
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -22,7 +29,10 @@ def run(name: str, folder: Path, *arguments: str) -> str:
 def test_every_program_is_listed_and_tested() -> None:
     programs = {path.name for path in EXAMPLES.glob("*.py")}
     listed = (EXAMPLES / "README.md").read_text()
-    assert programs == {"first_model.py", "rows_beyond_memory.py", "ranks.py", "train_to_serve.py"}
+    assert programs == {
+        *("first_model.py", "rows_beyond_memory.py", "ranks.py", "train_to_serve.py"),
+        *("embeddings_client.py", "embeddings_http.py", "embeddings_grpc.py"),
+    }
     assert all(f"[{name}]({name})" in listed for name in programs)
 
 
@@ -44,3 +54,42 @@ def test_ranks_in_one_process(tmp_path: Path) -> None:
 def test_train_to_serve(tmp_path: Path) -> None:
     text = run("train_to_serve.py", tmp_path, "--examples", "30000")
     assert len([line for line in text.splitlines() if line.startswith("publication ")]) == 2
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The ports of a server with the model of train_to_serve.py, which has seen some of the keys."""
+    pytest.importorskip("httptools", reason="pip install 'hotrow[serve]'")
+    folder = tmp_path_factory.mktemp("served")
+    embeddings = hr.EmbeddingCollection([hr.Table(table, dim=16) for table in ("user", "item", "site")])
+    embeddings(hr.KeyedBatch({name: hr.Jagged(torch.arange(10)) for name in ("user", "item", "site")}))
+    tower = hr.models.DLRM(embeddings.features, dense_features=4, bottom=(32,), top=(64, 32))
+    hr.export(hr.Recommender(embeddings, tower), folder / "repository" / "ctr")
+    ports = ("--http", "0", "--grpc", "0", "--metrics", "0")
+    process = forked.hotrow("serve", str(folder / "repository"), *ports, log=folder / "log", env={"COLUMNS": "200"})
+    try:
+        until = time.monotonic() + 150
+        while "metrics " not in process.text():
+            assert time.monotonic() < until and process.poll() is None, process.text()
+            time.sleep(0.05)
+        yield {name: where for name, _, where in re.findall(r"(\w+) +(http|grpc)://([\d.]+:\d+)", process.text())}
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("name", "protocol", "scheme"),
+    [
+        ("embeddings_http.py", "http", "http://"),
+        ("embeddings_grpc.py", "grpc", ""),
+        ("embeddings_client.py", "http", "http://"),
+        ("embeddings_client.py", "grpc", "grpc://"),
+    ],
+)
+def test_embeddings(served: dict[str, str], tmp_path: Path, name: str, protocol: str, scheme: str) -> None:
+    if name == "embeddings_grpc.py":
+        pytest.importorskip("tritonclient.grpc")
+    text = run(name, tmp_path, scheme + served[protocol], "ctr")
+    assert text.count("(2, 16)") == 2 and "publication 0" in text
+    assert ("probabilities [" in text) == (name == "embeddings_client.py")

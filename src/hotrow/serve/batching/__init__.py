@@ -4,6 +4,7 @@ In reading order:
     tensorbatch.py   queues, admission control, and when a batch is released
     miss_queue.py    holds requests with cold rows while the rows are loaded
     versions.py      the engine's models: loading a version while another serves, putting it in service
+    lookups.py       the part of a lane for requests that want looked-up vectors
     lanes.py         a lane's part of the path of a request: batch → version → logits → answers
 
 Only serve/processes imports it. It imports serve/protocol, serve/updates/freshness.py and serve/load_estimate.py, and

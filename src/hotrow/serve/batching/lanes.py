@@ -30,12 +30,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from hotrow.batch import KeyedBatch
 from hotrow.errors import HotRowError, LateError, OptionError
+from hotrow.serve.batching import lookups
 from hotrow.serve.batching.tensorbatch import Batch, Piece, QueuedRequest, TensorBatch
 from hotrow.serve.batching.versions import Model, Version
 from hotrow.serve.load_estimate import Histogram
 from hotrow.serve.protocol import frames
-from hotrow.serve.protocol.request import Array, RefusedError
+from hotrow.serve.protocol.request import Array, RefusedError, Wanted
 from hotrow.serve.updates.freshness import Freshness
 
 log = logging.getLogger(__name__)
@@ -59,15 +61,18 @@ class RequestFrame(NamedTuple):
     chunk: frames.Chunk
     offset: int
     length: int
+    half: bool = False  # whether it wants its vectors as FP16
 
 
 class BatchKey(NamedTuple):
-    """Requests with equal keys may share a batch. `pinned` is the version that the requests named, if they did."""
+    """Requests with equal keys may share a batch. `pinned` is the version that the requests named, if they did.
+    `wanted` has the outputs of lookups, without what may differ among them."""
 
     model: Model
     pinned: Version | None
     fingerprint: int
     policy: str
+    wanted: Wanted | None = None
 
 
 class _Result(NamedTuple):
@@ -150,16 +155,16 @@ class Lanes:
 
     def _run_pieces(self, batch: Batch, pieces: Sequence[Piece], version: Version, key: BatchKey) -> None:
         begin = time.monotonic()
-        joined = frames.join(
-            [
-                (c.chunk, c.offset, c.length, piece.first, piece.rows)
-                for piece in pieces
-                for c in [piece.request.content]
-            ],
-            version.signature,
-            key.fingerprint,
-        )
+        joined = lookups.join(pieces, version, key)
         joined_at = time.monotonic()
+        if key.wanted is not None:
+            found = lookups.run(joined, version, key)
+            run_at = time.monotonic()
+            self._send_vectors(pieces, joined, found, version, key.wanted)
+            times = _Times(begin, joined_at, run_at, time.monotonic())
+            self._count(version, batch, pieces, _Result(found.logits, found.late, found.compiled, found.fresh), times)
+            version.ages.note(found.fresh, len(pieces))
+            return
         until = _rows_late_at(pieces, key) if version.waits_for_rows else None
         logits, late, compiled, fresh = version.run(joined, key.policy, until)
         values: Array = logits.float().numpy() if logits.device.type == "cpu" else logits.float().cpu().numpy()
@@ -198,6 +203,26 @@ class Lanes:
             parts = [(request.content.id, 0, request.rows, count)]
             frame = _answer_frame(parts, request.logits, version, result.compiled, request.fresh)
             request.content.sender.send(frame)
+
+    def _send_vectors(
+        self,
+        pieces: Sequence[Piece],
+        batch: KeyedBatch,
+        result: lookups.LookupResult,
+        version: Version,
+        wanted: Wanted,
+    ) -> None:
+        """Split the vectors of lookups and send them, a message for each request: they may be large."""
+        late = _late_by_piece(pieces, result.late)
+        found = lookups.answers(pieces, batch, result, version, wanted, late)
+        complete = {id(piece) for piece in self.tensorbatch.finish_pieces(pieces, result.logits, late, result.fresh)}
+        for piece, frame in zip(pieces, found, strict=True):
+            if id(piece) in complete:
+                piece.request.content.sender.send(frame)
+                version.counts.lookups += 1
+                version.counts.lookup_rows += piece.rows
+                version.counts.lookup_bytes += len(frame)
+        version.counts.without_tower += not wanted.logits
 
     # --- statistics ---
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hotrow.serve.batching import lookups
 from hotrow.serve.batching.lanes import BatchKey
-from hotrow.serve.batching.tensorbatch import BatchQueue, QueuedRequest, TensorBatch
+from hotrow.serve.batching.tensorbatch import BatchQueue, Piece, QueuedRequest, TensorBatch
 from hotrow.serve.batching.versions import Version
-from hotrow.serve.protocol import frames
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class MissQueue:
     def defer_cold(self, queue: BatchQueue, requests: list[QueuedRequest], version: Version) -> list[QueuedRequest]:
         """Hold the requests with cold rows; returns the others."""
         key: BatchKey = queue.key
-        cold = version.servable.cold(frames.join(_pieces(requests), version.signature, key.fingerprint))
+        cold = version.servable.cold(lookups.join(_pieces(requests), version, key))
         if cold is None or not cold.any():
             return requests
         bounds = np.cumsum([0, *[request.rows for request in requests]])
@@ -101,8 +101,7 @@ class MissQueue:
     def _fetch(self, number: int, queue: BatchQueue, request: QueuedRequest, version: Version) -> None:
         try:
             if not self._closed:
-                batch = frames.join(_pieces([request]), version.signature, queue.key.fingerprint)
-                version.servable.prefetch(batch, request.patient)
+                version.servable.prefetch(lookups.join(_pieces([request]), version, queue.key), request.patient)
         except Exception:
             log.exception("the rows could not be loaded; the request's policy decides their values")
         finally:
@@ -133,5 +132,5 @@ class MissQueue:
                 self._enqueue(number, spent=True)
 
 
-def _pieces(requests: Sequence[QueuedRequest]) -> list[frames.Piece]:
-    return [(c.chunk, c.offset, c.length, 0, request.rows) for request in requests for c in [request.content]]
+def _pieces(requests: Sequence[QueuedRequest]) -> list[Piece]:
+    return [Piece(request, 0, request.rows) for request in requests]

@@ -67,12 +67,16 @@ class QueuedRequest:
         "pieces_left",
         "rows",
         "size",
+        "whole",
     )
 
-    def __init__(self, content: Any, rows: int, size: int, deadline: float, patient: bool = False) -> None:
+    def __init__(
+        self, content: Any, rows: int, size: int, deadline: float, patient: bool = False, whole: bool = False
+    ) -> None:
         self.content, self.rows, self.size = content, rows, size
         self.deadline = deadline
         self.patient = patient  # its policy is to wait for rows: it does not expire
+        self.whole = whole  # never split: one batch, and so one publication, answers it
         self.arrived = 0.0
         self.pieces_left = 1  # not yet run
         self.logits: Any = None  # of all pieces, if there are several
@@ -214,7 +218,7 @@ class TensorBatch:
             if not queue.group.rows:  # an idle model earns no credit of lane time
                 queue.group.lane_seconds = max(queue.group.lane_seconds, self._least_lane_seconds())
             for request in requests:
-                pieces = split(request, self.limits.max_rows)
+                pieces = [Piece(request, 0, request.rows)] if request.whole else split(request, self.limits.max_rows)
                 request.pieces_left = len(pieces)
                 queue.pieces.extend(pieces)
                 queue.rows += request.rows

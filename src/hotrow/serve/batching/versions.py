@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +42,17 @@ class Servable(Protocol):
     def run(self, batch: KeyedBatch, policy: str) -> Any:
         """(logits, late), optionally followed by `compiled` and a Freshness. The logits are [rows] or [rows, tasks];
         `late` is how many ids the policy answered, one number or one per row."""
+        ...
+
+
+class LookupReader(Protocol):
+    """The further members of a Servable that answers lookups."""
+
+    widths: Sequence[int]  # of each feature's vectors, in the signature's order
+
+    def lookup(self, batch: KeyedBatch, policy: str, tower: bool) -> Any:
+        """(vectors, logits, late, compiled, Freshness), all of one publication. The vectors are on the CPU and named as
+        by Engine.lookup; the logits are None without `tower`, and then the batch may have no dense features."""
         ...
 
 
@@ -71,6 +82,10 @@ class VersionCounts:
     executions: int = 0
     late_by_policy: dict[str, int] = field(default_factory=dict)  # ids
     compiled: int = 0  # executions
+    without_tower: int = 0  # executions
+    lookups: int = 0  # requests that wanted embedding outputs
+    lookup_rows: int = 0
+    lookup_bytes: int = 0  # of the vectors in their answers
     queue_seconds: float = 0.0
     join_seconds: float = 0.0
     run_seconds: float = 0.0
@@ -95,6 +110,11 @@ class Version:
         self.can_be_cold = getattr(self.servable, "cold", None) is not None and getattr(
             self.servable, "can_be_cold", True
         )
+
+    @property
+    def answers_lookups(self) -> bool:
+        """Whether its servable is a LookupReader."""
+        return bool(getattr(self.servable, "widths", ()))
 
     @property
     def publication(self) -> int:
@@ -123,6 +143,7 @@ class Model:
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number = name, number
         self.group = Group(name)
+        self.lookups = Group(name)  # requests for embedding outputs
         self.versions: dict[str, Version] = {}  # newest use last
         self.current: Version | None = None
         self.refused: dict[str, str] = {}  # version → why it did not load

@@ -207,7 +207,34 @@ class Engine:
         """The tower's input vectors: [rows, dim], or for a sequence [rows, length, dim] and its mask."""
         live, keyed = self._open(), self.keyed(batch)
         with torch.inference_mode(), self._lookup_lock(), ExitStack() as held:
-            return self._pool(live, self._read(live, keyed, "wait", held))[0]
+            return self._pool(live, self._read(live, keyed, "wait", None, held)[0])[0]
+
+    def answer_lookup(
+        self, batch: KeyedBatch, policy: str = "wait", tower: bool = False, most_rows: int = 1024
+    ) -> tuple[dict[str, Tensor], Answer]:
+        """The vectors of `lookup` on the CPU, and an Answer with the publication and the late ids of one read of the
+        rows. With `tower`, it also has the logits, computed for at most `most_rows` rows at once; without, [0]."""
+        live = self._open()
+        with torch.inference_mode(), ExitStack() as held:
+            if tower:
+                self._check_dense(batch)
+            dense = self._dense(batch)
+            with self._lookup_lock():
+                lookup, fresh, weights = self._read(live, batch, policy, None, held)
+                vectors, late = self._pool(live, lookup)
+                # With a tower they are copied on a CPU too, because a tower may write into its inputs.
+                on_host = {name: vector.to("cpu", copy=tower) for name, vector in vectors.items()}
+            if not tower:
+                return on_host, Answer(torch.empty(0), late, False, fresh)
+            if self._tower_outside_gate:
+                held.close()
+            parts = []
+            for begin in range(0, batch.size, most_rows):
+                rows = slice(begin, begin + most_rows)
+                some = {name: vector[rows] for name, vector in vectors.items()}
+                parts.append(_run_tower(live.towers, some, None if dense is None else dense[rows], weights))
+            logits = torch.cat([part[0] for part in parts])
+            return on_host, Answer(logits, late, all(part[1] for part in parts), fresh)
 
     def run(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, LateIds]:
         """Logits of a joined batch, on the engine's device, and the ids that the policy answered.
@@ -230,21 +257,12 @@ class Engine:
                     return Answer(logits, LateIds(ids, by_row), True, self.fresh)
             dense = self._dense(batch)
             with self._lookup_lock():
-                if isinstance(live.embeddings.remote, RowServerTables):
-                    lookup, fresh, weights = self._read_from_servers(live, batch, policy, until, held)
-                else:
-                    lookup = self._read(live, batch, policy, held)
-                    fresh = self.fresh if live.embeddings.remote is None else self._fresh_of(lookup)
-                    weights = self._weights(live)
+                lookup, fresh, weights = self._read(live, batch, policy, until, held)
                 vectors, late = self._pool(live, lookup)
             if self._tower_outside_gate:
                 held.close()
-            if isinstance(live.towers, OriginalTower):
-                return Answer(live.towers.run(vectors, dense, weights), late, False, fresh)
-            if isinstance(live.towers, Towers):
-                logits, compiled = live.towers.answer(vectors, dense, weights)
-                return Answer(logits, late, compiled, fresh)
-            return Answer(live.towers.run(vectors, dense), late, False, fresh)
+            logits, compiled = _run_tower(live.towers, vectors, dense, weights)
+            return Answer(logits, late, compiled, fresh)
 
     def cold(self, batch: KeyedBatch) -> int:
         """How many of a batch's ids have rows only on SSD, or may have rows in a remote store. Reads memory only."""
@@ -364,7 +382,18 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({str(self.source.path)!r})"
 
-    def _read(self, live: _Live, batch: KeyedBatch, policy: str, held: ExitStack) -> Lookup:
+    def _read(
+        self, live: _Live, batch: KeyedBatch, policy: str, until: float | None, held: ExitStack
+    ) -> tuple[Lookup, Freshness, Any]:
+        """Rows of a batch, their publication, and the weights that go with them. The gate is entered shared, and `held`
+        leaves it. Requires: `_lookup_lock` is held."""
+        if isinstance(live.embeddings.remote, RowServerTables):
+            return self._read_from_servers(live, batch, policy, until, held)
+        lookup = self._read_here(live, batch, policy, held)
+        fresh = self.fresh if live.embeddings.remote is None else self._fresh_of(lookup)
+        return lookup, fresh, self._weights(live)
+
+    def _read_here(self, live: _Live, batch: KeyedBatch, policy: str, held: ExitStack) -> Lookup:
         """Rows of a batch; enters the gate shared, and `held` leaves it. A remote store is read before the gate is
         entered, so an update never waits for it. Requires: `_lookup_lock` is held."""
         embeddings = live.embeddings
@@ -457,6 +486,15 @@ class Engine:
         if live is None:
             raise ClosedError(f"the engine of {self.source.path} is closed; make a new hr.Engine")
         return live
+
+
+def _run_tower(tower: Tower, vectors: Mapping[str, Tensor], dense: Tensor | None, weights: Any) -> tuple[Tensor, bool]:
+    """Logits, and whether compiled buckets computed all of them. `weights` were read at an earlier time; None: now."""
+    if isinstance(tower, Towers):
+        return tower.answer(vectors, dense, weights)
+    if isinstance(tower, OriginalTower):
+        return tower.run(vectors, dense, weights), False
+    return tower.run(vectors, dense), False
 
 
 def _open(

@@ -41,11 +41,16 @@ LADDER = (32, 128, 512, 1024, 4096, 16384)  # batch sizes that a GPU's lanes cap
 class ServedVersion:
     """hr.Engine, as lanes call it."""
 
-    def __init__(self, engine: Engine, open_engine: Callable[[Path], Engine] | None = None) -> None:
+    def __init__(
+        self, engine: Engine, open_engine: Callable[[Path], Engine] | None = None, tower_rows: int = 1024
+    ) -> None:
         self.engine = engine
+        self.tower_rows = tower_rows  # at once, for a lookup that wants logits too
         self.follower: Follower | None = None
         self._open_engine = open_engine
         self.signature: Signature = engine.signature
+        known = {**engine.embeddings.features, **engine.embeddings.sequences}
+        self.widths = tuple(known[name] for name in engine.signature.features)
         spec = engine.features
         self.features: str | None = None if spec is None else spec.to_json()
         self.policy: str = engine.source.policy
@@ -97,6 +102,17 @@ class ServedVersion:
         except ClosedError:  # `reopen` replaced it a moment ago
             logits, late, compiled, fresh = self.engine.answer(batch, policy, until)
         return logits, late.by_row if late.ids else 0, compiled, fresh
+
+    def lookup(
+        self, batch: KeyedBatch, policy: str, tower: bool
+    ) -> tuple[dict[str, Tensor], Tensor | None, Any, bool, Freshness]:
+        """The vectors of a batch, as LookupReader.lookup (serve/batching/versions.py)."""
+        try:
+            vectors, answer = self.engine.answer_lookup(batch, policy, tower, self.tower_rows)
+        except ClosedError:  # `reopen` replaced it a moment ago
+            vectors, answer = self.engine.answer_lookup(batch, policy, tower, self.tower_rows)
+        late = answer.late.by_row if answer.late.ids else 0
+        return vectors, answer.logits if tower else None, late, answer.compiled, answer.fresh
 
     def figures(self) -> dict[str, Any]:
         """Counters and gauges of its tower and its cache."""
@@ -154,7 +170,11 @@ def _rows_of(ids: Any, mask: Array) -> Array:
 
 def open_version(folder: Path, options: Mapping[str, Any]) -> ServedVersion:
     """Open the version in `folder` with the tiers in `options`, and follow its model's bus if it has one."""
-    served = ServedVersion(_open_engine(folder, folder.name, options), lambda path: _open_again(folder, path, options))
+    served = ServedVersion(
+        _open_engine(folder, folder.name, options),
+        lambda path: _open_again(folder, path, options),
+        int(options.get("max_rows", 1024)),
+    )
     bus = (options.get("bus") or {}).get(folder.parent.name)
     if bus is not None:
         served.follower = Follower(served, bus, folder.parent, _quarantine(bus))

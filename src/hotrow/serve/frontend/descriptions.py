@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import hotrow
 from hotrow.serve.protocol.backend import ModelInfo
+from hotrow.serve.protocol.embedding_outputs import EMBEDDINGS, EmbeddingOutputs
 from hotrow.serve.protocol.inference_json import OUTPUTS
 from hotrow.serve.protocol.input_layout import DENSE, KEYS
 
@@ -19,18 +22,33 @@ def server_metadata() -> dict[str, Any]:
 
 
 def model_metadata(info: ModelInfo) -> dict[str, Any]:
-    """The model's inputs and outputs. A size of -1 is any number of rows."""
+    """The model's inputs and outputs. A size of -1 is any number of rows, or any length of a sequence.
+
+    The output `embeddings` also says which of its columns each feature has.
+    """
+    embeddings = EmbeddingOutputs(info.signature, info.widths)
+    outputs: list[dict[str, Any]] = [
+        {"name": name, "datatype": kind, "shape": shape} for name, kind, shape in _outputs(info, embeddings)
+    ]
+    for output in outputs:
+        if output["name"] == EMBEDDINGS:
+            output["parameters"] = {"features": [asdict(place) for place in embeddings.places]}
     return {
         "name": info.name,
         "versions": list(info.versions or (info.version,)),
         "platform": "hotrow",
         "inputs": [{"name": name, "datatype": kind, "shape": shape} for name, kind, shape in _tensors(info)],
-        "outputs": [{"name": name, "datatype": "FP32", "shape": _logits_shape(info)} for name in OUTPUTS],
+        "outputs": outputs,
     }
 
 
 def model_config(info: ModelInfo) -> dict[str, Any]:
-    """The model's configuration as Triton's clients read it; the export's own fields are among the parameters."""
+    """The model's configuration as Triton's clients read it; the export's own fields are among the parameters, and
+    `embeddings`: the columns of each feature in the output of that name, as JSON."""
+    embeddings = EmbeddingOutputs(info.signature, info.widths)
+    parameters = dict(info.config)
+    if embeddings.places:
+        parameters[EMBEDDINGS] = json.dumps([asdict(place) for place in embeddings.places])
     return {
         "name": info.name,
         "platform": "hotrow",
@@ -40,8 +58,11 @@ def model_config(info: ModelInfo) -> dict[str, Any]:
             {"name": name, "data_type": f"TYPE_{kind}", "dims": shape, "optional": name != DENSE}
             for name, kind, shape in _tensors(info)
         ],
-        "output": [{"name": name, "data_type": "TYPE_FP32", "dims": _logits_shape(info)} for name in OUTPUTS],
-        "parameters": {key: {"string_value": str(value)} for key, value in info.config.items()},
+        "output": [
+            {"name": name, "data_type": f"TYPE_{kind}", "dims": shape}
+            for name, kind, shape in _outputs(info, embeddings)
+        ],
+        "parameters": {key: {"string_value": str(value)} for key, value in parameters.items()},
     }
 
 
@@ -53,6 +74,13 @@ def _tensors(info: ModelInfo) -> list[tuple[str, str, list[int]]]:
     if signature.dense:
         tensors.append((DENSE, "FP32", [-1, signature.dense]))
     return tensors
+
+
+def _outputs(info: ModelInfo, embeddings: EmbeddingOutputs) -> list[tuple[str, str, list[int]]]:
+    tower = [(name, "FP32", _logits_shape(info)) for name in OUTPUTS]
+    return tower + [
+        (output.name, embeddings.datatype(output), list(output.shape)) for output in embeddings.by_name.values()
+    ]
 
 
 def _logits_shape(info: ModelInfo) -> list[int]:

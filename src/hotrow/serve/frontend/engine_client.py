@@ -215,12 +215,13 @@ def _model_info(model: Mapping[str, Any]) -> ModelInfo:
             READY if model["ready"] else UNAVAILABLE,
             "" if model["ready"] else "its engine is starting",
             others,
+            tuple(version["widths"]),
         )
 
-    layout = (signature_of(current), current["spec"])
+    layout = (signature_of(current), current["spec"], current["widths"])
     others = {
         name: info(version, {})
         for name, version in versions.items()
-        if version is not current and (signature_of(version), version["spec"]) != layout
+        if version is not current and (signature_of(version), version["spec"], version["widths"]) != layout
     }
     return info(current, others)

@@ -16,8 +16,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hotrow.serve.protocol import frames
-from hotrow.serve.protocol.request import Answer, RefusedError, Request, Signature
+from hotrow.serve.protocol import frames, lookup_frames
+from hotrow.serve.protocol.request import Answer, Array, RefusedError, Request, Signature
 
 if TYPE_CHECKING:
     from hotrow.serve.frontend.engine_client import EngineClient
@@ -54,8 +54,13 @@ class EngineConnection(asyncio.BufferedProtocol):
         """Send a request to this engine and wait for its answer."""
         number, fingerprint = self.number(request)
         id = next(self._ids)
-        self._send(frames.write_request(request, id, number, fingerprint, time.monotonic()))
-        answer: frames.AnswerFrame = await self._wait(id, request.rows)
+        if request.wanted is None:
+            self._send(frames.write_request(request, id, number, fingerprint, time.monotonic()))
+            answer: frames.AnswerFrame = await self._wait(id, request.rows)
+            vectors: tuple[Array, ...] = ()
+        else:
+            self._send(lookup_frames.write_lookup(request, id, number, fingerprint, time.monotonic()))
+            answer, vectors = await self._wait(id, request.rows)
         model, version = self.names[answer.version]
         return Answer(
             answer.logits,
@@ -65,6 +70,7 @@ class EngineConnection(asyncio.BufferedProtocol):
             answer.late_rows,
             answer.compiled,
             _answer_parameters(answer),
+            vectors,
         )
 
     def number(self, request: Request) -> tuple[int, int]:
@@ -156,6 +162,8 @@ class EngineConnection(asyncio.BufferedProtocol):
             return
         if kind == frames.ANSWER:
             found[0].set_result(frames.read_answer(self._chunk, offset))
+        elif kind == lookup_frames.VECTORS:
+            found[0].set_result(lookup_frames.read_vectors(self._chunk, offset))
         elif kind == frames.REFUSAL:
             found[0].set_exception(frames.read_refusal(self._chunk, offset))
         else:

@@ -67,6 +67,9 @@ _BUS = {  # a follower's count → the metric's name
 _COUNTERS = {  # a version's count → the metric's name and its unit
     "rows": (("nv_inference_count", 1), ("hotrow_rows_total", 1)),
     "executions": (("nv_inference_exec_count", 1),),
+    "lookups": (("hotrow_lookups_total", 1),),
+    "lookup_rows": (("hotrow_lookup_rows_total", 1),),
+    "lookup_bytes": (("hotrow_lookup_bytes_total", 1),),
     "queue_seconds": (("nv_inference_queue_duration_us", 1e6),),
     "join_seconds": (("nv_inference_compute_input_duration_us", 1e6),),
     "run_seconds": (("nv_inference_compute_infer_duration_us", 1e6),),
@@ -92,7 +95,8 @@ def add_figures(engines: Sequence[dict[str, Any]]) -> Figures:
             for name, metrics in _COUNTERS.items():
                 for metric, unit in metrics:
                     put(version[name] * unit, metric, *labels)
-            put(version["executions"] - version["compiled"], "hotrow_fallback_total", *labels)
+            without_bucket = version["executions"] - version["compiled"] - version["without_tower"]
+            put(without_bucket, "hotrow_fallback_total", *labels)
             for policy, count in version["late_by_policy"].items():
                 put(count, "hotrow_late_rows_total", *labels, policy)
             tower = version.get("tower", {})

@@ -31,6 +31,7 @@ from hotrow.serve.frontend.grpc_messages import METHODS, SERVICE, build
 from hotrow.serve.frontend.http_message import too_large
 from hotrow.serve.frontend.service import Service
 from hotrow.serve.protocol.inference_json import (
+    DATATYPES,
     ParsedHeader,
     RequestOptions,
     RequestParser,
@@ -225,6 +226,13 @@ class GrpcCalls:
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Answer a request."""
+        response, vectors = await self._infer(request, context)
+        if vectors:  # held until the call has ended, and the client has its answer
+            context.add_done_callback(lambda _: self.service.answer_bytes.give(vectors))
+        return response
+
+    async def _infer(self, request: Any, context: Any) -> tuple[Any, int]:
+        """The response, and the bytes of its vectors, which are to be given back to `answer_bytes`."""
         size = request.ByteSize()
         self.service.counts.add("hotrow_request_bytes_total", "grpc", by=size)
         remaining = context.time_remaining()
@@ -233,7 +241,7 @@ class GrpcCalls:
             return parse_message(request, parser, version, remaining)
 
         answer, options = await self.service.infer(request.model_name, request.model_version, size, parse)
-        return self._response(answer, options)
+        return self._response(answer, options), 0 if options.wanted is None else options.wanted.bytes
 
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Answer a stream of requests in order. An error answers one request; the stream continues."""
@@ -243,7 +251,11 @@ class GrpcCalls:
             try:
                 request = _parse(self._make["ModelInferRequest"], data, self.service.limits)
                 name = request.id
-                yield make(infer_response=await self.ModelInfer(request, context))
+                response, vectors = await self._infer(request, context)
+                try:
+                    yield make(infer_response=response)
+                finally:
+                    self.service.answer_bytes.give(vectors)
             except RefusedError as error:
                 yield make(error_message=error.message, infer_response={"id": name})
             except Exception:
@@ -258,7 +270,7 @@ class GrpcCalls:
             model_version=answer.version,
             id=options.id or "",
             outputs=[
-                {"name": name, "datatype": "FP32", "shape": array.shape}
+                {"name": name, "datatype": DATATYPES[array.dtype.char], "shape": array.shape}
                 for name, array in zip(names, arrays, strict=True)
             ],
             raw_output_contents=[array.tobytes() for array in arrays],
@@ -276,7 +288,9 @@ def parse_message(
     message: Any, parser: RequestParser, version: str | None, remaining: float | None
 ) -> tuple[Request, RequestOptions]:
     """The request and options in a ModelInferRequest."""
-    options = read_request_options(message.id, _parameter_values(message.parameters), _outputs(message.outputs))
+    options = read_request_options(
+        message.id, _parameter_values(message.parameters), _outputs(message.outputs), parser.embeddings
+    )
     if options.seconds is None and remaining is not None and remaining < _MAX_DEADLINE:
         options = replace(options, seconds=max(remaining, 1e-6))
     if not message.inputs:

@@ -22,6 +22,7 @@ import logging
 import socket
 import struct
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
@@ -65,6 +66,7 @@ class HttpConnection(asyncio.Protocol):
         self._eof = False
         self._dropped = 0  # bytes received after the end
         self._writing_paused_at: float | None = None
+        self._unsent: Callable[[], None] | None = None  # `sent` of the reply that the client has yet to read
 
     # --- callbacks of asyncio ---
 
@@ -82,6 +84,7 @@ class HttpConnection(asyncio.Protocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._server.connections.discard(self)
         self._release(self._held)
+        self._end_reply()
         self._waiting.clear()
         if self._task is not None:
             self._task.cancel()
@@ -133,6 +136,12 @@ class HttpConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._writing_paused_at = None
+        self._end_reply()
+
+    def _end_reply(self) -> None:
+        if self._unsent is not None:
+            unsent, self._unsent = self._unsent, None
+            unsent()
 
     # --- the parser ---
 
@@ -255,12 +264,17 @@ class HttpConnection(asyncio.Protocol):
             reply = error_reply(RefusedError(500, "the server failed to answer; its log says why"))
         self._task = None
         transport = self._transport
+        if reply.sent is not None:
+            self._end_reply()
+            self._unsent = reply.sent
         if transport is None or transport.is_closing():
-            return
+            return self._end_reply()
         more = self._final is not None or (self._waiting and self._waiting[0].complete)
         close = not request.keep_alive or self._server.draining or (self._ending and not more)
         head = reply.head(close, request.http10)
         transport.write(head if request.method == "HEAD" else head + reply.body)
+        if self._unsent is not None and self._writing_paused_at is None:
+            self._end_reply()
         self._since = self._loop.time()
         if close:
             self._ending = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from hotrow.serve.protocol.limits import Limits
@@ -50,12 +50,14 @@ class Call(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A handler's answer. `headers` are whole lines."""
+    """A handler's answer. `headers` are whole lines. `sent` is called once, when the system has taken nearly all of the
+    reply, or the client is gone."""
 
     body: bytes = b""
     status: int = 200
     kind: bytes = _JSON
     headers: bytes = b""
+    sent: Callable[[], None] | None = None
 
     def head(self, close: bool, http10: bool) -> bytes:
         """The status line and headers. `close` announces that the connection ends after this reply."""

@@ -21,11 +21,11 @@ from urllib.parse import unquote
 from hotrow.serve.frontend.authorization import Caller
 from hotrow.serve.frontend.descriptions import model_config, model_metadata, server_metadata
 from hotrow.serve.frontend.http_message import Call, Reply, too_large
-from hotrow.serve.frontend.service import Service
+from hotrow.serve.frontend.service import LARGE_BYTES, Service
 from hotrow.serve.protocol.inference_json import RequestOptions, RequestParser, parse_json, write_answer
 from hotrow.serve.protocol.limits import Limits
 from hotrow.serve.protocol.metrics import render, sum_figures
-from hotrow.serve.protocol.request import Request
+from hotrow.serve.protocol.request import Answer, Request, Wanted
 from hotrow.serve.protocol.tensors import invalid, shown
 
 _MIN_COMPRESSED_BYTES = 1024
@@ -58,8 +58,25 @@ class HttpProtocol:
             return parser.parse(body, header, version)
 
         answer, options = await self.service.infer(name, version, len(body), parse, call.waited)
+        if options.wanted is not None:
+            return await self._lookup_reply(answer, options, options.wanted, call)
         text, length = write_answer(answer, options)
         return compressed_reply(text, length, call.headers.get("accept-encoding"))
+
+    async def _lookup_reply(self, answer: Answer, options: RequestOptions, wanted: Wanted, call: Call) -> Reply:
+        """The reply with vectors. A large one is written on another thread."""
+
+        def write() -> Reply:
+            text, length = write_answer(answer, options)
+            return compressed_reply(text, length, call.headers.get("accept-encoding"))
+
+        service = self.service
+        try:
+            reply = await service.run_large(write) if wanted.bytes > LARGE_BYTES else write()
+        except BaseException:
+            service.answer_bytes.give(wanted.bytes)
+            raise
+        return reply._replace(sent=lambda: service.answer_bytes.give(wanted.bytes))
 
     async def _dispatch(self, call: Call, parts: list[str]) -> Reply:
         service = self.service

@@ -3,7 +3,7 @@
 A transport (http_protocol.py, grpc_server.py) decodes bytes into calls of this object and encodes the results. `infer`
 is the front end's part of the path of a request. Everything runs on the front end's event loop.
 
-**Large bodies** (over `_LARGE_BYTES`) are parsed by `_LARGE_BODY_THREADS` threads, so that one client's 50 MiB do not
+**Large bodies** (over `LARGE_BYTES`) are parsed by `_LARGE_BODY_THREADS` threads, so that one client's 50 MiB do not
 delay every answer, and so that only a few large JSON documents are in memory as Python objects at once. Small bodies
 are parsed on the event loop, which is faster than another thread.
 """
@@ -15,9 +15,11 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from hotrow.serve.frontend.answer_bytes import AnswerBytes
 from hotrow.serve.frontend.authorization import Authorization, Caller
 from hotrow.serve.frontend.descriptions import model_statistics
 from hotrow.serve.frontend.load_shedding import LoadShedder
@@ -28,10 +30,11 @@ from hotrow.serve.protocol.metrics import Counts, sum_figures
 from hotrow.serve.protocol.request import Answer, RefusedError, Request
 from hotrow.serve.protocol.tensors import invalid, shown
 
-_LARGE_BYTES, _LARGE_BODY_THREADS = 1 << 20, 2
+LARGE_BYTES, _LARGE_BODY_THREADS = 1 << 20, 2
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 _RETRY_SECONDS = 1.0
 
+_T = TypeVar("_T")
 Parse = Callable[[RequestParser, str | None], tuple[Request, RequestOptions]]  # of a version, from a request's bytes
 
 
@@ -42,6 +45,7 @@ class Service:
         self.backend, self.limits, self.counts = backend, limits, Counts()
         self.draining = False
         self.load_shedder = LoadShedder(limits.in_flight)
+        self.answer_bytes = AnswerBytes(limits)
         self._authorization = Authorization(token, loopback)
         self._parsers: dict[tuple[str, str], RequestParser] = {}
         self._large_body_threads = ThreadPoolExecutor(_LARGE_BODY_THREADS, "hotrow-large-body")
@@ -81,7 +85,8 @@ class Service:
     ) -> tuple[Answer, RequestOptions]:
         """Shed, parse, deduct the wait, send to an engine, count: the front end's part of the path of a request.
 
-        `size` is the body's length in bytes, `waited` the seconds that the request waited in its socket.
+        `size` is the body's length in bytes, `waited` the seconds that the request waited in its socket. If the options
+        have `wanted`, the caller gives `wanted.bytes` back to `answer_bytes` when the answer has been sent.
         """
         began = time.perf_counter()
         parser = self.parser(name, version)
@@ -92,16 +97,19 @@ class Service:
         if shedder.at_limit:
             self.counts.failed(info.name, info.version, 429)
             raise shedder.shed()
-        in_flight, end, usual = shedder.begin(), shedder.end, False
+        in_flight, end, usual, taken = shedder.begin(), shedder.end, False, 0
         try:
-            if size > _LARGE_BYTES:
+            if size > LARGE_BYTES:
                 loop = asyncio.get_running_loop()
                 request, options = await loop.run_in_executor(self._large_body_threads, parse, parser, version or None)
             else:
                 request, options = parse(parser, version or None)
+            if request.wanted is not None:
+                self.answer_bytes.take(request.wanted.bytes)
+                taken, options = request.wanted.bytes, replace(options, wanted=request.wanted)
             usual = shedder.has_usual_deadline(request)
             answer = await self.backend.infer(shedder.deduct_waiting(request, waited))
-            end = shedder.end_answered
+            end, taken = shedder.end_answered, 0
         except RefusedError as error:
             if error.status == 429 and usual:
                 end = partial(shedder.end_refused, in_flight)
@@ -112,8 +120,13 @@ class Service:
             raise
         finally:
             end()
+            self.answer_bytes.give(taken)
         self.counts.answered(answer.model, answer.version, request.rows, time.perf_counter() - began)
         return answer, options
+
+    async def run_large(self, work: Callable[[], _T]) -> _T:
+        """Run something that takes long on a thread for large bodies."""
+        return await asyncio.get_running_loop().run_in_executor(self._large_body_threads, work)
 
     async def load(self, name: str, caller: Caller) -> None:
         """Load a model, if the caller is allowed to."""
@@ -152,6 +165,7 @@ class Service:
         own: Figures = {
             ("hotrow_requests_in_flight",): self.load_shedder.in_flight,
             ("hotrow_turned_away_total",): self.load_shedder.shed_total,
+            ("hotrow_lookup_bytes_in_flight",): self.answer_bytes.held,
             ("hotrow_draining",): float(self.draining),
         }
         return sum_figures([self.counts.figures(), own])

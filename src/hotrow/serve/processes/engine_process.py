@@ -45,7 +45,7 @@ from hotrow.serve.processes.engine_socket import FrontendConnection
 from hotrow.serve.processes.engine_status import EngineStatus
 from hotrow.serve.processes.request_admission import RequestAdmission, Scanned
 from hotrow.serve.processes.restore import Restore
-from hotrow.serve.protocol import frames
+from hotrow.serve.protocol import frames, lookup_frames
 from hotrow.serve.protocol.request import RefusedError
 
 log = logging.getLogger(__name__)
@@ -159,7 +159,9 @@ class EngineProcess:
         if requests:
             self.admission.receive(connection, chunk, requests)
         for frame in scanned:
-            if frame[0] != frames.REQUEST:
+            if frame[0] == lookup_frames.LOOKUP:
+                self.admission.receive_lookup(connection, chunk, frame[2], frame[3])
+            elif frame[0] != frames.REQUEST:
                 self._start_command(connection, frame[1], frames.read_json(chunk, frame[2], frame[3]))
 
     def _start_command(self, connection: FrontendConnection, id: int, command: dict[str, Any]) -> None:
@@ -193,8 +195,9 @@ class EngineProcess:
         self.restore.forget(name)
         model = self.models.unload(name)
         until = time.monotonic() + self.options.drain
-        while self.tensorbatch.busy(model.group) and time.monotonic() < until:  # until its last answers are sent
-            time.sleep(0.002)
+        for group in (model.group, model.lookups):
+            while self.tensorbatch.busy(group) and time.monotonic() < until:  # until its last answers are sent
+                time.sleep(0.002)
 
     # --- messages to front ends ---
 

@@ -72,8 +72,8 @@ class EngineStatus:
                 {
                     "model": model.name,
                     "version": model.current.name if model.current else "",
-                    "pending": model.group.pieces,
-                    "shed": model.group.shed,
+                    "pending": model.group.pieces + model.lookups.pieces,
+                    "shed": {why: count + model.lookups.shed[why] for why, count in model.group.shed.items()},
                 }
                 for model in self.models.by_name.values()
             ],
@@ -132,6 +132,7 @@ def _describe(model: Model) -> dict[str, Any]:
                 "dense": v.signature.dense,
                 "tasks": v.signature.tasks,
                 "spec": getattr(v.servable, "features", None),
+                "widths": list(getattr(v.servable, "widths", ())),
                 "config": getattr(v.servable, "config", None) or {},
             }
             for v in model.versions.values()

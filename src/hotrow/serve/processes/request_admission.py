@@ -11,15 +11,17 @@ from typing import Any, NamedTuple
 
 from hotrow.serve.batching.lanes import BatchKey, RequestFrame, refuse
 from hotrow.serve.batching.miss_queue import MissQueue
-from hotrow.serve.batching.tensorbatch import BatchQueue, QueuedRequest, TensorBatch
+from hotrow.serve.batching.tensorbatch import BatchQueue, Group, QueuedRequest, TensorBatch
 from hotrow.serve.batching.versions import Model, Models, Version
 from hotrow.serve.processes.engine_options import EngineOptions
 from hotrow.serve.processes.engine_socket import FrontendConnection
-from hotrow.serve.protocol import frames
-from hotrow.serve.protocol.request import POLICIES, RefusedError
+from hotrow.serve.protocol import frames, lookup_frames
+from hotrow.serve.protocol.embedding_outputs import known_outputs
+from hotrow.serve.protocol.request import POLICIES, RefusedError, Wanted
 
 DEFAULT_DEADLINE = 1.0  # seconds, if neither the request nor the options nor the version has one
 
+MOST_ROUTES = 256  # that are cached; lookups have one, and a queue, for each set of outputs, which clients choose
 Scanned = tuple[Any, ...]  # frames.ScannedRequest's fields; if malformed, the first four and the reason
 
 
@@ -27,6 +29,7 @@ class Route(NamedTuple):
     """The queue of a request, and settings from its version and policy."""
 
     model: Model
+    group: Group
     queue: BatchQueue
     can_be_cold: bool
     patient: bool  # whether the policy is to wait for rows past the deadline
@@ -38,12 +41,20 @@ class RequestAdmission:
 
     def __init__(self, options: EngineOptions, models: Models, tensorbatch: TensorBatch, misses: MissQueue) -> None:
         self.options, self.models, self.tensorbatch, self.misses = options, models, tensorbatch, misses
-        self._routes: dict[tuple[int, int, int], Route] = {}
+        self._routes: dict[tuple[int, int, int, Wanted | None], Route] = {}
 
     def receive(self, connection: FrontendConnection, chunk: bytearray, scanned: list[Scanned]) -> None:
         """Admit and enqueue the requests of one read."""
-        for route, requests in self._by_route(connection, chunk, scanned):
-            refused = self.tensorbatch.admit(route.model.group, requests)
+        self._admit(connection, self._by_route(connection, chunk, scanned))
+
+    def receive_lookup(self, connection: FrontendConnection, chunk: bytearray, offset: int, length: int) -> None:
+        """Admit and enqueue a request for embedding outputs."""
+        wanted, request = lookup_frames.read_lookup(chunk, offset, length)
+        self._admit(connection, self._by_route(connection, chunk, [request], wanted))
+
+    def _admit(self, connection: FrontendConnection, routed: list[tuple[Route, list[QueuedRequest]]]) -> None:
+        for route, requests in routed:
+            refused = self.tensorbatch.admit(route.group, requests)
             if refused:
                 connection.send(b"".join([frames.write_refusal(request.content.id, why) for request, why in refused]))
             if route.can_be_cold and requests:
@@ -56,25 +67,30 @@ class RequestAdmission:
         self._routes = {}
 
     def _by_route(
-        self, connection: FrontendConnection, chunk: bytearray, scanned: list[Scanned]
+        self, connection: FrontendConnection, chunk: bytearray, scanned: list[Scanned], wanted: Wanted | None = None
     ) -> list[tuple[Route, list[QueuedRequest]]]:
         """The requests of these frames, grouped by route. A frame that has no route is refused."""
         now = self.tensorbatch.clock()
+        outputs = None if wanted is None else wanted._replace(half=False, bytes=0)  # what decides its queue
         by_route: dict[int, tuple[Route, list[QueuedRequest]]] = {}
         for frame in scanned:
             try:
-                route = self._route(frame)
+                route = self._route(frame, outputs)
             except RefusedError as error:
                 connection.send(frames.write_refusal(frame[1], error))
                 continue
             _, number, offset, length, _, _, rows, left, _, _, _, _ = frame
             deadline = now + (left * 1e-6 if left >= 0 else route.default_deadline)
-            content = RequestFrame(connection, number, chunk, offset, length)
-            request = QueuedRequest(content, rows, length, deadline, route.patient)
+            if wanted is None:
+                content = RequestFrame(connection, number, chunk, offset, length)
+                request = QueuedRequest(content, rows, length, deadline, route.patient)
+            else:
+                content = RequestFrame(connection, number, chunk, offset, length, wanted.half)
+                request = QueuedRequest(content, rows, length + wanted.bytes, deadline, route.patient, whole=True)
             by_route.setdefault(id(route), (route, []))[1].append(request)
         return list(by_route.values())
 
-    def _route(self, frame: Scanned) -> Route:
+    def _route(self, frame: Scanned, wanted: Wanted | None) -> Route:
         """The route of a request. Raises RefusedError."""
         if len(frame) == 5:
             raise RefusedError(400, f"malformed frame: {frame[4]}")
@@ -86,12 +102,16 @@ class RequestAdmission:
             model, pinned = self.models.resolve(number)
             if pinned is None and (current := model.version_for(fingerprint)) is not None:
                 number = current.number
-        route = self._routes.get((number, fingerprint, policy))
+        route = self._routes.get((number, fingerprint, policy, wanted))
         if route is None:
-            route = self._routes[number, fingerprint, policy] = self._find_route(number, fingerprint, policy)
+            if len(self._routes) >= MOST_ROUTES:
+                self._routes = {}
+                self.tensorbatch.drop_empty_queues(lambda key: key.wanted is not None)
+            route = self._find_route(number, fingerprint, policy, wanted)
+            self._routes[number, fingerprint, policy, wanted] = route
         return route
 
-    def _find_route(self, number: int, fingerprint: int, policy: int) -> Route:
+    def _find_route(self, number: int, fingerprint: int, policy: int, wanted: Wanted | None) -> Route:
         model, pinned = self.models.resolve(number)
         if policy > len(POLICIES):
             raise RefusedError(400, f"policy number {policy}; there are {len(POLICIES)}")
@@ -100,8 +120,15 @@ class RequestAdmission:
             raise RefusedError(503, f"model {model.name!r} takes other inputs now; send the request again", 0.1)
         default = self.options.policy or getattr(version.servable, "policy", None) or "initial"
         name = POLICIES[policy - 1] if policy else default
-        queue = self.tensorbatch.queue_of(model.group, BatchKey(model, pinned, fingerprint, name))
-        return Route(model, queue, version.can_be_cold, name == "wait", self._default_deadline(version))
+        group = model.group
+        if wanted is not None:
+            group = model.lookups
+            if not version.answers_lookups:
+                raise RefusedError(400, f"version {version.name} of model {model.name!r} answers no lookups")
+            if not known_outputs(version.signature, wanted.outputs):
+                raise RefusedError(400, f"outputs {wanted.outputs} are not of model {model.name!r}")
+        queue = self.tensorbatch.queue_of(group, BatchKey(model, pinned, fingerprint, name, wanted))
+        return Route(model, group, queue, version.can_be_cold, name == "wait", self._default_deadline(version))
 
     def _default_deadline(self, version: Version) -> float:
         for seconds in (self.options.deadline, getattr(version.servable, "deadline", None)):

@@ -9,7 +9,10 @@ Files in reading order:
     tensors.py         a tensor's declaration and its elements, from bytes or JSON
     input_layout.py    Layout: converts input tensors to the columns of a signature
     raw_columns.py     RawColumns: converts raw columns by the model's feature spec
+    embedding_outputs.py  EmbeddingOutputs: the looked-up vectors that a request may ask for
+    lookup_plan.py     LookupPlan: the ids of a request that wants only such vectors
     frames.py          requests and answers as flat bytes between front end and engine (docs/formats/frames.md)
+    lookup_frames.py   the same for requests that want vectors
     metrics.py         every metric, and Prometheus' text format
 
 All packages of serve may import it. Except for the caches of RequestParser and the counters of metrics, which belong to

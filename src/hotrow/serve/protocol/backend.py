@@ -38,6 +38,7 @@ class ModelInfo:
     state: str = READY
     reason: str = ""
     others: Mapping[str, ModelInfo] = field(default_factory=dict)
+    widths: tuple[int, ...] = ()  # of the features' vectors, in the signature's order; empty: it answers no lookups
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ MOST_IDS = 1 << 27  # in a batch: 1 GiB of keys
 
 _PACKED, _COLUMNS, _DENSE_SHARED = 1, 2, 4  # a request's flags
 _COMPILED = 1  # an answer's
-_UNKNOWN = -(1 << 63)  # a watermark
+UNKNOWN = -(1 << 63)  # a watermark
 _ONE, _JAGGED, _SHARED = 0, 1, 2  # kinds of a feature
 
 _FRAME = struct.Struct("<IHBBQ")
@@ -133,7 +133,7 @@ def read_answer(chunk: Chunk, offset: int) -> AnswerFrame:
     _, _, _, flags, _, version, late, publication, highest, watermark, rows, tasks = head
     logits = np.frombuffer(chunk, np.float32, rows * max(1, tasks), offset + _ANSWER.size)
     shaped = logits.reshape(rows, tasks) if tasks else logits
-    known = None if watermark == _UNKNOWN else watermark
+    known = None if watermark == UNKNOWN else watermark
     return AnswerFrame(shaped, version, publication, late, bool(flags & _COMPILED), highest, known)
 
 
@@ -191,7 +191,7 @@ def write_answers(
     watermark: int | None = None,
 ) -> bytes:
     """Frames for the answers of several requests of one batch; logits are [rows] or [rows, tasks] float32."""
-    newest, known = publication if highest is None else highest, _UNKNOWN if watermark is None else watermark
+    newest, known = publication if highest is None else highest, UNKNOWN if watermark is None else watermark
     tasks = 0 if logits.ndim == 1 else logits.shape[1]
     flat = np.ascontiguousarray(logits, np.float32).reshape(len(logits), max(1, tasks))
     answers: bytes = _core.make_answers(parts, flat, tasks, version, publication, newest, known, compiled)

@@ -25,10 +25,12 @@ import numpy as np
 from hotrow.errors import choices
 from hotrow.features import FeatureSpec
 from hotrow.serve.protocol.backend import ModelInfo
+from hotrow.serve.protocol.embedding_outputs import EMBEDDINGS, FP16, FP32, EmbeddingOutput, EmbeddingOutputs
 from hotrow.serve.protocol.input_layout import InputPlan, Layout
-from hotrow.serve.protocol.limits import Limits
+from hotrow.serve.protocol.limits import JSON_BYTES, Limits
+from hotrow.serve.protocol.lookup_plan import LookupPlan, plan_keys, plan_raw
 from hotrow.serve.protocol.raw_columns import RawColumns
-from hotrow.serve.protocol.request import POLICIES, Answer, Array, Ids, Request
+from hotrow.serve.protocol.request import POLICIES, Answer, Array, Ids, RefusedError, Request, Wanted
 from hotrow.serve.protocol.tensors import (
     BYTES,
     DTYPES,
@@ -43,7 +45,8 @@ from hotrow.serve.protocol.tensors import (
 )
 
 OUTPUTS = ("probabilities", "logits")
-PARAMETERS = ("deadline_ms", "timeout", "policy", "raw", "binary_data_output")
+PARAMETERS = ("deadline_ms", "timeout", "policy", "raw", "binary_data_output", "embeddings_datatype")
+DATATYPES = {"f": FP32, "e": FP16, "?": "BOOL"}  # of outputs, by numpy's characters
 
 _MAX_CACHED_HEADERS, _MAX_CACHED_HEADER_BYTES = 512, 16_384
 _TOP = ("id", "inputs", "outputs", "parameters", "model_name", "model_version")
@@ -67,6 +70,7 @@ class RequestOptions:
     seconds: float | None = None  # from now to the deadline
     policy: str | None = None
     raw: bool = False
+    wanted: Wanted | None = None  # embedding outputs
 
 
 class RequestParser:
@@ -75,6 +79,7 @@ class RequestParser:
     def __init__(self, info: ModelInfo, limits: Limits) -> None:
         self.info, self.limits = info, limits
         self.layout = Layout(info.signature, limits)
+        self.embeddings = EmbeddingOutputs(info.signature, info.widths)
         self._json_bytes = limits.json_bytes
         self._raw_columns: RawColumns | None = None
         self._parsed_headers: dict[bytes, ParsedHeader] = {}
@@ -101,7 +106,10 @@ class RequestParser:
                 if len(self._parsed_headers) >= _MAX_CACHED_HEADERS:
                     self._parsed_headers.clear()
                 self._parsed_headers[text] = parsed
-        return self.build(parsed, parsed.elements(body[header:]), version), parsed.options
+        request = self.build(parsed, parsed.elements(body[header:]), version)
+        if request.wanted is not None:
+            self._check_json_numbers(request, parsed.options)
+        return request, parsed.options
 
     def build(self, parsed: ParsedHeader, elements: Sequence[Elements], version: str | None) -> Request:
         """The request of a parsed header with these elements."""
@@ -109,6 +117,9 @@ class RequestParser:
         deadline = None if options.seconds is None else time.monotonic() + options.seconds
         matrix: Array | None = None
         ids: Sequence[Ids] = ()
+        if options.wanted is not None:
+            return self._build_lookup(parsed, options.wanted, elements, version, deadline)
+        assert not isinstance(parsed.plan, LookupPlan)
         if parsed.plan is None:
             rows, ids, dense, dense_shared = self.raw_columns().columns(parsed.tensors, elements)
         else:
@@ -121,9 +132,58 @@ class RequestParser:
             rows, dense, dense_shared = plan.rows, plan.dense_of(arrays), plan.dense_shared
         return Request(self.info.name, rows, ids, dense, dense_shared, version, deadline, options.policy, matrix)
 
-    def plan(self, tensors: Sequence[DeclaredTensor], options: RequestOptions) -> InputPlan | None:
-        """The plan of these tensors, or None when they are raw columns."""
-        if options.raw or any(tensor.datatype == BYTES for tensor in tensors):
+    def _build_lookup(
+        self,
+        parsed: ParsedHeader,
+        wanted: Wanted,
+        elements: Sequence[Elements],
+        version: str | None,
+        deadline: float | None,
+    ) -> Request:
+        """The request of a header that wants embedding outputs, if its answer is within the limit."""
+        plan = parsed.plan
+        dense: Array | None = None
+        dense_shared = False
+        ids: Sequence[Ids]
+        if isinstance(plan, LookupPlan):
+            rows, ids = plan.ids(elements)
+        elif plan is None:
+            rows, ids, dense, dense_shared = self.raw_columns().columns(parsed.tensors, elements)
+        else:
+            arrays: Sequence[Array] = elements  # type: ignore[assignment]
+            rows, ids, dense, dense_shared = plan.rows, plan.ids(arrays), plan.dense_of(arrays), plan.dense_shared
+        size = self.embeddings.answer_bytes(wanted, rows, ids)
+        if size > self.limits.answer_bytes:
+            raise invalid(
+                f"the vectors of {rows} rows take {size} bytes; the limit is answer={self.limits.answer}: ask for "
+                "fewer rows, for fewer features, or for FP16",
+                413,
+            )
+        wanted = wanted._replace(bytes=size)
+        name, policy = self.info.name, parsed.options.policy
+        return Request(name, rows, ids, dense, dense_shared, version, deadline, policy, wanted=wanted)
+
+    def _check_json_numbers(self, request: Request, options: RequestOptions) -> None:
+        """Refuse an answer with so many numbers as JSON that it would delay other answers."""
+        named = [self.embeddings.by_name.get(output.name) for output in options.outputs if not output.binary]
+        numbers = sum(self.embeddings.elements(output, request.rows, request.ids) for output in named if output)
+        if numbers * JSON_BYTES > self._json_bytes:
+            raise invalid(
+                f"the vectors of {request.rows} rows are {numbers} numbers; as JSON an answer has at most "
+                f"{self._json_bytes // JSON_BYTES} (json={self.limits.json}): ask for them as bytes, with the output's "
+                "parameter binary_data",
+                413,
+            )
+
+    def plan(self, tensors: Sequence[DeclaredTensor], options: RequestOptions) -> InputPlan | LookupPlan | None:
+        """The plan of these tensors, or None when they are raw columns for the tower."""
+        raw = options.raw or any(tensor.datatype == BYTES for tensor in tensors)
+        if options.wanted is not None and not options.wanted.logits:
+            wanted = self.embeddings.features(options.wanted)
+            if raw:
+                return plan_raw(tensors, self.raw_columns().spec, self.info.signature, self.limits, wanted)
+            return plan_keys(tensors, self.layout, self.limits, wanted)
+        if raw:
             self.raw_columns()
             return None
         return self.layout.plan(tensors)
@@ -149,7 +209,7 @@ class ParsedHeader:
     inline: tuple[Elements, ...]
     size: int  # of the binary part
     options: RequestOptions
-    plan: InputPlan | None
+    plan: InputPlan | LookupPlan | None
     views: tuple[Any, ...] | None  # arguments of np.frombuffer, if all tensors are aligned numbers sent as bytes
 
     @property
@@ -185,7 +245,9 @@ class ParsedHeader:
             raise invalid(
                 'the request has no "inputs"; give a list of tensors, each with name, datatype, shape and data'
             )
-        options = read_request_options(document.get("id"), document.get("parameters"), document.get("outputs"))
+        options = read_request_options(
+            document.get("id"), document.get("parameters"), document.get("outputs"), parser.embeddings
+        )
         tensors, locations, inline, size = [], [], [], 0
         for entry in given:
             tensor, location, data = _input(entry, size)
@@ -196,7 +258,7 @@ class ParsedHeader:
             else:
                 size += location[1]
         plan, views = parser.plan(tensors, options), _views(tensors, locations)
-        if plan is not None and plan.one_id_per_row and plan.columns and views is not None:
+        if isinstance(plan, InputPlan) and plan.one_id_per_row and plan.columns and views and options.wanted is None:
             features = len(plan.columns)
             plan, views = plan.as_one_array(), ((views[0][0], features * plan.rows, 0), *views[features:])
         return ParsedHeader(tuple(tensors), tuple(locations), tuple(inline), size, options, plan, views)
@@ -222,8 +284,10 @@ def parse_json(text: bytes) -> dict[str, Any]:
     return document
 
 
-def read_request_options(name: object, parameters: object, outputs: object) -> RequestOptions:
-    """The request's options, checked."""
+def read_request_options(
+    name: object, parameters: object, outputs: object, embeddings: EmbeddingOutputs
+) -> RequestOptions:
+    """The request's options, checked. `embeddings` are the outputs that the model has beside the tower's."""
     if name is not None and (not isinstance(name, str) or len(name) > 1024):
         raise invalid(f"id is {shown(name)}; give a string of at most 1024 characters")
     given = _parameters(parameters)
@@ -232,9 +296,11 @@ def read_request_options(name: object, parameters: object, outputs: object) -> R
         raise invalid(f"parameter policy is {shown(policy)}; {choices(policy, POLICIES)}")
     if not isinstance(raw, bool):
         raise invalid(f"parameter raw is {shown(raw)}; give true or false")
-    return RequestOptions(
-        name or None, _outputs(outputs, given.get("binary_data_output") is True), _seconds(given), policy, raw
-    )
+    datatype = given.get("embeddings_datatype")
+    if datatype not in (None, FP32, FP16):
+        raise invalid(f"parameter embeddings_datatype is {shown(datatype)}; {choices(datatype, (FP32, FP16))}")
+    named, wanted = _outputs(outputs, given.get("binary_data_output") is True, embeddings, datatype == FP16)
+    return RequestOptions(name or None, named, _seconds(given), policy, raw, wanted)
 
 
 def _parameters(parameters: object) -> Mapping[str, Any]:
@@ -260,23 +326,51 @@ def _seconds(given: Mapping[str, Any]) -> float | None:
     return None
 
 
-def _outputs(outputs: object, binary: bool) -> tuple[Output, ...]:
+def _outputs(
+    outputs: object, binary: bool, embeddings: EmbeddingOutputs, half: bool
+) -> tuple[tuple[Output, ...], Wanted | None]:
     if outputs is None or outputs == []:
-        return tuple(Output(name, binary) for name in OUTPUTS)
+        return tuple(Output(name, binary) for name in OUTPUTS), None
     if not isinstance(outputs, list):
         raise invalid(f'"outputs" is {shown(outputs)}; give a list of objects with "name"')
-    wanted: dict[str, Output] = {}
+    named: dict[str, Output] = {}
+    vectors: dict[str, EmbeddingOutput] = {}
+    datatypes: set[str] = set()
     for entry in outputs:
         if not isinstance(entry, Mapping) or not isinstance(entry.get("parameters", {}), Mapping):
             raise invalid(f'an output is {shown(entry)}; give an object with "name" and "parameters"')
         name, options = entry.get("name"), entry.get("parameters", {})
-        if not isinstance(name, str) or name not in OUTPUTS:
-            raise invalid(f"there is no output {shown(name)}; {choices(name, OUTPUTS)}")
+        if not isinstance(name, str) or (name not in OUTPUTS and name not in embeddings.by_name):
+            raise _no_output(name, embeddings)
+        if name in embeddings.by_name:
+            vectors[name] = embeddings.by_name[name]
+            datatypes |= _datatype(vectors[name], options)
         for option in options:
-            if option != "binary_data":
+            if option != "binary_data" and (option != "datatype" or name not in vectors):
                 raise invalid(f"output {name!r} has the parameter {shown(option)}; only binary_data is known")
-        wanted[name] = Output(name, bool(options.get("binary_data", binary)))
-    return tuple(wanted.values())
+        named[name] = Output(name, bool(options.get("binary_data", binary)))
+    if len(datatypes) > 1:
+        raise invalid("embedding outputs of one request have the datatypes FP32 and FP16; ask for one of them")
+    if not vectors:
+        return tuple(named.values()), None
+    numbers = tuple(output.number for output in vectors.values())
+    wanted = Wanted(numbers, len(named) > len(vectors), datatypes == {FP16} or (half and not datatypes))
+    return tuple(named.values()), wanted
+
+
+def _no_output(name: object, embeddings: EmbeddingOutputs) -> RefusedError:
+    if isinstance(name, str) and name.partition(".")[0] == EMBEDDINGS and not embeddings.by_name:
+        return invalid("this version answers no lookups: its servable does not say how wide its vectors are")
+    return invalid(f"there is no output {shown(name)}; {choices(name, [*OUTPUTS, *embeddings.by_name])}")
+
+
+def _datatype(output: EmbeddingOutput, options: Mapping[str, Any]) -> set[str]:
+    """The datatype that an output's parameters ask for; empty if they name none, or for a mask."""
+    datatype = options.get("datatype")
+    known = ("BOOL",) if output.is_mask else (FP32, FP16)
+    if datatype is not None and datatype not in known:
+        raise invalid(f"output {output.name!r} has the datatype {shown(datatype)}; {choices(datatype, known)}")
+    return set() if datatype is None or output.is_mask else {datatype}
 
 
 def _input(entry: object, offset: int) -> tuple[DeclaredTensor, tuple[int, int] | None, object]:
@@ -321,9 +415,19 @@ def _views(tensors: Sequence[DeclaredTensor], locations: Sequence[tuple[int, int
 
 
 def output_arrays(answer: Answer, names: Sequence[str]) -> list[Array]:
-    """The arrays of these outputs, float32."""
+    """The arrays of these outputs: float32, and of embedding outputs as the engine sent them."""
+    if answer.vectors:
+        return _with_vectors(answer, names)
     logits = np.ascontiguousarray(answer.logits, dtype=np.float32)
     return [logits if name == "logits" else sigmoid(logits) for name in names]
+
+
+def _with_vectors(answer: Answer, names: Sequence[str]) -> list[Array]:
+    vectors = iter(answer.vectors)
+    return [
+        answer.logits if name == "logits" else sigmoid(answer.logits) if name == "probabilities" else next(vectors)
+        for name in names
+    ]
 
 
 def sigmoid(logits: Array) -> Array:
@@ -357,7 +461,9 @@ def write_answer(answer: Answer, options: RequestOptions) -> tuple[bytes, int | 
             elements = f'"parameters":{{"binary_data_size":{len(data)}}}'
         else:
             elements = f'"data":{_to_json(_numbers(array))}'
-        described.append(f'{{"name":"{name}","datatype":"FP32","shape":[{shape}],{elements}}}')
+        described.append(
+            f'{{"name":{_json_string(name)},"datatype":"{DATATYPES[array.dtype.char]}","shape":[{shape}],{elements}}}'
+        )
     name = "" if options.id is None else f'"id":{_to_json(options.id)},'
     text = (
         f'{{"model_name":{_json_string(answer.model)},"model_version":{_json_string(answer.version)},{name}'

@@ -5,7 +5,8 @@ limit before memory is allocated for it. Limits are options of `hotrow serve`: e
 of a few GiB, and an error that names it.
 
 `ids` limits the ids of a request after shared features are repeated for each row. A history of a million ids that is
-sent once for 100,000 candidates is a small body, but 10^11 ids.
+sent once for 100,000 candidates is a small body, but 10^11 ids. `answer` limits the vectors that a request asks for
+(embedding_outputs.py), which may be much larger than its keys.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from functools import cached_property
 from hotrow.errors import OptionError
 from hotrow.units import parse_size
 
-_SIZES = ("body", "json", "headers", "buffered")
+_SIZES = ("body", "json", "headers", "buffered", "answer", "answers")
+MOST_ANSWERS = 192 << 20  # below what an engine keeps for a front end that does not read (processes/engine_socket.py)
+JSON_BYTES = 32  # of `json` for each number of an answer in JSON: about what its text and its Python object take
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Limits:
     json: str | int = "32MiB"  # the JSON part of it: JSON takes up to 20 times its length in memory
     headers: str | int = "32KiB"  # the request line and all headers
     buffered: str | int = "1GiB"  # bodies that are being read or answered, all connections together
+    answer: str | int = "32MiB"  # the vectors of one answer
+    answers: str | int = "128MiB"  # the vectors of all answers that engines are computing for this front end
     rows: int = 131_072  # candidates of a request
     ids: int = 16_777_216  # ids of a request, with shared ones counted once for each row
     connections: int = 4096
@@ -49,6 +54,11 @@ class Limits:
                 parse_size(value, field.name)
             elif isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise OptionError(f"{field.name}={value!r}; give a number above 0")
+        if not self.answer_bytes <= self.answers_bytes <= MOST_ANSWERS:
+            raise OptionError(
+                f"answer={self.answer!r} and answers={self.answers!r}; give answer at most as much as answers, and "
+                f"answers at most {MOST_ANSWERS >> 20}MiB"
+            )
 
     @cached_property
     def body_bytes(self) -> int:
@@ -69,3 +79,13 @@ class Limits:
     def buffered_bytes(self) -> int:
         """Bytes of all bodies."""
         return parse_size(self.buffered, "buffered")
+
+    @cached_property
+    def answer_bytes(self) -> int:
+        """Bytes of one answer's vectors."""
+        return parse_size(self.answer, "answer")
+
+    @cached_property
+    def answers_bytes(self) -> int:
+        """Bytes of the vectors of all answers that are being computed."""
+        return parse_size(self.answers, "answers")

@@ -37,7 +37,7 @@ TABLE: dict[str, Metric] = {
         "counter", _MODEL, "Microseconds from a request's last byte to its answer's first, summed"
     ),
     # Triton's names, counted by the engines.
-    "nv_inference_count": Metric("counter", _MODEL, "Rows that were scored"),
+    "nv_inference_count": Metric("counter", _MODEL, "Rows that were scored or looked up"),
     "nv_inference_exec_count": Metric("counter", _MODEL, "Joined batches that ran"),
     "nv_inference_queue_duration_us": Metric(
         "counter", _MODEL, "Microseconds that requests waited for a batch, summed"
@@ -60,12 +60,16 @@ TABLE: dict[str, Metric] = {
     "hotrow_connections": Metric("gauge", ("protocol",), "Open connections"),
     "hotrow_connections_refused_total": Metric("counter", ("reason",), "Connections closed: too many, slow, idle, bad"),
     "hotrow_buffered_bytes": Metric("gauge", (), "Bytes of bodies being read or answered"),
+    "hotrow_lookup_bytes_in_flight": Metric("gauge", (), "Bytes of vectors in answers that are computed or sent now"),
     "hotrow_draining": Metric("gauge", (), "1 while the front end drains and accepts nothing new"),
     # HotRow's own, counted by the engines.
     "hotrow_rows_total": Metric("counter", _MODEL, "Rows that ran, padding not counted"),
     "hotrow_padding_rows_total": Metric("counter", _MODEL, "Rows added to fill buckets"),
     "hotrow_late_rows_total": Metric("counter", (*_MODEL, "policy"), "Ids answered by policy, as their rows were late"),
     "hotrow_shed_total": Metric("counter", (*_MODEL, "reason"), "Requests refused by admission control"),
+    "hotrow_lookups_total": Metric("counter", _MODEL, "Requests that were answered with embedding outputs"),
+    "hotrow_lookup_rows_total": Metric("counter", _MODEL, "Rows of these requests"),
+    "hotrow_lookup_bytes_total": Metric("counter", _MODEL, "Bytes of the engines' answers to them"),
     "hotrow_bucket_hits_total": Metric("counter", (*_MODEL, "bucket"), "Batches that a compiled bucket answered"),
     "hotrow_fallback_total": Metric("counter", _MODEL, "Batches that the original graph answered"),
     "hotrow_compile_queue": Metric("gauge", (), "Buckets that wait for the compiler"),

@@ -71,6 +71,15 @@ class PackedIds(Sequence[Ids]):
         return tuple(map(Ids, found)) if isinstance(number, slice) else Ids(found)
 
 
+class Wanted(NamedTuple):
+    """The embedding outputs that a request asks for, by number (embedding_outputs.py)."""
+
+    outputs: tuple[int, ...]
+    logits: bool  # whether the tower runs too
+    half: bool = False  # FP16 vectors
+    bytes: int = 0  # of the vectors in the answer
+
+
 @dataclass(frozen=True)
 class Request:
     """Rows to score. `deadline` is on the clock of time.monotonic; None: the server's default."""
@@ -84,11 +93,15 @@ class Request:
     deadline: float | None = None
     policy: str | None = None  # one of POLICIES; None: the model's
     matrix: Array | None = None  # instead of ids: int64 [rows, features], one id per row in every feature
+    wanted: Wanted | None = None  # embedding outputs
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Logits [rows] or [rows, tasks] float32, and the version and publication that they were computed from."""
+    """Logits [rows] or [rows, tasks] float32, and the version and publication that they were computed from.
+
+    A request that wants embedding outputs gets them in `vectors`, and logits only if it wants them too.
+    """
 
     logits: Array
     model: str
@@ -97,6 +110,7 @@ class Answer:
     late_rows: int = 0  # ids whose rows missed the deadline and were answered by policy
     compiled: bool = False  # whether a compiled bucket ran, or the original graph
     parameters: dict[str, str | int | float] = field(default_factory=dict)
+    vectors: tuple[Array, ...] = ()  # in the order of Wanted.outputs; float32, float16 or bool
 
 
 class RefusedError(HotRowError):
