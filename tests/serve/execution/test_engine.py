@@ -230,7 +230,7 @@ def found(engine: hr.Engine, batch: hr.KeyedBatch, policy: str) -> dict[str, tor
     """The tower's inputs under a policy."""
     live = engine._open()
     with torch.inference_mode(), engine._lookup_lock(), ExitStack() as held:
-        return engine._pool(live, engine._read(live, batch, policy, held))[0]
+        return engine._pool(live, engine._read_here(live, batch, policy, held))[0]
 
 
 def test_rows_on_disk_are_answered_by_policy_until_they_are_warm(tmp_path: Path) -> None:
