@@ -1,4 +1,4 @@
-"""nginx and Envoy as processes of the test, with the configurations of deploy/: only ports, servers and paths differ."""
+"""nginx and Envoy as processes of the test, configured as in deploy/: only ports, servers and paths differ."""
 
 from __future__ import annotations
 
@@ -124,7 +124,13 @@ def with_servers(text: str, name: str, ports: Sequence[int]) -> str:
     return text.replace(block[0], bare.replace("least_conn;\n", f"least_conn;\n{lines}"))
 
 
-def start_envoy(towers: Sequence[Any], secrets: Path) -> Proxy:
+class Envoy(Proxy):
+    """A proxy with an admin port."""
+
+    admin: int
+
+
+def start_envoy(towers: Sequence[Any], secrets: Path, *options: str) -> Envoy:
     """Envoy with deploy/envoy.yaml."""
     command = envoy_command()
     import yaml
@@ -145,7 +151,10 @@ def start_envoy(towers: Sequence[Any], secrets: Path) -> Proxy:
             for tower in towers
         ]
     (folder / "envoy.yaml").write_text(yaml.safe_dump(config))
-    return Proxy(folder, port, secrets, [*command, "-c", str(folder / "envoy.yaml"), "--concurrency", "1"])
+    command += ["-c", str(folder / "envoy.yaml"), "--concurrency", "1", *options]
+    started = Envoy(folder, port, secrets, command)
+    started.admin = admin
+    return started
 
 
 def envoy_command() -> list[str]:

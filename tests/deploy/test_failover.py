@@ -66,7 +66,9 @@ def http_load(proxy: Proxy) -> Load:
 
 def grpc_load(proxy: Proxy) -> Load:
     """The same over gRPC."""
-    return Load(lambda: grpc_request(proxy.port, proxy.authority), grpc_request(proxy.port, proxy.authority)(), threads=2)
+    return Load(
+        lambda: grpc_request(proxy.port, proxy.authority), grpc_request(proxy.port, proxy.authority)(), threads=2
+    )
 
 
 def test_requests_are_spread_over_both_servers(proxy: Proxy, towers: list[TowerServer]) -> None:
@@ -120,7 +122,9 @@ def test_clients_are_told_to_retry_when_no_server_can_be_reached(name: str, secr
         assert refused.value.status() == "StatusCode.UNAVAILABLE"
 
 
-def test_no_request_is_lost_when_a_server_drains_comes_back_and_the_other_is_killed(towers: list[TowerServer], secrets: Path) -> None:
+def test_no_request_is_lost_when_a_server_drains_comes_back_and_the_other_is_killed(
+    towers: list[TowerServer], secrets: Path
+) -> None:
     """All proxies at once, because each start of a server takes seconds. nginx cannot retry a refusal over gRPC."""
     with ExitStack() as stack:
         loads: dict[str, Load] = {}

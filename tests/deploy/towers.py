@@ -51,7 +51,7 @@ def export_small_model(folder: Path) -> Path:
 
 
 def steady_ports(count: int) -> list[int]:
-    """Free ports below those that the kernel gives to outgoing connections, so a server can be started on its own again."""
+    """Free ports below those that the kernel gives to outgoing connections: a server can be started on them again."""
     found: list[int] = []
     while len(found) < count:
         port = random.randrange(15_000, 32_000)
@@ -132,7 +132,7 @@ class Client:
 
 
 def grpc_request(port: int, authority: Path) -> Callable[[], list[float]]:
-    """A function that sends the request of BODY over gRPC, on one connection with TLS, and returns the probabilities."""
+    """A function that sends the request of BODY over gRPC, on one connection, and returns the probabilities."""
     from tritonclient import grpc
 
     client = grpc.InferenceServerClient(f"{HOST}:{port}", ssl=True, root_certificates=str(authority))
