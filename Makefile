@@ -8,7 +8,7 @@ CORE_BUILD := build/core
 EDITABLE := $(PIP) --no-build-isolation -C build-dir=build/venv -C cmake.define.HOTROW_TESTS=ON -e
 FORMATTED := $(shell find core -name '*.cpp' -o -name '*.h')
 
-.PHONY: help demo test test-oldest test-newest redis-server bench docs lint sanitize core-test wheel soak format clean
+.PHONY: help demo test test-oldest test-newest redis-server nginx bench docs lint sanitize core-test wheel soak format clean
 
 help:
 	@echo "make demo      learn, spill to SSD, serve and publish, in about two minutes; KEEP=1 goes on serving"
@@ -95,19 +95,19 @@ $(OLDEST)/.stamp-hotrow $(NEWEST)/.stamp-hotrow: %/.stamp-hotrow: %/.stamp-pins 
 demo: $(VENV)/.stamp-serve
 	@$(BIN)/hotrow demo $(if $(KEEP),--keep)
 
-test: lint core-test redis-server
+test: lint core-test redis-server nginx
 	@$(BIN)/python -m pytest -m "not soak and not gpu" -n 2 --dist loadfile
 
 test-oldest test-newest: test-%: .venv-%/.stamp-hotrow redis-server
 	@echo "testing with $$(.venv-$*/bin/python --version) and the $* version of each package of .venv-$*/pins.txt"
 	@.venv-$*/bin/python -m pytest -m "not soak and not gpu" -n 2 --dist loadfile $(EDGE_TESTS)
 
-# The tests of the remote tier and of the Redis bus start servers of their own. Without the program they are skipped;
-# root on a Debian gets it here, and nobody else is asked for a password.
-redis-server:
-	@command -v redis-server >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "installing redis-server" && \
-	  { apt-get -qq update; RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install redis-server; } \
-	    </dev/null >/dev/null 2>&1; } || echo "there is no redis-server: tests that need one are skipped"
+# The tests of the remote tier and of the Redis bus start servers of their own, and those of deploy/ an nginx. Without the
+# program they are skipped; root on a Debian gets it here, and nobody else is asked for a password.
+redis-server nginx:
+	@command -v $@ >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "installing $@" && \
+	  { apt-get -qq update; RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install $@; } \
+	    </dev/null >/dev/null 2>&1; } || echo "there is no $@: tests that need one are skipped"
 
 bench: $(VENV)/.stamp-bench
 	@$(BIN)/hotrow bench rows

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples/README.md"]
-PATH = re.compile(r"`((?:core|docs|tests|benchmarks|examples|src)/[\w./-]+|[a-z_]+(?:/[a-z_]+)+\.py)`")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += [ROOT / "examples/README.md", ROOT / "deploy/README.md"]
+PATH = re.compile(r"`((?:core|deploy|docs|tests|benchmarks|examples|src)/[\w./-]+|[a-z_]+(?:/[a-z_]+)+\.py)`")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
