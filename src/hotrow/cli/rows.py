@@ -10,8 +10,8 @@ from hotrow.cli.terminal import warn_of_passwords
 
 ROWS_HELP = """Serve the rows of exported models to tower servers (`hotrow serve --rows`).
 
-A row server holds the rows of some of the 1,024 shards, in DRAM over SSD, and follows the trainer's bus. Several of them
-hold all shards together; several with the same shards are replicas of each other.
+A row server holds the rows of some of the 1,024 shards, in DRAM over SSD, and follows the trainer's bus. Several of
+them hold all shards together; several with the same shards are replicas of each other.
 
 Examples:
 
@@ -23,7 +23,8 @@ Examples:
 
     hotrow rows repository/ --listen unix:/run/hotrow/rows.sock                # clients of this machine alone
 
-    hotrow rows repository/ --listen 10.0.0.1:8010 --token-file rows.token --register redis://10.0.0.9/0?set=rows --advertise 10.0.0.1:8010
+    hotrow rows repository/ --listen 0.0.0.0:8010 --token-file rows.token --register redis://10.0.0.9/0?set=rows \\
+        --advertise 10.0.0.1:8010
 
 Ctrl-C or SIGTERM hands the lookups to the replicas, and ends.
 """
@@ -38,7 +39,10 @@ def rows(
         typer.Option(help="HOST:PORT or unix:/path; may be given several times; default 127.0.0.1:8010"),
     ] = None,
     metrics: Annotated[
-        int, typer.Option(min=-1, max=65535, help="port of /metrics, /live and /ready; 0 lets the system choose, -1 is none")
+        int,
+        typer.Option(
+            min=-1, max=65535, help="port of /metrics, /live and /ready; 0 lets the system choose, -1 is none"
+        ),
     ] = 8012,
     dram: Annotated[str | None, typer.Option(help="memory for rows, such as 8GiB; with --ssd a cache over it")] = None,
     ssd: Annotated[str | None, typer.Option(help="a folder for rows that do not fit --dram")] = None,

@@ -246,7 +246,7 @@ class Engine:
         return answered.logits, answered.late
 
     def answer(self, batch: KeyedBatch, policy: str = "wait", until: float | None = None) -> Answer:
-        """As `run`, with the other fields of Answer. `until` (time.monotonic()) is when rows of row servers are late."""
+        """As `run`, with the other fields of Answer. `until` (time.monotonic()): when rows of row servers are late."""
         live = self._open()
         with torch.inference_mode(), ExitStack() as held:
             self._check_dense(batch)

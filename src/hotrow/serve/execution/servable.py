@@ -93,9 +93,7 @@ class ServedVersion:
         remote = self.engine.embeddings.remote
         return not (isinstance(remote, RowServerTables) and remote.servers.topology.missing)
 
-    def run(
-        self, batch: KeyedBatch, policy: str, until: float | None = None
-    ) -> tuple[Tensor, Any, bool, Freshness]:
+    def run(self, batch: KeyedBatch, policy: str, until: float | None = None) -> tuple[Tensor, Any, bool, Freshness]:
         """Logits, late ids by row, whether compiled buckets computed all logits, and the freshness of the data."""
         try:
             logits, late, compiled, fresh = self.engine.answer(batch, policy, until)

@@ -175,7 +175,11 @@ class ServeOptions:
 
     def engine(self, number: int, socket: str, shared_rows: str | None = None) -> EngineOptions:
         """The options of engine `number`. `shared_rows` is the socket of this machine's row server."""
-        tiers = {} if shared_rows is not None else {name: value for name in ("dram", "ssd", "hbm") if (value := getattr(self, name)) is not None}
+        tiers = (
+            {}
+            if shared_rows is not None
+            else {name: value for name in ("dram", "ssd", "hbm") if (value := getattr(self, name)) is not None}
+        )
         if "ssd" in tiers and self.processes > 1:
             tiers["ssd"] = os.path.join(tiers["ssd"], f"engine-{number}")
         given = {

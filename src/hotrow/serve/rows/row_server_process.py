@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from rich.console import Console
@@ -179,8 +179,8 @@ class RowServerProcess:
                 )
         if served.fingerprint != wanted.fingerprint:
             raise HandshakeError(
-                f"version {wanted.version} of {wanted.name!r} has other tables or another seed here than at the client; "
-                "copy the same export to both"
+                f"version {wanted.version} of {wanted.name!r} has other tables or another seed here than at the client; copy "
+                "the same export to both"
             )
         return served
 
@@ -260,7 +260,7 @@ def run(options: RowServerOptions) -> int:
     server = RowServerProcess(options, console)
     with StopSignals(lambda _: stop.set()):
         try:
-            with console.status("loading rows") if console.is_terminal else suppress():
+            with console.status("loading rows") if console.is_terminal else nullcontext():
                 server.start()
             console.print(f"[bold green]serving rows[/] of shards {options.shards[0]}:{options.shards[1]}")
             for address in server.addresses:

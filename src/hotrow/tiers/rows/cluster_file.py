@@ -176,7 +176,7 @@ def _redis_members(url: str) -> list[str]:
             address, username=login.user or None, password=login.password or None, socket_timeout=2.0
         )
         try:
-            members = [member.decode() for member in client.smembers(name)]
+            members = [bytes(member).decode() for member in client.smembers(name)]
         finally:
             client.close()
     except HotRowError:
