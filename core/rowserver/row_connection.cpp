@@ -160,20 +160,20 @@ class SlotConnection final : public RowConnection {
     const FrameHeader header{
         kRowsMagic, request.kind, RowError::kNone, ++id_, request.head_bytes + request.keys_bytes, request.publication,
         0};
-    if (kHeader + header.bytes > SharedSlots::kRequestBytes || !free_slot()) {
-      broken_ = kHeader + header.bytes > SharedSlots::kRequestBytes;
-      waits_ = true;
+    waits_ = true;
+    if (kHeader + header.bytes > SharedSlots::kRequestBytes) {
+      broken_ = true;
+    } else if (free_slot()) {
+      write(request, header);
+    } else {
       pending_ = request;  // the slot still has an abandoned request
       has_pending_ = true;
-      return;
     }
-    write(request, header);
-    waits_ = true;
   }
 
   Progress advance() override {
-    if (is_broken()) return Progress::kBroken;
     SharedSlots::clear(slots_->answer_event(slot_));
+    if (is_broken()) return Progress::kBroken;  // read after the event was reset, or shut_down()'s could be lost
     if (has_pending_) {
       if (!free_slot()) return Progress::kWaits;
       has_pending_ = false;
@@ -209,7 +209,6 @@ class SlotConnection final : public RowConnection {
   bool free_slot() {
     const uint32_t state = slots_->state(slot_).load(std::memory_order_acquire);
     if (state == SharedSlots::kSubmitted || state == SharedSlots::kWorking) return false;
-    SharedSlots::clear(slots_->answer_event(slot_));
     owed_ = 0;
     return true;
   }
