@@ -208,6 +208,8 @@ class RowServer::Loop {
   struct Connection {
     uint64_t serial = 0;
     Descriptor socket;
+    std::unique_ptr<TlsStream> tls;
+    bool secured = true;                  // false during the handshake of TLS
     std::shared_ptr<RowService> service;  // null until it has proven the token
     bool proven = false, reads = true, writes = false;
     char challenge[kChallengeBytes];
@@ -252,9 +254,11 @@ class RowServer::Loop {
     if (found == connections_.end()) return;  // closed earlier in this turn
     turn(*found->second, [&](Connection& connection) {
       if (events & (EPOLLERR | EPOLLHUP)) return false;  // nobody reads answers any more
+      if (!connection.secured) return secure(connection);
       if (events & EPOLLOUT && !send(connection)) return false;
       if (!handle_frames(connection)) return false;  // those that waited for the peer to take answers
-      return !(events & (EPOLLIN | EPOLLRDHUP)) || receive(connection);
+      const bool pending = connection.tls && connection.tls->has_pending();
+      return !(pending || events & (EPOLLIN | EPOLLRDHUP)) || receive(connection);
     });
   }
 
@@ -321,9 +325,25 @@ class RowServer::Loop {
       counts_.accepted.fetch_add(1, std::memory_order_relaxed);
       turn(connection, [&](Connection&) {
         watch(epoll_.get(), EPOLL_CTL_ADD, connection.socket.get(), EPOLLIN | EPOLLRDHUP, connection.serial);
-        return reply(connection, FrameKind::kChallenge, 0, connection.challenge, kChallengeBytes);
+        if (!server_.tls_) return challenge(connection);
+        connection.tls = std::make_unique<TlsStream>(server_.tls_, connection.socket.get(), "");
+        connection.secured = false;
+        return true;
       });
     }
+  }
+
+  bool challenge(Connection& connection) {
+    return reply(connection, FrameKind::kChallenge, 0, connection.challenge, kChallengeBytes);
+  }
+
+  // Continues the handshake of TLS; then the peer gets its challenge.
+  bool secure(Connection& connection) {
+    const auto state = connection.tls->handshake();
+    connection.secured = state == TlsStream::Handshake::kDone;
+    if (state == TlsStream::Handshake::kFailed) counts_.refused.fetch_add(1, std::memory_order_relaxed);
+    if (state != TlsStream::Handshake::kDone) return state == TlsStream::Handshake::kWaits;
+    return challenge(connection) && receive(connection);
   }
 
   void resume_listeners() {
@@ -367,7 +387,8 @@ class RowServer::Loop {
   }
 
   void update_events(Connection& connection) {
-    const bool reads = connection.waiting < options_.most_waiting, writes = !connection.out.empty();
+    const bool reads = connection.waiting < options_.most_waiting;
+    const bool writes = connection.secured ? !connection.out.empty() : connection.tls->wants_write();
     if (reads == connection.reads && writes == connection.writes) return;
     connection.reads = reads;
     connection.writes = writes;
@@ -381,8 +402,9 @@ class RowServer::Loop {
       const size_t wanted = wanted_bytes(connection);
       if (wanted == 0) return false;
       if (connection.in.capacity < wanted) grow(connection, wanted);
-      const ssize_t got = recv(connection.socket.get(), connection.in.data.get() + connection.filled,
-                               connection.in.capacity - connection.filled, 0);
+      const ssize_t got =
+          receive_from(connection.socket.get(), connection.tls.get(), connection.in.data.get() + connection.filled,
+                       connection.in.capacity - connection.filled);
       if (got == 0) return false;
       if (got < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
       turn += static_cast<size_t>(got);
@@ -390,6 +412,9 @@ class RowServer::Loop {
       counts_.bytes_in.fetch_add(static_cast<uint64_t>(got), std::memory_order_relaxed);
       if (!handle_frames(connection)) return false;
     }
+    // The socket does not tell of bytes that were decrypted already.
+    if (connection.tls && connection.tls->has_pending() && connection.waiting < options_.most_waiting)
+      post([this, serial = connection.serial] { handle(serial, EPOLLIN); });
     return true;
   }
 
@@ -585,10 +610,7 @@ class RowServer::Loop {
         parts[count++] = {reinterpret_cast<char*>(&frame.header) + frame.sent, kHeader - frame.sent};
       const size_t skip = frame.sent > kHeader ? frame.sent - kHeader : 0;
       if (frame.header.bytes > skip) parts[count++] = {frame.payload.data.get() + skip, frame.header.bytes - skip};
-      msghdr message{};
-      message.msg_iov = parts;
-      message.msg_iovlen = static_cast<size_t>(count);
-      const ssize_t sent = sendmsg(connection.socket.get(), &message, MSG_NOSIGNAL);
+      const ssize_t sent = send_to(connection.socket.get(), connection.tls.get(), parts, count);
       if (sent < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
       frame.sent += static_cast<size_t>(sent);
       connection.waiting -= static_cast<size_t>(sent);
@@ -674,13 +696,10 @@ class RowServer::Loop {
   }
 
   void close_local(std::unordered_map<uint64_t, uint64_t>::iterator control) {
-<<<<<<< HEAD
-    locals_.at(control->second).service->connections().fetch_sub(1);
-=======
     const Local& local = locals_.at(control->second);
+    local.service->connections().fetch_sub(1);
     unwatch(epoll_.get(), local.slots->request_event());
     unwatch(epoll_.get(), local.control->get());
->>>>>>> wt-rowcore
     locals_.erase(control->second);
     local_of_control_.erase(control);
     counts_.connections.fetch_sub(1, std::memory_order_relaxed);
@@ -708,9 +727,10 @@ class RowServer::Loop {
   std::thread thread_;
 };
 
-RowServer::RowServer(RowServerOptions options, Prove prove)
+RowServer::RowServer(RowServerOptions options, Prove prove, std::shared_ptr<TlsContext> tls)
     : options_(options),
       prove_(std::move(prove)),
+      tls_(std::move(tls)),
       counts_(std::make_unique<Counts>()),
       cold_(std::make_unique<ColdThreads>(options.cold_threads)) {
   if (options_.threads < 1 || options_.cold_threads < 1) throw std::invalid_argument("RowServer: give threads");

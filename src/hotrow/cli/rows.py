@@ -53,6 +53,8 @@ def rows(
     token_file: Annotated[
         str | None, typer.Option(metavar="PATH", help="a file with the token that tower servers prove, in one line")
     ] = None,
+    tls_cert: Annotated[str | None, typer.Option(metavar="PATH", help="the certificate for TLS, PEM")] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="PATH", help="its key, PEM")] = None,
     threads: Annotated[int, typer.Option(min=1, help="threads that answer lookups")] = 1,
     history: Annotated[
         str, typer.Option(help="memory for old values of rows that changed recently, for tower servers that are behind")
@@ -81,6 +83,8 @@ def rows(
         ssd=ssd,
         bus=tuple(bus or ()),
         token=None if token_file is None else read_secret(token_file, "--token-file "),
+        tls_cert=tls_cert,
+        tls_key=tls_key,
         threads=threads,
         history=history,
         register=register,

@@ -87,6 +87,9 @@ def serve(
     rows_token_file: Annotated[
         str | None, typer.Option(metavar="PATH", help="the token of the row servers, in one line of a file")
     ] = None,
+    rows_ca: Annotated[
+        str | None, typer.Option(metavar="PATH", help="TLS to the row servers: the authorities of their certificates")
+    ] = None,
     rows_wire: Annotated[str | None, typer.Option(help="how rows are sent: fp32 (the default), fp16 or int8")] = None,
     stale_after: Annotated[
         str | None, typer.Option(help="raise an alarm when answers use data older than this, such as 10s")
@@ -144,7 +147,7 @@ def serve(
         poll=parse_seconds(poll, "--poll"),
         bus=tuple(bus or ()),
         remote=tuple(remote or ()),
-        rows=tuple(_with_options(address, token_file=rows_token_file, wire=rows_wire) for address in rows or ()),
+        rows=tuple(_with_options(address, token_file=rows_token_file, ca=rows_ca, wire=rows_wire) for address in rows or ()),
         stale_after=None if stale_after is None else parse_seconds(stale_after, "--stale-after"),
         token=token,
         drain=parse_seconds(drain, "--drain"),

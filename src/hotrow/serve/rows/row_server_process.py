@@ -80,7 +80,13 @@ class RowServerProcess:
             for listener in listeners:
                 listener.close()
             raise
-        self._server = _core.RowServer(self._prove, threads=self.options.threads)
+        certificate, key = self.options.tls_cert or "", self.options.tls_key or ""
+        try:
+            self._server = _core.RowServer(
+                self._prove, threads=self.options.threads, certificate=certificate, key=key
+            )
+        except RuntimeError as error:
+            raise OptionError(f"--tls-cert, --tls-key: {error}") from None
         for listener in listeners:
             listener.listen(BACKLOG)
             listener.setblocking(False)
