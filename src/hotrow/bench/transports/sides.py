@@ -1,0 +1,163 @@
+"""The two processes of one transport: a server on one core and a client on another. What a turn measures.
+
+For each batch size a turn has two parts. *Pipelined*: several batches are in flight, so that the server always has a
+request waiting; it gives keys per second, and the server's processor time per batch. *Single*: one batch at a time; it
+gives the times from send to answer.
+
+The client reads the server's processor clock (all threads, system calls, and the network's work that the kernel does
+in their name), which other programs on the machine disturb less than wall time. It is the figure to compare.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hotrow.bench.serving.load_client import percentile
+from hotrow.bench.training.rank_processes import Figures, RankProcesses, Turn
+from hotrow.bench.transports.in_process import InProcess
+from hotrow.bench.transports.transport import Connection, Keys, StoredRows, Transport, expected
+from hotrow.errors import HotRowError
+
+START_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """Batches of unique keys, uniform over `rows` rows, and how long the parts of a turn are."""
+
+    dim: int
+    rows: int = 1_000_000
+    batches: tuple[int, ...] = (8192, 512)
+    drawn: int = 64
+    pipelined: float = 0.3
+    single: float = 0.15
+
+
+def start(transport: Transport, load: Load, client: int, server: int) -> RankProcesses:
+    """Both processes, pinned to their cores; of the store in process, one on the server's core."""
+    pid = multiprocessing.get_context("spawn").Value("i", 0)
+    cores = [[server]] if isinstance(transport, InProcess) else [[client], [server]]
+    return RankProcesses(cores, prepare, transport, load, pid)
+
+
+def prepare(rank: int, transport: Transport, load: Load, pid: Any) -> Turn:
+    """Rank 0 is the client, rank 1 the server. `pid` becomes the server's process id when clients may connect."""
+    import torch
+
+    import hotrow as hr
+    from hotrow.train.freed_memory import keep_freed_memory
+
+    keep_freed_memory(1 << 30)
+    torch.set_num_threads(1)
+    hr.set_threads(1)
+    port = int(os.environ["MASTER_PORT"])
+    if rank == 1:
+        rows = StoredRows(load.rows, load.dim)
+
+        def ready() -> None:
+            pid.value = os.getpid()
+
+        threading.Thread(target=transport.serve, args=(rows, port, ready), daemon=True).start()
+        return lambda: {}
+    if isinstance(transport, InProcess):
+        transport.rows = StoredRows(load.rows, load.dim)
+        pid.value = os.getpid()
+    until = time.monotonic() + START_SECONDS
+    while not pid.value:
+        if time.monotonic() > until:
+            raise HotRowError(f"the {transport.name} server did not start within {START_SECONDS:.0f} s")
+        time.sleep(0.01)
+    return Client(transport, load, port, pid.value).turn
+
+
+class Client:
+    """The client's connections and batches."""
+
+    def __init__(self, transport: Transport, load: Load, port: int, server: int) -> None:
+        self._load, self._depth = load, transport.depth
+        self._clock = processor_clock(server)
+        draw = np.random.default_rng(0)
+        self._batches = {
+            size: [draw.choice(load.rows, size, replace=False) for _ in range(load.drawn)] for size in load.batches
+        }
+        self._connections = {
+            size: [transport.connect(port, load.dim, size) for _ in range(transport.connections)]
+            for size in load.batches
+        }
+        for size, connections in self._connections.items():
+            check(connections, self._batches[size][: 2 * len(connections)], load.dim)
+
+    def turn(self) -> Figures:
+        """Measure each batch size."""
+        figures: Figures = {}
+        for size in self._load.batches:
+            batches, connections = itertools.cycle(self._batches[size]), self._connections[size]
+            self._pipelined(connections, batches, 0.03)  # wakes both sides
+            part = self._pipelined(connections, batches, self._load.pipelined)
+            part |= self._single(connections[0], batches, self._load.single)
+            figures |= {f"{size}/{name}": value for name, value in part.items()}
+        return figures
+
+    def _pipelined(self, connections: list[Connection], batches: Iterator[Keys], seconds: float) -> Figures:
+        order: deque[Connection] = deque()
+        sent = 0
+        own, core, begin = time.process_time(), time.clock_gettime(self._clock), time.perf_counter()
+        for connection in connections * self._depth:
+            connection.send(next(batches))
+            order.append(connection)
+        while order:
+            connection = order.popleft()
+            rows = connection.receive()
+            sent += 1
+            if time.perf_counter() - begin < seconds:
+                connection.send(next(batches))
+                order.append(connection)
+        wall = time.perf_counter() - begin
+        core, own = time.clock_gettime(self._clock) - core, time.process_time() - own
+        return {
+            "keys": sent * len(rows) / wall,
+            "core": core / sent,
+            "busy": core / wall,
+            "client": own / sent,
+        }
+
+    def _single(self, connection: Connection, batches: Iterator[Keys], seconds: float) -> Figures:
+        times: list[float] = []
+        core, until = time.clock_gettime(self._clock), time.perf_counter() + seconds
+        while not times or time.perf_counter() < until:
+            keys = next(batches)
+            begin = time.perf_counter()
+            connection.send(keys)
+            connection.receive()
+            times.append(time.perf_counter() - begin)
+        core = time.clock_gettime(self._clock) - core
+        return {"p50": statistics.median(times), "p99": percentile(times, 0.99), "single core": core / len(times)}
+
+
+def check(connections: list[Connection], batches: list[Keys], dim: int) -> None:
+    """Raise unless every connection answers with the right rows."""
+    for connection, keys in zip(itertools.cycle(connections), batches, strict=False):
+        connection.send(keys)
+        if not np.array_equal(connection.receive(), expected(keys, dim)):
+            raise HotRowError(f"{type(connection).__name__} answered a batch of {len(keys)} keys with other rows")
+
+
+def processor_clock(pid: int) -> int:
+    """The clock of a process's processor time, as clock_gettime takes it."""
+    clock = ctypes.c_int()
+    error = ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock))
+    if error:
+        raise OSError(error, f"there is no processor clock of process {pid}")
+    return clock.value
