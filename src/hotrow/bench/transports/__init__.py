@@ -2,7 +2,7 @@
 
     row_transports.py  the results of `hotrow bench transports`
     sides.py           one server process and one client process: what a turn measures
-    transport.py       Transport and Connection, which every transport implements, and the rows that a server answers with
+    transport.py       Transport and Connection, which every transport implements; the rows that a server has
     flight.py          Arrow Flight: DoExchange, DoGet, DoPut
     grpc_calls.py      gRPC: unary calls and streams, threaded and asyncio servers
     gloo.py            torch.distributed send and recv over Gloo

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from hotrow.bench.transports.transport import Keys, StoredRows, Values
 
@@ -43,7 +44,7 @@ class Gloo:
     def _answer(self, rows: StoredRows, batch: int, group: Any) -> None:
         keys = [torch.empty(batch, dtype=torch.int64) for _ in range(self.depth)]
         values = [torch.empty(batch, rows.dim) for _ in range(self.depth)]
-        receiving = deque(dist.irecv(part, CLIENT, group) for part in keys)
+        receiving = deque(_receive(part, CLIENT, group) for part in keys)
         sending: list[Any] = [None] * self.depth
         slot = 0
         while True:
@@ -52,7 +53,7 @@ class Gloo:
                 sending[slot].wait()
             rows.read_into(keys[slot].numpy(), values[slot])
             sending[slot] = dist.isend(values[slot], CLIENT, group)
-            receiving.append(dist.irecv(keys[slot], CLIENT, group))
+            receiving.append(_receive(keys[slot], CLIENT, group))
             slot = (slot + 1) % self.depth
 
     def connect(self, port: int, dim: int, batch: int) -> GlooConnection:
@@ -68,9 +69,13 @@ _met: dict[int, dict[int, Any]] = {}  # the groups of this process by port: a pr
 def meet(port: int, rank: int) -> dict[int, Any]:
     """Both processes' groups by batch size."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == SERVER, timeout=TIMEOUT)
+    store = TCPStore("127.0.0.1", port, 2, is_master=rank == SERVER, timeout=TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
     return {batch: dist.new_group([CLIENT, SERVER], timeout=TIMEOUT, backend="gloo") for batch in SIZES}
+
+
+def _receive(into: torch.Tensor, source: int, group: Any) -> Any:
+    return dist.irecv(into, source, group)
 
 
 class GlooConnection:
@@ -85,7 +90,7 @@ class GlooConnection:
         """Post the receive, then the send."""
         values = self._values.popleft()
         self._values.append(values)
-        answer = dist.irecv(values, SERVER, self._group)
+        answer = _receive(values, SERVER, self._group)
         self._in_flight.append((dist.isend(torch.from_numpy(keys), SERVER, self._group), answer, values))
 
     def receive(self) -> Values:

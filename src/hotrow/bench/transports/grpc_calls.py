@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import threading
 import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -35,7 +34,7 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Grpc:
-    """`streaming`: one stream for each connection, else a call for each batch. `threads` of the server; 0 is asyncio."""
+    """`streaming`: one stream for each connection, else a call for each batch. `threads`: 0 is the asyncio server."""
 
     name: str
     streaming: bool
@@ -45,6 +44,7 @@ class Grpc:
 
     def serve(self, rows: StoredRows, port: int, ready: Callable[[], None]) -> None:
         """Both methods, on one port."""
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
         address = f"127.0.0.1:{port}"
         if not self.threads:
             asyncio.run(_serve_asyncio(rows, address, ready))
@@ -66,9 +66,7 @@ def _answer(rows: StoredRows, request: bytes) -> bytes:
     """The rows of the keys, read into a new bytes object before anybody else sees it."""
     keys = np.frombuffer(request, np.int64)
     answer = bytes(4 * len(keys) * rows.dim)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that bytes objects must not be written
-        rows.read_into(keys, torch.frombuffer(answer, dtype=torch.float32).view(len(keys), rows.dim))
+    rows.read_into(keys, torch.frombuffer(answer, dtype=torch.float32).view(len(keys), rows.dim))
     return answer
 
 

@@ -1,9 +1,10 @@
-"""Plain sockets: one TCP connection, a thread that blocks in recv_into and sendmsg. What a protocol of our own could do.
+"""Plain sockets: one TCP connection, and a thread that blocks in recv_into and sendmsg.
 
-A request is a header of 16 bytes (the number of keys, and a number that the answer repeats) and the keys. An answer is a
-header and the rows. The server receives into one buffer and sends from another, so user space copies nothing.
+What a protocol of our own could do. A request is a header of 16 bytes (the number of keys, and a number that the answer
+repeats) and the keys. An answer is a header and the rows. The server receives into one buffer and sends from another,
+so user space copies nothing.
 
-A client sends all its batches in flight before it reads: their requests (at most 4 x 64 KiB) fit into the socket's
+A client sends all its batches in flight before it reads: their requests (64 KiB each) fit into the socket's
 buffers, so that it never blocks in send while the server blocks in send, too.
 """
 
@@ -32,7 +33,7 @@ class PlainSockets:
 
     name: ClassVar[str] = "sockets"
     connections: ClassVar[int] = 1
-    depth: int = 4
+    depth: int = 2
 
     def serve(self, rows: StoredRows, port: int, ready: Callable[[], None]) -> None:
         """One thread for each connection."""
@@ -53,7 +54,7 @@ def answer(connection: socket.socket, rows: StoredRows) -> None:
     request = bytearray(HEADER.size + 8 * MOST)
     incoming, all_keys = memoryview(request), np.frombuffer(request, np.int64, offset=HEADER.size)
     values = torch.empty(MOST, rows.dim)
-    outgoing = memoryview(values.numpy()).cast("B")
+    outgoing = values.numpy().data.cast("B")
     while receive_into(connection, incoming[: HEADER.size]):
         count, number = HEADER.unpack_from(request)
         receive_into(connection, incoming[HEADER.size : HEADER.size + 8 * count])
@@ -91,13 +92,13 @@ class SocketConnection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BUFFER)
         self._answer = np.empty(HEADER.size // 4 + batch * dim, np.float32)
-        self._bytes = memoryview(self._answer).cast("B")
+        self._bytes = self._answer.data.cast("B")
         self._rows = self._answer[HEADER.size // 4 :].reshape(batch, dim)
         self._sent = self._received = 0
 
     def send(self, keys: Keys) -> None:
         """Header and keys in one call."""
-        send(self._socket, HEADER.pack(len(keys), self._sent), memoryview(keys).cast("B"))
+        send(self._socket, HEADER.pack(len(keys), self._sent), keys.data.cast("B"))
         self._sent += 1
 
     def receive(self) -> Values:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hotrow.bench.serving.load_client import percentile
 from hotrow.bench.training.rank_processes import Figures, RankProcesses, Turn
@@ -31,6 +32,8 @@ from hotrow.bench.transports.transport import Connection, Keys, StoredRows, Tran
 from hotrow.errors import HotRowError
 
 START_SECONDS = 120.0
+COPIED = 128 << 20  # bytes read to measure a copy
+ENDED = -1  # in place of a process id
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,13 @@ def prepare(rank: int, transport: Transport, load: Load, pid: Any) -> Turn:
         def ready() -> None:
             pid.value = os.getpid()
 
-        threading.Thread(target=transport.serve, args=(rows, port, ready), daemon=True).start()
+        def serve() -> None:
+            try:
+                transport.serve(rows, port, ready)
+            finally:
+                pid.value = ENDED
+
+        threading.Thread(target=serve, name="serve", daemon=True).start()
         return lambda: {}
     if isinstance(transport, InProcess):
         transport.rows = StoredRows(load.rows, load.dim)
@@ -79,6 +88,8 @@ def prepare(rank: int, transport: Transport, load: Load, pid: Any) -> Turn:
         if time.monotonic() > until:
             raise HotRowError(f"the {transport.name} server did not start within {START_SECONDS:.0f} s")
         time.sleep(0.01)
+    if pid.value == ENDED:
+        raise HotRowError(f"the {transport.name} server ended before it served; its error is above")
     return Client(transport, load, port, pid.value).turn
 
 
@@ -86,7 +97,8 @@ class Client:
     """The client's connections and batches."""
 
     def __init__(self, transport: Transport, load: Load, port: int, server: int) -> None:
-        self._load, self._depth = load, transport.depth
+        self._transport, self._load = transport, load
+        self._memory: npt.NDArray[np.uint8] | None = None
         self._clock = processor_clock(server)
         draw = np.random.default_rng(0)
         self._batches = {
@@ -107,6 +119,8 @@ class Client:
             self._pipelined(connections, batches, 0.03)  # wakes both sides
             part = self._pipelined(connections, batches, self._load.pipelined)
             part |= self._single(connections[0], batches, self._load.single)
+            if isinstance(self._transport, InProcess):
+                part["copy"] = self._copy(size * (8 + 4 * self._load.dim))
             figures |= {f"{size}/{name}": value for name, value in part.items()}
         return figures
 
@@ -114,7 +128,7 @@ class Client:
         order: deque[Connection] = deque()
         sent = 0
         own, core, begin = time.process_time(), time.clock_gettime(self._clock), time.perf_counter()
-        for connection in connections * self._depth:
+        for connection in connections * self._transport.depth:
             connection.send(next(batches))
             order.append(connection)
         while order:
@@ -144,6 +158,16 @@ class Client:
             times.append(time.perf_counter() - begin)
         core = time.clock_gettime(self._clock) - core
         return {"p50": statistics.median(times), "p99": percentile(times, 0.99), "single core": core / len(times)}
+
+    def _copy(self, size: int) -> float:
+        """Seconds of one copy of `size` bytes, from memory that is in no cache into a buffer that may be."""
+        if self._memory is None:
+            self._memory = np.ones(COPIED, np.uint8)
+        target = np.empty(size, np.uint8)
+        begin = time.process_time()
+        for first in range(0, COPIED - size + 1, size):
+            np.copyto(target, self._memory[first : first + size])
+        return (time.process_time() - begin) / (COPIED // size)
 
 
 def check(connections: list[Connection], batches: list[Keys], dim: int) -> None:

@@ -22,7 +22,7 @@ class ZeroMQ:
 
     name: ClassVar[str] = "zeromq"
     connections: ClassVar[int] = 1
-    depth: int = 4
+    depth: int = 2
 
     def serve(self, rows: StoredRows, port: int, ready: Callable[[], None]) -> None:
         """One loop over all clients."""
