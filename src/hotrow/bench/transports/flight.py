@@ -152,4 +152,4 @@ class Put:
         return np.frombuffer(self._reader.read(), np.float32).reshape(-1, self._dim)
 
 
-TRANSPORTS = (Flight("flight exchange", Exchange), Flight("flight get", Get), Flight("flight put", Put))
+TRANSPORTS = (Flight("flight exchange", Exchange), Flight("flight get", Get), Flight("flight put", Put, connections=4))

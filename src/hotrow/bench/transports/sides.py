@@ -10,6 +10,7 @@ in their name), which other programs on the machine disturb less than wall time.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
 import multiprocessing
@@ -63,6 +64,7 @@ def prepare(rank: int, transport: Transport, load: Load, pid: Any) -> Turn:
     from hotrow.train.freed_memory import keep_freed_memory
 
     keep_freed_memory(1 << 30)
+    atexit.register(os._exit, 0)  # gRPC, Gloo and ZeroMQ end with threads that still wait; nothing here needs an end
     torch.set_num_threads(1)
     hr.set_threads(1)
     port = int(os.environ["MASTER_PORT"])
