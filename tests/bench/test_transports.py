@@ -11,7 +11,7 @@ from tests import forked
 
 from hotrow.bench.harness import Result
 from hotrow.bench.transports import row_transports
-from hotrow.bench.transports.row_transports import choice, wanted
+from hotrow.bench.transports.row_transports import choice, quietest, wanted
 from hotrow.bench.transports.sides import Load
 from hotrow.errors import OptionError
 
@@ -57,16 +57,17 @@ def test_a_transport_answers_with_the_rows_of_the_keys(module: str, library: str
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a core for each side")
 def test_the_bench_measures_gloo_beside_sockets_and_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(row_transports.ONLY, "gloo")
-    monkeypatch.setattr(row_transports, "TURNS", 2)
+    monkeypatch.setattr(row_transports, "TURNS", 4)
     monkeypatch.setattr(row_transports, "DIMS", (16,))
     monkeypatch.setattr(
-        row_transports, "Load", lambda dim: Load(dim, rows=20_000, drawn=4, pipelined=0.05, single=0.02)
+        row_transports, "Load", lambda dim, cores: Load(dim, cores, rows=20_000, drawn=4, pipelined=0.05, single=0.02)
     )
     rows = {row.name: row for row in row_transports.results() if isinstance(row, Result)}
+    measures = [f"{measure}/gloo" for measure in row_transports.MEASURES]
     assert set(rows) == {
         f"transports/dim16/{batch}/{what}"
         for batch in (8192, 512)
-        for what in ("core/in process", *(f"{m}/gloo" for m in row_transports.MEASURES), "choice/sockets", "memory")
+        for what in ("core/in process", *measures, "choice/sockets", "memory", "others")
     }
     assert all(row.value > 0 and row.peer_value > 0 for row in rows.values())
     assert rows["transports/dim16/512/choice/sockets"].peer == "gloo"
@@ -74,11 +75,18 @@ def test_the_bench_measures_gloo_beside_sockets_and_the_store(monkeypatch: pytes
 
 def test_our_own_protocol_is_compared_with_the_ready_made_one_that_takes_the_least_time() -> None:
     turns = {
-        name: [{"512/core": core}] * 3
+        name: [{"512/core": core, "512/others": 0.0}] * 4
         for name, core in {"in process": 1e-5, "sockets": 2e-5, "flight put": 8e-5, "gloo": 6e-5, "own": 3e-5}.items()
     }
     row = choice("choice", turns, 512)
     assert (row.name, row.peer, row.ratio) == ("choice/own", "gloo", pytest.approx(2))
+
+
+def test_the_quietest_half_of_the_turns_counts() -> None:
+    busy = [{"512/core": 9.0, "512/others": 0.5, "512/p50": 1.0, "512/single others": 0.0}]
+    quiet = [{"512/core": 2.0, "512/others": 0.1, "512/p50": 7.0, "512/single others": 0.9}]
+    assert quietest(busy + quiet, 512, "core") == [2.0]
+    assert quietest(busy + quiet, 512, "p50") == [1.0]
 
 
 def test_an_unknown_transport_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

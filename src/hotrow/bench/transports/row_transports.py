@@ -11,8 +11,9 @@ up during the whole benchmark and take turns of a second. Their settings are the
     p50, p99 one batch at a time, from send to answer
 
 The peer of these rows is `sockets`, plain blocking sockets in Python: what a protocol of our own could reach with one
-copy on each side. Other programs on the machine disturb `core` least, and `ratio` is the median of the ratios of turns
-that follow each other; `spread` is the spread of these ratios. `in process` is the store without a transport.
+copy on each side. `in process` is the store without a transport. Of each transport's turns the half counts in which
+other programs took least of the two cores; a figure is their median. Other programs disturb `core` least.
+`others` is the largest part of the cores that they took in a turn that counts.
 
 `choice` compares a protocol of our own (OWN, or `sockets` while there is none) with the best ready-made transport of
 the same turns, in keys per second of the server's processor time. The bar to keep it is 1.5.
@@ -29,7 +30,7 @@ import statistics
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 
-from hotrow.bench.harness import Result, timing
+from hotrow.bench.harness import Result, higher, lower, timing
 from hotrow.bench.training.rank_processes import Figures
 from hotrow.bench.training.ranks import two_cores
 from hotrow.bench.transports.sides import Load, start
@@ -40,7 +41,8 @@ NEEDED = ("in_process", "plain_sockets")
 MODULES = (*NEEDED, "flight", "grpc_calls", "gloo", "zeromq")
 LIMIT, FLOOR = "in process", "sockets"
 OWN = "own"  # the name of our own protocol's transport, when there is one
-DIMS, TURNS = (16, 64), 9
+DIMS, TURNS = (16, 64), 12
+OTHERS_BAR = 10.0
 ONLY = "HOTROW_BENCH_ONLY"
 MEASURES = {  # name: its unit, what one unit is of the figure, and whether higher is better
     "keys": ("M keys/s", 1e6, True),
@@ -64,9 +66,9 @@ def results() -> Iterator[Result | str]:
         except ImportError as error:
             yield f"transports: {module} is left out: {error}"
     for dim in DIMS:
-        load = Load(dim)
+        load = Load(dim, (client, server))
         yield f"transports/dim{dim}: starting {len(transports)} servers"
-        turns = yield from in_turns(transports, load, client, server)
+        turns = yield from in_turns(transports, load)
         for batch in load.batches:
             yield from figures(f"transports/dim{dim}/{batch}", turns, batch)
             yield choice(f"transports/dim{dim}/{batch}/choice", turns, batch)
@@ -82,11 +84,11 @@ def wanted() -> list[str]:
     return [name for name in MODULES if not only or name in only or name in NEEDED]
 
 
-def in_turns(transports: Sequence[Transport], load: Load, client: int, server: int) -> Generator[str, None, Turns]:
+def in_turns(transports: Sequence[Transport], load: Load) -> Generator[str, None, Turns]:
     """Run all transports in turns. Returns the figures of each; the first turn does not count."""
     turns: Turns = {transport.name: [] for transport in transports}
     with ExitStack() as stack:
-        sides = [(one.name, stack.enter_context(start(one, load, client, server))) for one in transports]
+        sides = [(one.name, stack.enter_context(start(one, load))) for one in transports]
         for turn in range(TURNS + 1):
             for name, side in sides:
                 yield f"transports/dim{load.dim}: turn {turn} of {TURNS}, {name}"
@@ -98,41 +100,42 @@ def in_turns(transports: Sequence[Transport], load: Load, client: int, server: i
 
 def figures(name: str, turns: Turns, batch: int) -> Iterator[Result]:
     """Every measure of every transport beside plain sockets."""
-    for measure, (unit, scale, higher) in MEASURES.items():
+    for measure, (unit, scale, higher_is_better) in MEASURES.items():
         for transport in turns:
             if transport != FLOOR and (transport != LIMIT or measure == "core"):
-                ours, floor = (series(turns[one], batch, measure) for one in (transport, FLOOR))
-                ratios = [a / b if higher else b / a for a, b in zip(ours, floor, strict=True)]
-                yield row(f"{name}/{measure}/{transport}", unit, ours, FLOOR, floor, ratios, scale)
+                ours, floor = (quietest(turns[one], batch, measure) for one in (transport, FLOOR))
+                yield compare(f"{name}/{measure}/{transport}", unit, ours, FLOOR, floor, scale, higher_is_better)
+    others = max(max(quietest(of_one, batch, "others")) for of_one in turns.values())
+    yield lower(f"{name}/others", "% of the cores", 100 * max(others, 0.001), "bar", OTHERS_BAR)
 
 
 def choice(name: str, turns: Turns, batch: int) -> Result:
     """Our own protocol beside the ready-made transport that takes the least of the server's processor time."""
     own = OWN if OWN in turns else FLOOR
     ready_made = [transport for transport in turns if transport not in (OWN, FLOOR, LIMIT)] or [LIMIT]
-    best = min(ready_made, key=lambda one: statistics.median(series(turns[one], batch, "core")))
-    ours, theirs = ([batch / core for core in series(turns[one], batch, "core")] for one in (own, best))
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return row(f"{name}/{own}", "M keys/s of a core", ours, best, theirs, ratios, 1e6)
+    best = min(ready_made, key=lambda one: statistics.median(quietest(turns[one], batch, "core")))
+    ours, theirs = ([batch / core for core in quietest(turns[one], batch, "core")] for one in (own, best))
+    return compare(f"{name}/{own}", "M keys/s of a core", ours, best, theirs, 1e6, True)
 
 
 def memory(name: str, turns: Turns, batch: int) -> Result:
     """What plain sockets add to the store, beside one copy of the bytes of a batch."""
-    stored, copies = series(turns[LIMIT], batch, "core"), series(turns[LIMIT], batch, "copy")
-    added = [core - store for core, store in zip(series(turns[FLOOR], batch, "core"), stored, strict=True)]
-    ratios = [copy / part for copy, part in zip(copies, added, strict=True)]
-    return row(name, "us a batch", added, "one copy", copies, ratios, 1e-6)
+    store = statistics.median(quietest(turns[LIMIT], batch, "core"))
+    added = [core - store for core in quietest(turns[FLOOR], batch, "core")]
+    return compare(name, "us a batch", added, "one copy", quietest(turns[LIMIT], batch, "copy"), 1e-6, False)
 
 
-def series(turns: Sequence[Figures], batch: int, measure: str) -> list[float]:
-    """One measure of a transport, turn by turn."""
-    return [turn[f"{batch}/{measure}"] for turn in turns]
+def quietest(turns: Sequence[Figures], batch: int, measure: str) -> list[float]:
+    """One measure in the half of the turns in which other programs took least."""
+    others = f"{batch}/single others" if measure in ("p50", "p99") else f"{batch}/others"
+    order = sorted(turns, key=lambda turn: turn[others])
+    return [turn[f"{batch}/{measure}"] for turn in order[: (len(order) + 1) // 2]]
 
 
-def row(
-    name: str, unit: str, ours: list[float], peer: str, theirs: list[float], ratios: list[float], scale: float
+def compare(
+    name: str, unit: str, ours: list[float], peer: str, theirs: list[float], scale: float, higher_is_better: bool
 ) -> Result:
-    """Medians, and the median and spread of the turns' ratios."""
-    ratio = timing(ratios)
-    value, peer_value = statistics.median(ours) / scale, statistics.median(theirs) / scale
-    return Result(name, unit, value, peer, peer_value, ratio.median, ratio.spread)
+    """Medians in the unit of `scale`, and the spread of ours."""
+    side = higher if higher_is_better else lower
+    median = timing(ours)
+    return side(name, unit, median.median / scale, peer, statistics.median(theirs) / scale, median.spread)

@@ -5,7 +5,8 @@ request waiting; it gives keys per second, and the server's processor time per b
 gives the times from send to answer.
 
 The client reads the server's processor clock (all threads, system calls, and the network's work that the kernel does
-in their name), which other programs on the machine disturb less than wall time. It is the figure to compare.
+in their name), which other programs on the machine disturb less than wall time. It is the figure to compare. Each part
+also gives `others`, the part of the two cores that other programs took meanwhile, so that the quietest turns count.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ class Load:
     """Batches of unique keys, uniform over `rows` rows, and how long the parts of a turn are."""
 
     dim: int
+    cores: tuple[int, int]  # of the client and of the server
     rows: int = 1_000_000
     batches: tuple[int, ...] = (8192, 512)
     drawn: int = 64
@@ -49,10 +51,12 @@ class Load:
     single: float = 0.15
 
 
-def start(transport: Transport, load: Load, client: int, server: int) -> RankProcesses:
+def start(transport: Transport, load: Load) -> RankProcesses:
     """Both processes, pinned to their cores; of the store in process, one on the server's core."""
     pid = multiprocessing.get_context("spawn").Value("i", 0)
-    cores = [[server]] if isinstance(transport, InProcess) else [[client], [server]]
+    cores = [[core] for core in load.cores]
+    if isinstance(transport, InProcess):
+        cores = cores[1:]
     return RankProcesses(cores, prepare, transport, load, pid)
 
 
@@ -101,7 +105,8 @@ class Client:
     def __init__(self, transport: Transport, load: Load, port: int, server: int) -> None:
         self._transport, self._load = transport, load
         self._memory: npt.NDArray[np.uint8] | None = None
-        self._clock = processor_clock(server)
+        self._clock, self._own_clock = processor_clock(server), processor_clock(os.getpid())
+        self._cores = load.cores if server != os.getpid() else load.cores[1:]
         draw = np.random.default_rng(0)
         self._batches = {
             size: [draw.choice(load.rows, size, replace=False) for _ in range(load.drawn)] for size in load.batches
@@ -129,7 +134,7 @@ class Client:
     def _pipelined(self, connections: list[Connection], batches: Iterator[Keys], seconds: float) -> Figures:
         order: deque[Connection] = deque()
         sent = 0
-        own, core, begin = time.process_time(), time.clock_gettime(self._clock), time.perf_counter()
+        before, begin = self._used(), time.perf_counter()
         for connection in connections * self._transport.depth:
             connection.send(next(batches))
             order.append(connection)
@@ -141,25 +146,31 @@ class Client:
                 connection.send(next(batches))
                 order.append(connection)
         wall = time.perf_counter() - begin
-        core, own = time.clock_gettime(self._clock) - core, time.process_time() - own
+        used = self._used() - before
         return {
             "keys": sent * len(rows) / wall,
-            "core": core / sent,
-            "busy": core / wall,
-            "client": own / sent,
+            "core": used.server / sent,
+            "busy": used.server / wall,
+            "client": used.client / sent,
+            "others": used.others / (wall * len(self._cores)),
         }
 
     def _single(self, connection: Connection, batches: Iterator[Keys], seconds: float) -> Figures:
         times: list[float] = []
-        core, until = time.clock_gettime(self._clock), time.perf_counter() + seconds
+        before, until = self._used(), time.perf_counter() + seconds
         while not times or time.perf_counter() < until:
             keys = next(batches)
             begin = time.perf_counter()
             connection.send(keys)
             connection.receive()
             times.append(time.perf_counter() - begin)
-        core = time.clock_gettime(self._clock) - core
-        return {"p50": statistics.median(times), "p99": percentile(times, 0.99), "single core": core / len(times)}
+        others = (self._used() - before).others / (sum(times) * len(self._cores))
+        return {"p50": statistics.median(times), "p99": percentile(times, 0.99), "single others": others}
+
+    def _used(self) -> Used:
+        server, client = time.clock_gettime(self._clock), time.process_time()
+        both = client if self._clock == self._own_clock else server + client
+        return Used(server, client, busy_seconds(self._cores) - both)
 
     def _copy(self, size: int) -> float:
         """Seconds of one copy of `size` bytes, from memory that is in no cache into a buffer that may be."""
@@ -178,6 +189,28 @@ def check(connections: list[Connection], batches: list[Keys], dim: int) -> None:
         connection.send(keys)
         if not np.array_equal(connection.receive(), expected(keys, dim)):
             raise HotRowError(f"{type(connection).__name__} answered a batch of {len(keys)} keys with other rows")
+
+
+@dataclass(frozen=True)
+class Used:
+    """Processor seconds of the server, of the client, and of all other programs on their cores."""
+
+    server: float
+    client: float
+    others: float
+
+    def __sub__(self, before: Used) -> Used:
+        return Used(self.server - before.server, self.client - before.client, self.others - before.others)
+
+
+def busy_seconds(cores: Sequence[int]) -> float:
+    """Seconds that the cores were busy since the machine started, or were the host's."""
+    wanted = {f"cpu{core}" for core in cores}
+    with open("/proc/stat") as file:
+        lines = [line.split() for line in file if line.startswith("cpu")]
+    ticks = [[int(tick) for tick in line[1:9]] for line in lines if line[0] in wanted]
+    idle, waiting = 3, 4
+    return sum(sum(of_core) - of_core[idle] - of_core[waiting] for of_core in ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def processor_clock(pid: int) -> int:
