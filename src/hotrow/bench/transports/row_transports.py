@@ -38,7 +38,7 @@ from hotrow.bench.transports.transport import Transport
 from hotrow.errors import OptionError, choices
 
 NEEDED = ("in_process", "plain_sockets")
-MODULES = (*NEEDED, "flight", "grpc_calls", "gloo", "zeromq")
+MODULES = (*NEEDED, "own", "flight", "grpc_calls", "gloo", "zeromq")
 LIMIT, FLOOR = "in process", "sockets"
 OWN = "own"  # the name of our own protocol's transport, when there is one
 DIMS, TURNS = (16, 64), 12

@@ -67,6 +67,11 @@ class StoredRows:
             keys = np.arange(first, min(count, first + CHUNK))
             self._store.assign(torch.from_numpy(keys), torch.from_numpy(expected(keys, dim)))
 
+    @property
+    def core(self) -> Any:
+        """The table of the core."""
+        return self._store.core
+
     def read(self, keys: Keys) -> Values:
         """The rows of the keys, in new memory."""
         out = np.empty((len(keys), self.dim), np.float32)
