@@ -6,10 +6,11 @@ Each is a frozen dataclass that checks its values when it is made, so code that 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hotrow.credentials import public
 from hotrow.errors import OptionError, choices
 from hotrow.units import parse_size
 
@@ -28,7 +29,8 @@ class Memory:
     only while that process runs; durable state is in checkpoints.
 
     `remote` is a store outside the process (`redis://host:6379`, `rocksdb:/folder`, docs/remote.md) that has all rows;
-    `dram` is a cache over it. Rows are then read-only, so `remote` is for serving.
+    `dram` is a cache over it. Rows are then read-only, so `remote` is for serving. A list names several stores of the
+    same rows: when one fails, the next is read. `export:` is the served version's own files, and the last of them.
 
     >>> Memory(dram="4GiB").dram_bytes
     4294967296
@@ -37,7 +39,7 @@ class Memory:
     dram: str | int | None = None
     hbm: str | int | None = None
     ssd: str | os.PathLike[str] | None = None
-    remote: str | None = None
+    remote: str | Sequence[str] | None = None
     hbm_policy: str = "lfu"
 
     def __post_init__(self) -> None:
@@ -55,12 +57,34 @@ class Memory:
             raise OptionError(
                 "remote= without dram=: say how much DRAM the cache over it may take, such as dram='4GiB'"
             )
+        self._check_remote()
         for tier in ("hbm", "ssd"):
             if self.remote is not None and getattr(self, tier) is not None:
                 raise OptionError(
                     f"{tier}={getattr(self, tier)!r} with remote=: over a remote store DRAM is the cache; "
                     "leave one of them out"
                 )
+
+    def _check_remote(self) -> None:
+        urls = self.remotes
+        if self.remote is not None and (not urls or not all(isinstance(url, str) and url for url in urls)):
+            raise OptionError("remote= names no store; give an address such as redis://host:6379, or a list of them")
+        for url in urls:
+            if urls.count(url) > 1:
+                raise OptionError(f"remote= names {public(url)} twice; name each store once")
+        for url in urls[:-1]:
+            if url.startswith("export:"):
+                raise OptionError(
+                    f"remote= has {url!r} before other stores; put it last: its rows do not change, so the stores "
+                    "behind it would never be read"
+                )
+
+    @property
+    def remotes(self) -> tuple[str, ...]:
+        """The remote stores in the order in which they are read."""
+        if self.remote is None:
+            return ()
+        return (self.remote,) if isinstance(self.remote, str) else tuple(self.remote)
 
     @property
     def hbm_bytes(self) -> int:

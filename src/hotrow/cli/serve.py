@@ -66,7 +66,8 @@ def serve(
         list[str] | None,
         typer.Option(
             help="the store that has all rows, with --dram a cache over it: redis://host:6379, "
-            "redis+cluster://host:port,host:port, rediss..., rocksdb:/folder, or model=address"
+            "redis+cluster://host:port,host:port, rediss..., rocksdb:/folder, or model=address; repeat it for stores "
+            "that are read when the ones before fail, the last one perhaps export: (the version's own files)"
         ),
     ] = None,
     stale_after: Annotated[

@@ -237,9 +237,9 @@ def test_options_of_the_server_that_do_not_go_together(tmp_path: Path) -> None:
     def options(*remote: str, **more: Any) -> ServeOptions:
         return ServeOptions(str(tmp_path), remote=remote, **{"models": ("ctr",), "dram": "4GiB", **more})
 
-    assert options(redis).remotes() == {"ctr": redis}
+    assert options(redis).remotes() == {"ctr": [redis]}
     both = options(f"ctr={redis}", "feed=rocksdb:/data/feed", models=("ctr", "feed"))
-    assert both.remotes() == {"ctr": redis, "feed": "rocksdb:/data/feed"}
+    assert both.remotes() == {"ctr": [redis], "feed": ["rocksdb:/data/feed"]}
     for words, remote, more in (
         ("--remote without --dram", redis, {"dram": None}),
         ("--ssd with --remote", redis, {"ssd": "/data/rows"}),

@@ -25,7 +25,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -440,8 +440,11 @@ def _load_rows(version: Version, memory: Memory | None, device: str | torch.devi
     """The version's rows as a read-only collection."""
     memory = memory or Memory()
     tables = version.tables
-    if memory.remote is not None and is_local(memory.remote):
-        fill_local(version, memory.remote)
+    if memory.remote is not None:
+        own = f"export:{version.path.resolve()}"
+        memory = replace(memory, remote=[own if url == "export:" else url for url in memory.remotes])
+    for url in filter(is_local, memory.remotes):
+        fill_local(version, url)
     embeddings = EmbeddingCollection(
         [on_disk.table for on_disk in tables],
         optimizer=SGD(),

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from hotrow.config import check_options
+from hotrow.config import Memory, check_options
 from hotrow.credentials import public, split_login
 from hotrow.errors import OptionError, choices
 from hotrow.publish.bus import SCHEMES
@@ -54,7 +54,7 @@ class ServeOptions:
     max_wait: float = 0.002
     poll: float = 0.0
     bus: tuple[str, ...] = ()  # addresses, or model=address
-    remote: tuple[str, ...] = ()  # addresses, or model=address
+    remote: tuple[str, ...] = ()  # addresses, or model=address; several of a model are read in this order
     stale_after: float | None = None
     token: str | None = field(default=None, repr=False)
     drain: float = 10.0
@@ -77,7 +77,8 @@ class ServeOptions:
                 parse_size(size, name)
         if self.stale_after is not None and not self.bus:
             raise OptionError(f"--stale-after {self.stale_after:g}s: give the bus that the model follows too (--bus)")
-        for address in (*self.buses().values(), *self.remotes().values()):
+        stores = [url for urls in self.remotes().values() for url in urls]
+        for address in (*self.buses().values(), *stores):
             split_login(address)  # its password's file can be read
         if self.remote and self.dram is None:
             raise OptionError("--remote without --dram: say how much memory the cache over it may take: --dram 4GiB")
@@ -86,7 +87,9 @@ class ServeOptions:
                 raise OptionError(
                     f"--{name} with --remote: over a remote store DRAM is the cache; leave one of them out"
                 )
-        if self.processes > 1 and any(is_local(url) for url in self.remotes().values()):
+        for urls in self.remotes().values():
+            Memory(dram=self.dram, remote=urls)
+        if self.processes > 1 and any(is_local(url) for url in stores):
             raise OptionError(
                 f"--remote rocksdb:... with --processes {self.processes}: RocksDB lets one process open a folder; use "
                 "more --lanes instead"
@@ -99,16 +102,25 @@ class ServeOptions:
 
     def buses(self) -> dict[str, str]:
         """The bus of each model that follows one. An address without a model's name belongs to the only model."""
-        return self._by_model("bus", self.bus, SCHEMES, "dir:/data/publications")
+        found = self._by_model("bus", self.bus, SCHEMES, "dir:/data/publications")
+        for name, addresses in found.items():
+            if len(addresses) > 1:
+                raise OptionError(
+                    f"--bus {name}={public(addresses[1])}: model {name!r} follows {public(addresses[0])} already"
+                )
+        return {name: address for name, (address,) in found.items()}
 
-    def remotes(self) -> dict[str, str]:
-        """The remote store of each model that has one. An address without a model's name belongs to the only model."""
+    def remotes(self) -> dict[str, list[str]]:
+        """The remote stores of each model that has any, in the order in which they are read. An address without a
+        model's name belongs to the only model."""
         return self._by_model("remote", self.remote, REMOTE_SCHEMES, "redis://10.0.0.1:6379")
 
-    def _by_model(self, option: str, all_given: Sequence[str], schemes: Sequence[str], example: str) -> dict[str, str]:
+    def _by_model(
+        self, option: str, all_given: Sequence[str], schemes: Sequence[str], example: str
+    ) -> dict[str, list[str]]:
         from hotrow.serve.repository.manifest import Repository
 
-        found: dict[str, str] = {}
+        found: dict[str, list[str]] = {}
         names = list(self.models) or Repository(self.repository).models() if all_given else []
         for given in all_given:
             name, _, address = given.partition("=")
@@ -124,11 +136,9 @@ class ServeOptions:
                 name = names[0]
             elif name not in names:
                 raise OptionError(f"{shown}: there is no model {name!r}; {choices(name, names)}")
-            if name in found:
-                raise OptionError(f"{shown}: model {name!r} follows {public(found[name])} already")
             if address.partition(":")[0] not in schemes:
                 raise OptionError(f"{shown}: {choices(address.partition(':')[0], schemes)}, such as {example}")
-            found[name] = address
+            found.setdefault(name, []).append(address)
         return found
 
     def lane_threads(self) -> int:

@@ -41,6 +41,8 @@ from hotrow.tiers.remote.store import Answer, Keys, RemoteStore
 TOUCH_EVERY = 4  # reads: one in four records its rows as used, which is enough and costs a fourth
 ABSENT_SECONDS = 1.0  # seconds for which a key without a row is remembered as absent
 MOST_ABSENT = 200_000
+MOST_APPLIED = 1024  # publications whose keys are remembered, and ...
+MOST_APPLIED_KEYS = 8 << 20  # ... keys: with a store that does not catch up, rows count as older than they may be
 NEWEST = ANY_PUBLICATION[0]  # "as new as anything"
 
 
@@ -106,6 +108,7 @@ class CachedTable:
         self.counters = dict.fromkeys(names, 0)
         self._lock = threading.Lock()
         self._applied: deque[tuple[int, Keys]] = deque()
+        self._applied_keys = 0
         self._forgotten = 0  # the newest applied publication whose keys are no longer remembered
         self._reading: dict[int, int] = {}  # reads in flight → the store's lowest publication when they began
         self._stale: dict[
@@ -153,7 +156,7 @@ class CachedTable:
             answer = loaded.answer
             arrived = here & answer.found[at]
             values[missing[torch.from_numpy(arrived)]] = torch.from_numpy(answer.values[at[arrived]])
-            good, _ = self._stale_for(wanted[here], answer.versions[at[here]], answer.lowest)
+            good, _ = self._stale_for(wanted[here], answer.versions[at[here]], answer.lowest_of(at[here]))
             lowest = min(lowest, int(good.min(initial=NEWEST)))
             highest = max(highest, int(answer.versions[at[arrived]].max(initial=0)))
             unknown &= ~here | answer.late[at]
@@ -238,8 +241,12 @@ class CachedTable:
         """
         complete = self.remote.lowest
         oldest = min([complete, *self._reading.values()])
-        while self._applied and self._applied[0][0] <= oldest:
-            self._forgotten = max(self._forgotten, self._applied.popleft()[0])
+        while self._applied and (
+            self._applied[0][0] <= oldest or len(self._applied) > MOST_APPLIED or self._applied_keys > MOST_APPLIED_KEYS
+        ):
+            number, keys = self._applied.popleft()
+            self._applied_keys -= len(keys)
+            self._forgotten = max(self._forgotten, number)
         if self._stale and complete > self._swept:
             self._swept = complete
             over = [key for key, (_, needs) in self._stale.items() if needs <= complete]
@@ -248,18 +255,20 @@ class CachedTable:
                 del self._stale[key]
                 self._absent.pop(key, None)
 
-    def _stale_for(self, keys: Keys, versions: Keys, lowest: int) -> tuple[Keys, Keys]:
-        """For rows from a store that was complete up to `lowest`: the publication that each is good for (NEWEST: the
+    def _stale_for(self, keys: Keys, versions: Keys, lowest: Keys | int) -> tuple[Keys, Keys]:
+        """For rows from stores that were complete up to `lowest`: the publication that each is good for (NEWEST: the
         row lacks nothing that was applied), and the one that the store must have before the row is read again."""
         good, needs = np.full(len(keys), NEWEST), np.zeros(len(keys), np.int64)
+        since = np.broadcast_to(np.asarray(lowest, np.int64), len(keys))
+        behind = int(since.min(initial=NEWEST))
         for number, changed in list(self._applied):
-            if number > lowest:
-                hit = (versions < number) & np.isin(keys, changed, assume_unique=True)
+            if number > behind:
+                hit = (versions < number) & (since < number) & np.isin(keys, changed, assume_unique=True)
                 good[hit] = np.minimum(good[hit], number - 1)
                 needs[hit] = number
-        if lowest < self._forgotten:  # the keys that changed in between are forgotten
-            old = versions < self._forgotten
-            good[old] = np.minimum(good[old], lowest)
+        if behind < self._forgotten:  # the keys that changed in between are forgotten
+            old = (versions < self._forgotten) & (since < self._forgotten)
+            good[old] = np.minimum(good[old], since[old])
             needs[old] = np.maximum(needs[old], self._forgotten)
         return good, needs
 
@@ -267,7 +276,7 @@ class CachedTable:
         """Put rows that arrived into DRAM, with a stale mark where a row lacks an applied publication."""
         until = time.monotonic() + ABSENT_SECONDS
         with self._lock:
-            good, needs = self._stale_for(keys, answer.versions, answer.lowest)
+            good, needs = self._stale_for(keys, answer.versions, answer.lowest_of(np.arange(len(keys))))
             fresh = torch.from_numpy(keys)
             new = (
                 answer.found & (self.store.find(fresh) < 0).numpy()
@@ -303,6 +312,7 @@ class CachedTable:
         with self._lock:
             self._forget()
             self._applied.append((number, touched))
+            self._applied_keys += len(touched)
             for known in (self._stale, self._absent):
                 if known:
                     for key in touched.tolist():
