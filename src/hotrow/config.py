@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hotrow.credentials import public
 from hotrow.errors import OptionError, choices
 from hotrow.units import parse_size
 
@@ -28,6 +27,8 @@ class Memory:
     `ssd` is a folder for the rows that exceed `dram`. It belongs to one process at a time, and its contents are needed
     only while that process runs; durable state is in checkpoints.
 
+    `ssd_limit` bounds that folder where it is a cache over `remote`; without `remote` the folder has all rows.
+
     `remote` is a store outside the process (`redis://host:6379`, `rocksdb:/folder`, docs/remote.md) that has all rows;
     `dram` is a cache over it. Rows are then read-only, so `remote` is for serving. A list names several stores of the
     same rows: when one fails, the next is read. `export:` is the served version's own files, and the last of them.
@@ -41,6 +42,7 @@ class Memory:
     ssd: str | os.PathLike[str] | None = None
     remote: str | Sequence[str] | None = None
     hbm_policy: str = "lfu"
+    ssd_limit: str | int | None = None
 
     def __post_init__(self) -> None:
         if self.hbm_policy not in HBM_POLICIES:
@@ -58,11 +60,16 @@ class Memory:
                 "remote= without dram=: say how much DRAM the cache over it may take, such as dram='4GiB'"
             )
         self._check_remote()
-        for tier in ("hbm", "ssd"):
-            if self.remote is not None and getattr(self, tier) is not None:
+        if self.remote is not None and self.hbm is not None:
+            raise OptionError(
+                f"hbm={self.hbm!r} with remote=: over a remote store DRAM is the cache; leave one of them out"
+            )
+        if self.ssd_limit is not None:
+            parse_size(self.ssd_limit, "ssd_limit")
+            if self.ssd is None or self.remote is None:
                 raise OptionError(
-                    f"{tier}={getattr(self, tier)!r} with remote=: over a remote store DRAM is the cache; "
-                    "leave one of them out"
+                    f"ssd_limit={self.ssd_limit!r} without ssd= and remote=: the SSD folder is a cache only over a "
+                    "remote store; without one it has all rows that exceed dram=, and none can be dropped"
                 )
 
     def _check_remote(self) -> None:
@@ -71,7 +78,7 @@ class Memory:
             raise OptionError("remote= names no store; give an address such as redis://host:6379, or a list of them")
         for url in urls:
             if urls.count(url) > 1:
-                raise OptionError(f"remote= names {public(url)} twice; name each store once")
+                raise OptionError("remote= names one store twice; name each store once")
         for url in urls[:-1]:
             if url.startswith("export:"):
                 raise OptionError(
@@ -90,6 +97,11 @@ class Memory:
     def hbm_bytes(self) -> int:
         """The HBM budget in bytes; 0 means that HBM is not used."""
         return 0 if self.hbm is None else parse_size(self.hbm, "hbm")
+
+    @property
+    def ssd_limit_bytes(self) -> int:
+        """The limit of the SSD folder in bytes; 0 means none."""
+        return 0 if self.ssd_limit is None else parse_size(self.ssd_limit, "ssd_limit")
 
     @property
     def dram_bytes(self) -> int:

@@ -43,6 +43,10 @@ def serve(
     frontends: Annotated[int, typer.Option(min=1, help="processes that speak HTTP and gRPC")] = 1,
     dram: Annotated[str | None, typer.Option(help="memory for rows, such as 8GiB; with --ssd a cache over it")] = None,
     ssd: Annotated[str | None, typer.Option(help="a folder for rows that do not fit --dram")] = None,
+    ssd_limit: Annotated[
+        str | None,
+        typer.Option(help="with --remote: the most that the --ssd folder of a version may take, such as 200GiB"),
+    ] = None,
     hbm: Annotated[str | None, typer.Option(help="GPU memory for hot rows, such as 4GiB")] = None,
     deadline: Annotated[
         str | None, typer.Option(help="deadline of requests without one, such as 50ms; default: the version's, or 1s")
@@ -115,6 +119,7 @@ def serve(
         frontends=frontends,
         dram=dram,
         ssd=ssd,
+        ssd_limit=ssd_limit,
         hbm=hbm,
         deadline=None if deadline is None else parse_seconds(deadline, "--deadline"),
         policy=policy,

@@ -73,8 +73,8 @@ class EmbeddingCollection(nn.Module):
         self.seed = seed
         self.budget = Budget(self.memory.dram_bytes)
         self.tables = [TableRows(table, self.optimizer, seed, self.budget) for table in tables]
-        self.remote = _remote(self.memory, self.tables, seed, ranks)
         self._ssd = SsdFolder(self.memory, self.tables) if self.memory.ssd is not None else None
+        self.remote = _remote(self.memory, self.tables, seed, ranks)
         self.steps = 0
         self.watermark: int | None = None  # the latest event time that was trained on, in milliseconds
         self.device = _device(self.memory, device, ranks)

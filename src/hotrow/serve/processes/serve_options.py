@@ -44,6 +44,7 @@ class ServeOptions:
     frontends: int = 1
     dram: str | None = None
     ssd: str | None = None
+    ssd_limit: str | None = None  # of each version of a model
     hbm: str | None = None
     deadline: float | None = None  # None: that of the version
     policy: str | None = None  # None: that of the version
@@ -72,7 +73,7 @@ class ServeOptions:
                 raise OptionError(f"--{name} {getattr(self, name)}: give 1 or more")
         if self.precision not in PRECISIONS:
             raise OptionError(f"--precision {self.precision}: {choices(self.precision, PRECISIONS)}")
-        for name in ("dram", "hbm"):
+        for name in ("dram", "hbm", "ssd_limit"):
             if (size := getattr(self, name)) is not None:
                 parse_size(size, name)
         if self.stale_after is not None and not self.bus:
@@ -82,13 +83,14 @@ class ServeOptions:
             split_login(address)  # its password's file can be read
         if self.remote and self.dram is None:
             raise OptionError("--remote without --dram: say how much memory the cache over it may take: --dram 4GiB")
-        for name in ("ssd", "hbm"):
-            if self.remote and getattr(self, name) is not None:
-                raise OptionError(
-                    f"--{name} with --remote: over a remote store DRAM is the cache; leave one of them out"
-                )
+        if self.remote and self.hbm is not None:
+            raise OptionError("--hbm with --remote: over a remote store DRAM is the cache; leave one of them out")
         for urls in self.remotes().values():
-            Memory(dram=self.dram, remote=urls)
+            Memory(dram=self.dram, ssd=self.ssd, ssd_limit=self.ssd_limit, remote=urls)
+        if self.ssd_limit is not None and not self.remote:
+            raise OptionError(
+                "--ssd-limit without --remote: without a remote store the SSD folder has to hold all rows"
+            )
         if self.processes > 1 and any(is_local(url) for url in stores):
             raise OptionError(
                 f"--remote rocksdb:... with --processes {self.processes}: RocksDB lets one process open a folder; use "
@@ -152,7 +154,9 @@ class ServeOptions:
 
     def engine(self, number: int, socket: str) -> EngineOptions:
         """The options of engine `number`."""
-        tiers = {name: value for name in ("dram", "ssd", "hbm") if (value := getattr(self, name)) is not None}
+        tiers = {
+            name: value for name in ("dram", "ssd", "ssd_limit", "hbm") if (value := getattr(self, name)) is not None
+        }
         if "ssd" in tiers and self.processes > 1:
             tiers["ssd"] = os.path.join(tiers["ssd"], f"engine-{number}")
         given = {

@@ -10,6 +10,7 @@
     rocksdb_store.py     RocksStore: rows in RocksDB on a local disk
     export_store.py      ExportStore: the rows of an exported version, read from its own files
     fallback_store.py    FallbackStore: several stores, read in order
+    ssd_limit.py         bounds the SSD folder of a cache over a store
     read_only.py         the refusal of stores that are only read to be written
     row_encoding.py      a row's values as bytes
     cached_rows.py       CachedTable: a table's cache in DRAM over a store

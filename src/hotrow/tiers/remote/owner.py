@@ -1,7 +1,9 @@
 """RemoteOwner: the owner's half of a plan, for rows of a remote store with a cache in DRAM. It only reads.
 
-    prefetch   loads from the store what DRAM lacks, all tables at once: the only verb that waits, for READ seconds
-    read       copies rows from DRAM and from what prefetch loaded; the late policy answers the others. Never waits
+    prefetch   loads from SSD and the store what DRAM lacks, all tables at once: the only verb that waits, for READ
+               seconds
+    read       copies rows from DRAM (with the policy "wait" also from SSD) and from what prefetch loaded; the late
+               policy answers the others. Never waits for the store
 
 Without `prefetch` rows that are not in DRAM are late. After an error `read` and `prefetch` may be called again.
 """
@@ -77,7 +79,7 @@ class RemoteOwner:
             if not keys.numel():
                 continue
             values = flat[begin:end].view(-1, rows.table.dim)
-            rows.store.read_into(keys, values, founds[number])
+            rows.read_cached(keys, values, founds[number], late)
             loaded = self._loaded[number] if self._loaded else None
             result = rows.finish_read(keys, values, founds[number], late, loaded)
             lowest, highest = min(lowest, result.lowest), max(highest, result.highest)

@@ -119,6 +119,13 @@ class Answer:
         """No row found is newer than this publication."""
         return max(self.lowest, int(self.versions.max(initial=-1)))
 
+    def newest(self, positions: NDArray[Any]) -> int:
+        """The newest publication of the keys at these positions (or in this mask) that are not late. A key without a
+        row may have lost it in any publication up to its store's `lowest`."""
+        versions, late = self.versions[positions], self.late[positions]
+        gone = np.where(~self.found[positions] & ~late, self.lowest_of(positions), -1)
+        return max(0, int(versions.max(initial=-1)), int(gone.max(initial=-1)))
+
     def lowest_of(self, positions: NDArray[Any]) -> Keys | int:
         """The `lowest` of the keys at these positions (or in this mask), or one number for all."""
         return self.lowest if self.lowest_by_key is None else self.lowest_by_key[positions]

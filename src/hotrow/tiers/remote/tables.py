@@ -23,11 +23,12 @@ from torch import Tensor
 from hotrow.config import Memory
 from hotrow.credentials import public
 from hotrow.errors import ClosedError, MemoryBudgetError, OptionError
-from hotrow.tiers.host.store import Budget, HostStore
+from hotrow.tiers.host.store import Budget, HostStore, prefetch_all
 from hotrow.tiers.host.stored_table import StoredTable, smallest_dram_bytes
 from hotrow.tiers.remote.cached_rows import CachedTable, LoadedRows
 from hotrow.tiers.remote.export_store import ExportStore
 from hotrow.tiers.remote.fallback_store import FallbackStore, StoreSource
+from hotrow.tiers.remote.ssd_limit import SsdLimit
 from hotrow.tiers.remote.store import RemoteStore, open_remote, write_publication
 from hotrow.units import format_size, round_up_size
 
@@ -92,6 +93,7 @@ class RemoteTables:
             self._close_store()
             raise
         self.by_store = {id(rows.store): rows for rows in self.rows}
+        self.ssd = None if memory.ssd is None else SsdLimit(self.rows, memory.dram_bytes, memory.ssd_limit_bytes)
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="hotrow-remote")
 
     def _open(self, memory: Memory, tables: Sequence[StoredTable]) -> RemoteStore:
@@ -126,16 +128,20 @@ class RemoteTables:
         return sum([int(self.by_store[id(store)].cold(keys).sum()) for store, keys in parts])
 
     def load(self, parts: Sequence[tuple[HostStore, Tensor]], seconds: float) -> list[LoadedRows | None]:
-        """Load the keys that DRAM lacks from the store. Returns what was loaded for each part, None if DRAM lacked
-        nothing."""
-        wanted = []
-        for store, keys in parts:
-            rows = self.by_store[id(store)]
-            missing = keys[rows.cold(keys)]
-            wanted.append((rows, torch.unique(missing).numpy() if missing.numel() else None))
+        """Load the rows of some tables' keys, tier by tier. Returns what the store answered for each part, None if no
+        key was left for it."""
+        tables = [self.by_store[id(store)] for store, _ in parts]
+        left = [keys[rows.cold(keys)] for rows, (_, keys) in zip(tables, parts, strict=True)]  # DRAM lacks these
+        left = [torch.unique(keys) if keys.numel() else keys for keys in left]
+        if self.ssd is not None and any(keys.numel() for keys in left):
+            prefetch_all([(rows.store, keys) for rows, keys in zip(tables, left, strict=True)])
+            left = [rows.without_ssd(keys) for rows, keys in zip(tables, left, strict=True)]
         deadline = time.monotonic() + seconds
-        try:
-            waits = [None if keys is None else self._pool.submit(rows.load, keys, deadline) for rows, keys in wanted]
+        try:  # the store, or several: FallbackStore.read has their order
+            waits = [
+                self._pool.submit(rows.load, keys.numpy(), deadline) if keys.numel() else None
+                for rows, keys in zip(tables, left, strict=True)
+            ]
         except RuntimeError:
             raise ClosedError(f"the tables over {self.name} are closed; open them again") from None
         return [None if one is None else one.result() for one in waits]
@@ -185,6 +191,8 @@ class RemoteTables:
 
     def close(self) -> None:
         """Close the store. Batches in flight find their rows late."""
+        if self.ssd is not None:
+            self.ssd.close()
         self._pool.shutdown(wait=True)
         self._close_store()
 
