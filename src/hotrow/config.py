@@ -60,10 +60,6 @@ class Memory:
                 "remote= without dram=: say how much DRAM the cache over it may take, such as dram='4GiB'"
             )
         self._check_remote()
-        if self.remote is not None and self.hbm is not None:
-            raise OptionError(
-                f"hbm={self.hbm!r} with remote=: over a remote store DRAM is the cache; leave one of them out"
-            )
         if self.ssd_limit is not None:
             parse_size(self.ssd_limit, "ssd_limit")
             if self.ssd is None or self.remote is None:

@@ -38,6 +38,7 @@ from hotrow.tiers.host.client import HostClient
 from hotrow.tiers.host.plan import HostPlan
 from hotrow.tiers.host.store import Budget
 from hotrow.tiers.plan import Plan
+from hotrow.tiers.remote.below_hbm import RemoteBelow
 from hotrow.tiers.remote.owner import RemoteOwner
 from hotrow.tiers.remote.tables import RemoteTables
 from hotrow.tiers.sharded.plan import ClientTables, ShardedPlan
@@ -355,13 +356,15 @@ def _remote(memory: Memory, tables: Sequence[TableRows], seed: int, ranks: Ranks
 
 
 def _plans(hot: HbmCache | None, remote: RemoteTables | None) -> Callable[[], Plan]:
-    if remote is not None:
+    if remote is not None and hot is None:
         part_of, transport = [0] * len(remote.rows), LocalTransport()
         return lambda: ShardedPlan([ClientTables(HostClient())], part_of, RemoteOwner(remote), transport)
     if hot is None:
         return HostPlan
     from hotrow.tiers.hbm.plan import HbmPlan
 
+    if remote is not None:
+        hot.below = RemoteBelow(remote)
     return lambda: HbmPlan(hot)
 
 

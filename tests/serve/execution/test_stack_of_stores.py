@@ -97,6 +97,43 @@ def test_an_export_is_not_written_and_its_links_are_removed(tmp_path: Path) -> N
     assert contents(tmp_path / "ctr") == before and not list(links.iterdir())
 
 
+def test_the_whole_stack_answers_as_rows_in_dram_do(tmp_path: Path, redis_installed: None) -> None:
+    """HBM (interpreted) over DRAM over SSD over Redis over the export, while publications are applied."""
+    pytest.importorskip("triton")
+    hr.export(trained().model, tmp_path / "ctr", publication=1)
+    with RedisServers(options=["--appendonly", "yes"]) as servers, hr.Engine(tmp_path / "ctr") as whole:
+        store = filled(servers.url, tmp_path / "ctr")
+        memory = hr.Memory(hbm="8KiB", dram="16MiB", ssd=tmp_path / "ssd", remote=[servers.url, "export:"])
+        with hr.Engine(tmp_path / "ctr", memory=memory, device="cpu") as engine:
+            batches = [make_batch(3, seed) for seed in range(2)]
+            for number in (2, 3):
+                for batch in batches:
+                    assert close(engine.logits(batch), whole.logits(batch))
+                users = sorted(set(batches[0].ids["user"].values.tolist()))
+                one = publication(number, {"user": change(users, float(number))})
+                for target in (engine, whole):
+                    target.apply(one)
+                write(store, one)
+                answered = engine.answer(batches[0])
+                assert close(answered.logits, whole.logits(batches[0]))
+                assert answered.fresh.publication == answered.fresh.highest == number
+            servers.servers[0].kill()
+            drop(engine)
+            # HBM has the rows that it took in, and the export the others; of them the users are older.
+            answered = engine.answer(batches[0])
+            assert answered.late.ids == 0 and answered.fresh.publication in (1, 3)
+            same = close(answered.logits, whole.logits(batches[0]))
+            assert same or answered.fresh.publication == 1
+            cache = engine.embeddings.hbm_cache
+            assert cache is not None and cache.figures()["hits"] > 0
+        store.close()
+
+
+def close(some: torch.Tensor, others: torch.Tensor) -> bool:
+    """The kernels of HBM pool in another order."""
+    return torch.allclose(some, others, atol=1e-6)
+
+
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

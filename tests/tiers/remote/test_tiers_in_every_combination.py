@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 import hotrow as hr
 from hotrow.bench.servers.redis_cluster import until
 from hotrow.config import Initial
-from hotrow.errors import LateError, LeftError, StorageError
+from hotrow.errors import LateError, LeftError, OptionError, StorageError
 from hotrow.tiers.remote import fallback_store, ssd_limit
 from hotrow.tiers.remote.cached_rows import CachedTable
 from hotrow.tiers.remote.fallback_store import FallbackStore
@@ -58,7 +58,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 class Stack:
     """A server's collection over its stores, and the state of every key at every publication."""
 
-    def __init__(self, folder: Path, export: Path, stores: str, ssd: bool, seed: int) -> None:
+    def __init__(self, folder: Path, export: Path, stores: str, ssd: bool, seed: int, hbm: str | None = None) -> None:
         self.draw = np.random.default_rng(seed)
         self.urls = [f"rocksdb:{folder / name}" for name in ("a", "b")[: 2 if stores == "two" else 1]]
         first = {"user": (np.arange(KEYS), np.ones((KEYS, DIM), np.float32))}
@@ -68,8 +68,8 @@ class Stack:
             write_publication(store, 1, first)
             store.close()
         remote = [*self.urls, f"export:{export}"] if stores == "export" else self.urls
-        memory = hr.Memory(dram="4MiB", remote=remote, ssd=folder / "ssd" if ssd else None)
-        self.embeddings = hr.EmbeddingCollection([TABLE], memory=memory).eval()
+        memory = hr.Memory(dram="16MiB" if hbm else "4MiB", remote=remote, ssd=folder / "ssd" if ssd else None, hbm=hbm)
+        self.embeddings = hr.EmbeddingCollection([TABLE], memory=memory, device="cpu").eval()
         assert self.embeddings.remote is not None
         self.tables = self.embeddings.remote
         self.rows: CachedTable = self.tables.rows[0]
@@ -82,7 +82,7 @@ class Stack:
         self.states = [np.full(KEYS + 50, UNSEEN, np.float32) for _ in range(2)]  # by publication, then by key
         self.states[1][:KEYS] = 1.0
         self.changes: list[tuple[Any, Any]] = [((), ())] * 2
-        self.served = 1
+        self.served, self.ids = 1, 60
         self.tables.begin(1)
         self.done = dict.fromkeys(("read", "late", "old", "newer", "left"), 0)
 
@@ -111,7 +111,16 @@ class Stack:
         self.served += 1
         changed, gone = self.changes[self.served]
         values = np.full((len(changed), DIM), float(self.served), np.float32)
+        cache = self.embeddings.hbm_cache
+        if cache is None:
+            self.rows.apply(self.served, changed, values, gone)
+            return
+        from hotrow.tiers.hbm.serving_reader import ReaderWriterGate, prepare_refresh
+
+        touched = {id(self.rows.store): torch.from_numpy(np.concatenate([changed, gone]))}
+        refresh = prepare_refresh(cache, touched, ReaderWriterGate(cache.device))
         self.rows.apply(self.served, changed, values, gone)
+        refresh()
 
     def advance(self) -> None:
         """The server or a store gets its next publication: any of them, but none is far ahead of another."""
@@ -159,12 +168,15 @@ class Stack:
             until(lambda: all(member.up for member in store.members), "all stores to be used again", 10)
 
     def read(self) -> None:
-        keys = np.unique(self.draw.choice(KEYS + 50, 60)).astype(np.int64)
+        keys = np.unique(self.draw.choice(KEYS + 50, self.ids)).astype(np.int64)
         batch = hr.KeyedBatch({"user": hr.Jagged(torch.from_numpy(keys))})
         policy = str(self.draw.choice(["wait", "wait", "initial"]))
         lookup = self.embeddings.route(batch, ahead=False)
         all_down = all(self.broken) and not self.has_export
         try:
+            if self.embeddings.hbm_cache is not None and policy == "wait":
+                with suppress(LeftError):  # which says that some rows must be loaded
+                    lookup.read(policy)
             if policy == "wait" or self.draw.random() < 0.7:
                 lookup.prefetch()
             if self.draw.random() < 0.3:
@@ -184,7 +196,35 @@ class Stack:
         late = np.zeros(len(keys), np.bool_)
         if lookup.late_by_example is not None:
             late = lookup.late_by_example.numpy() > 0
-        lowest, highest = lookup.publications
+        self._check(keys, got, late, lookup.publications, policy)
+
+    def read_on_lane(self, reader: Any, lane: Any) -> None:
+        """As Engine._run_lane."""
+        keys = self.draw.choice(KEYS + 50, 16).astype(np.int64)
+        batch = hr.KeyedBatch({"user": hr.Jagged(torch.from_numpy(keys))})
+        policy, below = str(self.draw.choice(["wait", "wait", "initial"])), reader.cache.below.batch()
+        for _ in range(3):
+            try:
+                below.begin()
+                got, _ = lane.find(batch, policy, below)
+                break
+            except LeftError:
+                below.load()
+            except LateError:
+                assert all(self.broken) and not self.has_export
+                self.done["late"] += 1
+                return
+            except StorageError:
+                assert all(self.broken)
+                return
+        else:
+            raise AssertionError("rows were not found after they were loaded")
+        self._check(keys, got.numpy(), lane.late[: len(keys)] > 0, below.publications, policy)
+        if self.draw.random() < 0.5:
+            reader.filler.run_round()
+
+    def _check(self, keys: Any, got: Any, late: Any, publications: tuple[int, int], policy: str) -> None:
+        lowest, highest = publications
         lowest, highest = min(lowest, self.served), max(highest, self.served)
         possible = np.stack(self.states[lowest : highest + 1])[:, keys]
         right = (possible == got[:, 0]).any(0) & (got == got[:, :1]).all(1)
@@ -219,6 +259,66 @@ def test_an_answer_is_what_its_publications_say(tmp_path: Path, export: Path, st
         assert stack.rows.counters["absent"] > 0
         if ssd:
             assert stack.rows.store.tier()["evicted_dirty"] > 0 and stack.rows.counters["dropped"] > 0
+
+
+@pytest.mark.parametrize(("stores", "ssd"), [("one", False), ("export", True)])
+def test_the_same_below_hbm(tmp_path: Path, export: Path, stores: str, ssd: bool) -> None:
+    pytest.importorskip("triton")
+    with opened(tmp_path, export, stores, ssd, 5, "8KiB") as stack:
+        stack.ids = 12
+        steps = [stack.read] * 3 + [stack.advance] * 2 + [stack.evict, stack.drop, stack.fail, stack.recover]
+        for _ in range(26):
+            steps[int(stack.draw.integers(len(steps)))]()
+        stack.recover()
+        for _ in range(3):
+            stack.read()
+        cache = stack.embeddings.hbm_cache
+        assert cache is not None and cache.figures()["hits"] > 0 and stack.done["read"] > 3
+
+
+@pytest.mark.parametrize(("stores", "ssd"), [("one", False), ("two", True)])
+def test_the_same_on_a_servers_lane(tmp_path: Path, export: Path, stores: str, ssd: bool) -> None:
+    pytest.importorskip("triton")
+    from hotrow.tiers.hbm.serving_reader import ServingReader
+
+    with opened(tmp_path, export, stores, ssd, 6, "8KiB") as stack:
+        assert stack.embeddings.hbm_cache is not None
+        reader = ServingReader(stack.embeddings.layout, stack.embeddings.hbm_cache)
+        lane = reader.lane(16)
+
+        def read() -> None:
+            stack.read_on_lane(reader, lane)
+
+        steps = [read] * 5 + [stack.advance] * 2 + [stack.evict, stack.drop, stack.fail, stack.recover]
+        for _ in range(60):
+            steps[int(stack.draw.integers(len(steps)))]()
+        stack.recover()
+        for _ in range(6):
+            read()
+        assert reader.filler.rows_inserted > 0 and stack.done["read"] > 8
+        reader.close()
+
+
+def test_a_row_that_is_in_no_memory_is_not_answered_as_unseen(tmp_path: Path, export: Path) -> None:
+    pytest.importorskip("triton")
+    with opened(tmp_path, export, "one", False, 0, "8KiB") as stack:
+        batch = hr.KeyedBatch({"user": hr.Jagged(torch.arange(40))})
+        lookup = stack.embeddings.route(batch, ahead=False)
+        with pytest.raises(LeftError):
+            lookup.read("wait")
+        lookup.read("initial")
+        assert lookup.gather()[0].eq(UNSEEN).all() and lookup.late_ids == 40
+        lookup = stack.embeddings.route(batch, ahead=False)
+        with pytest.raises(LeftError):
+            lookup.read("wait")
+        assert lookup.prefetch().rows == 40
+        assert lookup.read("wait").gather()[0].eq(1.0).all() and lookup.late_ids == 0
+        stack.rows.store.erase(torch.arange(KEYS))  # from DRAM alone
+        stack.broken = [True]
+        again = stack.embeddings.route(batch, ahead=False).read("initial")
+        assert again.gather()[0].eq(1.0).all() and again.late_ids == 0  # HBM has them
+        with pytest.raises(OptionError, match="are only read"):
+            stack.embeddings.route(batch).fetch()
 
 
 @pytest.mark.parametrize("stores", ["one", "two"])

@@ -199,8 +199,8 @@ class Engine:
     def lookup(self, batch: KeyedBatch | Columns) -> dict[str, Tensor]:
         """The tower's input vectors: [rows, dim], or for a sequence [rows, length, dim] and its mask."""
         live, keyed = self._open(), self.keyed(batch)
-        with torch.inference_mode(), self._lookup_lock(), ExitStack() as held:
-            return self._pool(live, self._read(live, keyed, "wait", held))[0]
+        with torch.inference_mode(), ExitStack() as held, ExitStack() as locked:
+            return self._pool(live, self._read(live, keyed, "wait", held, locked))[0]
 
     def run(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, LateIds]:
         """Logits of a joined batch, on the engine's device, and the ids that the policy answered.
@@ -218,13 +218,11 @@ class Engine:
             self._check_dense(batch)
             lanes = self._lanes
             if lanes is not None and lanes.supports(batch):
-                with self._gate.shared():
-                    logits, by_row, ids = lanes.run(batch, policy)
-                    return Answer(logits, LateIds(ids, by_row), True, self.fresh)
+                return self._run_lane(live, lanes, batch, policy)
             dense = self._dense(batch)
-            with self._lookup_lock():
-                lookup = self._read(live, batch, policy, held)
-                fresh = self.fresh if live.embeddings.remote is None else self._fresh_of(lookup)
+            with ExitStack() as locked:
+                lookup = self._read(live, batch, policy, held, locked)
+                fresh = self.fresh if live.embeddings.remote is None else self._fresh_of(lookup.publications)
                 weights = live.towers.weights if self._tower_outside_gate else None  # type: ignore[attr-defined]
                 vectors, late = self._pool(live, lookup)
             if self._tower_outside_gate:
@@ -300,6 +298,10 @@ class Engine:
             refresh_hbm = None
             if self._lanes is not None:
                 refresh_hbm = exclusive.enter_context(self._lanes.reader.refreshing(update.changed_keys))
+            elif (hbm_cache := self._open().embeddings.hbm_cache) is not None:
+                from hotrow.tiers.hbm.serving_reader import ReaderWriterGate, prepare_refresh
+
+                refresh_hbm = prepare_refresh(hbm_cache, update.changed_keys, ReaderWriterGate(hbm_cache.device))
             exclusive.enter_context(self._gate.exclusive())
             update.apply_rows()
             if refresh_hbm is not None:
@@ -352,30 +354,54 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({str(self.source.path)!r})"
 
-    def _read(self, live: _Live, batch: KeyedBatch, policy: str, held: ExitStack) -> Lookup:
-        """Rows of a batch; enters the gate shared, and `held` leaves it. A remote store is read before the gate is
-        entered, so an update never waits for it. Requires: `_lookup_lock` is held."""
+    def _run_lane(self, live: _Live, lanes: DeviceLanes, batch: KeyedBatch, policy: str) -> Answer:
+        """A batch on a lane of captured graphs. Rows that a remote store must be asked for are loaded outside the
+        gate."""
+        cache = live.embeddings.hbm_cache
+        below = None if cache is None or cache.below is None else cache.below.batch()
+        for tries_left in reversed(range(READ_ATTEMPTS)):
+            try:
+                with self._gate.shared():
+                    if below is not None:
+                        below.begin()
+                    logits, by_row, ids = lanes.run(batch, policy, below)
+                    fresh = self.fresh if below is None else self._fresh_of(below.publications)
+                    return Answer(logits, LateIds(ids, by_row), True, fresh)
+            except LeftError:
+                if below is None or not tries_left:
+                    raise
+                below.load()
+        raise AssertionError
+
+    def _read(self, live: _Live, batch: KeyedBatch, policy: str, held: ExitStack, locked: ExitStack) -> Lookup:
+        """Rows of a batch. Enters the gate shared, which `held` leaves, and takes `_lookup_lock`, which `locked`
+        releases. A remote store is read before both, so an update never waits for it.
+
+        HBM is looked up first: rows that it has are not asked for below."""
         embeddings = live.embeddings
         if embeddings.remote is None:
+            locked.enter_context(self._lookup_lock())
             held.enter_context(self._gate.shared())
             return embeddings.route(batch, ahead=False).read(policy)
         lookup = embeddings.route(batch, ahead=False)
         for tries_left in reversed(range(READ_ATTEMPTS)):
-            if policy == "wait":
+            if policy == "wait" and (embeddings.hbm_cache is None or tries_left < READ_ATTEMPTS - 1):
                 lookup.prefetch()
+            locked.enter_context(self._lookup_lock())
             held.enter_context(self._gate.shared())
             try:
                 return lookup.read(policy)
-            except LeftError:  # a small cache evicted some of the rows
+            except LeftError:  # a small cache evicted some of the rows, or HBM lacks rows that must be loaded
                 held.close()
+                locked.close()
                 if not tries_left:
                     raise
         raise AssertionError
 
-    def _fresh_of(self, lookup: Lookup) -> Freshness:
+    def _fresh_of(self, publications: tuple[int, int]) -> Freshness:
         """The freshness of an answer over a remote store, whose rows may be older or newer than the publication in
         service here."""
-        lowest, highest = lookup.publications
+        lowest, highest = publications
         fresh = self.fresh
         highest = max(fresh.publication, highest)
         if lowest >= fresh.publication:

@@ -83,8 +83,6 @@ class ServeOptions:
             split_login(address)  # its password's file can be read
         if self.remote and self.dram is None:
             raise OptionError("--remote without --dram: say how much memory the cache over it may take: --dram 4GiB")
-        if self.remote and self.hbm is not None:
-            raise OptionError("--hbm with --remote: over a remote store DRAM is the cache; leave one of them out")
         for urls in self.remotes().values():
             Memory(dram=self.dram, ssd=self.ssd, ssd_limit=self.ssd_limit, remote=urls)
         if self.ssd_limit is not None and not self.remote:

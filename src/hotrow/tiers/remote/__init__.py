@@ -16,6 +16,7 @@
     cached_rows.py       CachedTable: a table's cache in DRAM over a store
     tables.py            RemoteTables: all tables of a collection over one store
     owner.py             RemoteOwner: the owner's half of a plan
+    below_hbm.py         RemoteBelow: all this below a cache in HBM
 
 Imported by table, nn, serve and bench. Any number of threads may read a store beside one that writes.
 """

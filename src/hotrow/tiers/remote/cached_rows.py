@@ -157,6 +157,19 @@ class CachedTable:
             self.store.core.read_warm(keys, LATE["initial"], values, on_ssd)
         torch.logical_and(in_dram, on_ssd == 0, out=found)
 
+    def read_raw(self, keys: Tensor, out: Tensor) -> Tensor:
+        """As HostStore.read_raw: which keys are in DRAM, without those that have a stale mark."""
+        with self._lock:
+            found = self.store.read_raw(keys, out)
+            if self._stale:
+                found &= torch.tensor([key not in self._stale for key in keys.tolist()], dtype=torch.bool)
+        return found
+
+    @property
+    def highest(self) -> int:
+        """No row that was ever cached is newer than this publication."""
+        return self._highest
+
     def without_ssd(self, keys: Tensor) -> Tensor:
         """Those of the keys, which DRAM lacked, that are neither there by now nor on SSD. Reads the disk."""
         keys = keys[self.store.find(keys) < 0]

@@ -1,5 +1,20 @@
 """RemoteTables: a collection's tables over a remote store, or over several that are read in order.
 
+The order of the tiers, stated here alone. A key goes down until a tier has its row. Each tier but DRAM may be left out,
+and one that fails is passed over:
+
+    tier            looked up by                                       its copy is refreshed by
+    HBM             HbmPlan.read, LaneReader.enqueue_lookup            prepare_refresh, at the cut-over
+    DRAM            CachedTable.read_cached                            CachedTable.apply, at the cut-over
+    SSD             RemoteTables.load → prefetch_all                   the same
+    store, store …  RemoteTables.load → FallbackStore.read, in order   its writer (hotrow publish-remote), or this server
+                                                                       before the cut-over (RocksDB)
+    export:         the same, last                                     nothing: its rows are named as old
+    late policy     CachedTable.finish_read
+
+`load` is the part of that order that waits. It runs before a batch reads its rows and takes no lock that a cut-over
+needs. What it loads goes into DRAM; HBM takes rows from DRAM alone, and none that is older than what was applied.
+
 A process opens a store once for all collections that name it (two versions of a model, or a version and its successor),
 because RocksDB does not open a folder twice, and one set of connections to Redis is enough.
 
@@ -25,7 +40,7 @@ from hotrow.credentials import public
 from hotrow.errors import ClosedError, MemoryBudgetError, OptionError
 from hotrow.tiers.host.store import Budget, HostStore, prefetch_all
 from hotrow.tiers.host.stored_table import StoredTable, smallest_dram_bytes
-from hotrow.tiers.remote.cached_rows import CachedTable, LoadedRows
+from hotrow.tiers.remote.cached_rows import TOUCH_EVERY, CachedTable, LoadedRows
 from hotrow.tiers.remote.export_store import ExportStore
 from hotrow.tiers.remote.fallback_store import FallbackStore, StoreSource
 from hotrow.tiers.remote.ssd_limit import SsdLimit
@@ -94,6 +109,8 @@ class RemoteTables:
             raise
         self.by_store = {id(rows.store): rows for rows in self.rows}
         self.ssd = None if memory.ssd is None else SsdLimit(self.rows, memory.dram_bytes, memory.ssd_limit_bytes)
+        self.below_hbm = False  # whether HBM is a cache over these
+        self._asked = 0
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="hotrow-remote")
 
     def _open(self, memory: Memory, tables: Sequence[StoredTable]) -> RemoteStore:
@@ -125,6 +142,9 @@ class RemoteTables:
 
     def cold(self, parts: Sequence[tuple[HostStore, Tensor]]) -> int:
         """How many of some tables' keys are not in DRAM, duplicates counted."""
+        self._asked += 1
+        for store, keys in parts if self.below_hbm and self._asked % TOUCH_EVERY == 0 else ():
+            store.core.warm(keys.contiguous())  # a row that HBM answers is not read here, and would leave DRAM
         return sum([int(self.by_store[id(store)].cold(keys).sum()) for store, keys in parts])
 
     def load(self, parts: Sequence[tuple[HostStore, Tensor]], seconds: float) -> list[LoadedRows | None]:
