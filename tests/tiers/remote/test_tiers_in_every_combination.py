@@ -83,6 +83,8 @@ class Stack:
         self.states[1][:KEYS] = 1.0
         self.changes: list[tuple[Any, Any]] = [((), ())] * 2
         self.served, self.ids = 1, 60
+        # With HBM few keys, so that rows in it are asked for and changed.
+        self.universe = np.r_[0:60, KEYS : KEYS + 10] if hbm else np.arange(KEYS + 50)
         self.tables.begin(1)
         self.done = dict.fromkeys(("read", "late", "old", "newer", "left"), 0)
 
@@ -142,7 +144,7 @@ class Stack:
         write_publication(self.stores[number], to, {"user": (changed, values)}, {"user": gone})
 
     def _invent(self) -> None:
-        some = np.sort(self.draw.choice(KEYS + 50, 40, replace=False).astype(np.int64))
+        some = np.sort(self.draw.choice(self.universe, 40, replace=False).astype(np.int64))
         changed, gone = some[::2], some[1::4]
         state = self.states[-1].copy()
         state[changed], state[gone] = float(len(self.states)), UNSEEN
@@ -168,7 +170,7 @@ class Stack:
             until(lambda: all(member.up for member in store.members), "all stores to be used again", 10)
 
     def read(self) -> None:
-        keys = np.unique(self.draw.choice(KEYS + 50, self.ids)).astype(np.int64)
+        keys = np.unique(self.draw.choice(self.universe, self.ids)).astype(np.int64)
         batch = hr.KeyedBatch({"user": hr.Jagged(torch.from_numpy(keys))})
         policy = str(self.draw.choice(["wait", "wait", "initial"]))
         lookup = self.embeddings.route(batch, ahead=False)
@@ -200,22 +202,23 @@ class Stack:
 
     def read_on_lane(self, reader: Any, lane: Any) -> None:
         """As Engine._run_lane."""
-        keys = self.draw.choice(KEYS + 50, 16).astype(np.int64)
+        keys = self.draw.choice(self.universe, 16).astype(np.int64)
         batch = hr.KeyedBatch({"user": hr.Jagged(torch.from_numpy(keys))})
         policy, below = str(self.draw.choice(["wait", "wait", "initial"])), reader.cache.below.batch()
-        for _ in range(3):
+        for _ in range(20):
             try:
                 below.begin()
                 got, _ = lane.find(batch, policy, below)
                 break
             except LeftError:
-                below.load()
+                try:
+                    below.load()
+                except StorageError:
+                    assert all(self.broken) and not isinstance(self.tables.store, FallbackStore)
+                    return
             except LateError:
                 assert all(self.broken) and not self.has_export
                 self.done["late"] += 1
-                return
-            except StorageError:
-                assert all(self.broken)
                 return
         else:
             raise AssertionError("rows were not found after they were loaded")

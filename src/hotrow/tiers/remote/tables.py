@@ -7,8 +7,8 @@ and one that fails is passed over:
     HBM             HbmPlan.read, LaneReader.enqueue_lookup            prepare_refresh, at the cut-over
     DRAM            CachedTable.read_cached                            CachedTable.apply, at the cut-over
     SSD             RemoteTables.load → prefetch_all                   the same
-    store, store …  RemoteTables.load → FallbackStore.read, in order   its writer (hotrow publish-remote), or this server
-                                                                       before the cut-over (RocksDB)
+    store, store …  RemoteTables.load → FallbackStore.read, in order   its writer (hotrow publish-remote); RocksDB: this
+                                                                       server, before the cut-over
     export:         the same, last                                     nothing: its rows are named as old
     late policy     CachedTable.finish_read
 
