@@ -120,9 +120,9 @@ class Stack:
         from hotrow.tiers.hbm.serving_reader import ReaderWriterGate, prepare_refresh
 
         touched = {id(self.rows.store): torch.from_numpy(np.concatenate([changed, gone]))}
-        refresh = prepare_refresh(cache, touched, ReaderWriterGate(cache.device))
+        refresh = prepare_refresh(cache, touched)
         self.rows.apply(self.served, changed, values, gone)
-        refresh()
+        refresh(ReaderWriterGate(cache.device))
 
     def advance(self) -> None:
         """The server or a store gets its next publication: any of them, but none is far ahead of another."""

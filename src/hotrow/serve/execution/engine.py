@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -301,7 +302,8 @@ class Engine:
             elif (hbm_cache := self._open().embeddings.hbm_cache) is not None:
                 from hotrow.tiers.hbm.serving_reader import ReaderWriterGate, prepare_refresh
 
-                refresh_hbm = prepare_refresh(hbm_cache, update.changed_keys, ReaderWriterGate(hbm_cache.device))
+                gate = ReaderWriterGate(hbm_cache.device)
+                refresh_hbm = partial(prepare_refresh(hbm_cache, update.changed_keys), gate)
             exclusive.enter_context(self._gate.exclusive())
             update.apply_rows()
             if refresh_hbm is not None:

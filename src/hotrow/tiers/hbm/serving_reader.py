@@ -135,21 +135,21 @@ class ServingReader:
         """Inside the block the filler inserts nothing. Change the rows of these keys (by id of their store) in the
         tiers below, then call what this yields: it refreshes the cached copies, and drops those that are not in
         DRAM."""
-        refresh = prepare_refresh(self.cache, changed, self.gate)
+        refresh = prepare_refresh(self.cache, changed)
         with self.lock:
-            yield refresh
+            yield lambda: refresh(self.gate)
 
     def close(self) -> None:
         """Stop the filler."""
         self.filler.close()
 
 
-def prepare_refresh(cache: HbmCache, changed: Mapping[int, Tensor], gate: ReaderWriterGate) -> Callable[[], None]:
+def prepare_refresh(cache: HbmCache, changed: Mapping[int, Tensor]) -> Callable[[ReaderWriterGate], None]:
     """A function that refreshes the cached copies of these keys (by id of their store) after their rows have changed in
     the tiers below. Requires: meanwhile nobody else reads or changes the cache."""
     parts = [part for group in cache.groups if (part := _Changed(group, changed, cache.below)).count]
 
-    def refresh() -> None:
+    def refresh(gate: ReaderWriterGate) -> None:
         for part in parts:
             part.refresh(gate)
 
