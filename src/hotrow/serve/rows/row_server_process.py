@@ -82,9 +82,7 @@ class RowServerProcess:
             raise
         certificate, key = self.options.tls_cert or "", self.options.tls_key or ""
         try:
-            self._server = _core.RowServer(
-                self._prove, threads=self.options.threads, certificate=certificate, key=key
-            )
+            self._server = _core.RowServer(self._prove, threads=self.options.threads, certificate=certificate, key=key)
         except RuntimeError as error:
             raise OptionError(f"--tls-cert, --tls-key: {error}") from None
         for listener in listeners:
@@ -185,8 +183,8 @@ class RowServerProcess:
                 )
         if served.fingerprint != wanted.fingerprint:
             raise HandshakeError(
-                f"version {wanted.version} of {wanted.name!r} has other tables or another seed here than at the client; copy "
-                "the same export to both"
+                f"version {wanted.version} of {wanted.name!r} has other tables or another seed here than at the client; "
+                "copy the same export to both"
             )
         return served
 

@@ -75,7 +75,9 @@ class RowsAddress:
                 raise OptionError(f"{name}={own[name]}: give on or off")
         token_file = own.get("token_file")
         token = None if token_file is None else read_secret(token_file, "token_file=")
-        found = RowsAddress(where, token, wire, own.get("hedge", "on") == "on", own.get("local", "on") == "on", own.get("ca"))
+        found = RowsAddress(
+            where, token, wire, own.get("hedge", "on") == "on", own.get("local", "on") == "on", own.get("ca")
+        )
         if found.ca is not None and not os.path.isfile(found.ca):
             raise OptionError(f"ca={found.ca}: there is no such file; give certificate authorities in PEM")
         if where.endswith(".toml") or where.startswith(("dns:", "redis:", "rediss:")):
@@ -180,7 +182,7 @@ def _redis_members(url: str) -> list[str]:
             address, username=login.user or None, password=login.password or None, socket_timeout=2.0
         )
         try:
-            members = [bytes(member).decode() for member in client.smembers(name)]
+            members = [m.decode() if isinstance(m, bytes) else m for m in client.smembers(name)]
         finally:
             client.close()
     except HotRowError:

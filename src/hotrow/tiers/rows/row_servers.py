@@ -331,9 +331,7 @@ class RowServers:
                 connection.close()
             raise
 
-    def _greet_local(
-        self, address: str, welcome: Welcome, connection: Any
-    ) -> tuple[socket.socket, list[int]] | None:
+    def _greet_local(self, address: str, welcome: Welcome, connection: Any) -> tuple[socket.socket, list[int]] | None:
         """The control socket and the descriptors of shared memory, if the server is on this machine."""
         if socket_path(address) is None:
             host = address.rpartition(":")[0]
