@@ -183,7 +183,7 @@ class RowServerProcess:
                 )
         if served.fingerprint != wanted.fingerprint:
             raise HandshakeError(
-                f"version {wanted.version} of {wanted.name!r} has other tables or another seed here than at the client; "
+                f"version {wanted.version} of {wanted.name!r} has other tables or another seed than the client's; "
                 "copy the same export to both"
             )
         return served
