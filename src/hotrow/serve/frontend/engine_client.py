@@ -215,6 +215,8 @@ def _model_info(model: Mapping[str, Any]) -> ModelInfo:
             READY if model["ready"] else UNAVAILABLE,
             "" if model["ready"] else "its engine is starting",
             others,
+            model["aliases"],
+            None if model["canary"] is None else (model["canary"][0], model["canary"][1]),
         )
 
     layout = (signature_of(current), current["spec"])

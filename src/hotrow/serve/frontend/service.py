@@ -15,9 +15,11 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from hotrow.serve.frontend import canary
 from hotrow.serve.frontend.authorization import Authorization, Caller
 from hotrow.serve.frontend.descriptions import model_statistics
 from hotrow.serve.frontend.load_shedding import LoadShedder
@@ -29,10 +31,11 @@ from hotrow.serve.protocol.request import Answer, RefusedError, Request
 from hotrow.serve.protocol.tensors import invalid, shown
 
 _LARGE_BYTES, _LARGE_BODY_THREADS = 1 << 20, 2
-_MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
+_MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}(@[a-z][a-z0-9_\-]{0,63})?")  # with an alias
 _RETRY_SECONDS = 1.0
 
 Parse = Callable[[RequestParser, str | None], tuple[Request, RequestOptions]]  # of a version, from a request's bytes
+RoutingKey = Callable[[RequestOptions], str]  # canary.routing_key of a request; called only if the model has a canary
 
 
 class Service:
@@ -46,8 +49,24 @@ class Service:
         self._parsers: dict[tuple[str, str], RequestParser] = {}
         self._large_body_threads = ThreadPoolExecutor(_LARGE_BODY_THREADS, "hotrow-large-body")
 
+    def resolve(self, name: str, version: str | None) -> tuple[str, str | None]:
+        """Model and version of a name that may be `model@alias`. Raises 404 if the alias is unknown."""
+        model, at, alias = name.partition("@")
+        if not at:
+            return name, version
+        info = self.backend.models().get(model)
+        found = None if info is None else info.aliases.get(alias)
+        if info is not None and found is None:
+            known = ", ".join(map(repr, sorted(info.aliases)[:20])) or "none"
+            raise invalid(f"model {model!r} has no alias {shown(alias)}; these are: {known}", 404)
+        if version and found is not None and version != found:
+            raise invalid(f"{name!r} is version {found}, but the request names version {shown(version)}; name one")
+        return model, found or version
+
     def model(self, name: str, version: str | None) -> ModelInfo:
-        """The model of this name and version. Raises 404 if it is unknown, 503 if no version of it has ever loaded."""
+        """The model of this name, which may be `model@alias`, and version. Raises 404 if it is unknown, 503 if no
+        version of it has ever loaded."""
+        name, version = self.resolve(name, version)
         info = self.backend.models().get(name)
         if info is None:
             known = ", ".join(map(repr, sorted(self.backend.models())[:20])) or "none"
@@ -77,13 +96,16 @@ class Service:
         return cached
 
     async def infer(
-        self, name: str, version: str | None, size: int, parse: Parse, waited: float = 0.0
+        self, name: str, version: str | None, size: int, parse: Parse, key: RoutingKey, waited: float = 0.0
     ) -> tuple[Answer, RequestOptions]:
-        """Shed, parse, deduct the wait, send to an engine, count: the front end's part of the path of a request.
+        """Shed, parse, deduct the wait, choose the canary or not, send to an engine, count: the front end's part of the
+        path of a request.
 
         `size` is the body's length in bytes, `waited` the seconds that the request waited in its socket.
         """
         began = time.perf_counter()
+        if "@" in name:
+            name, version = self.resolve(name, version)
         parser = self.parser(name, version)
         info = parser.info
         if self.draining:
@@ -94,13 +116,16 @@ class Service:
             raise shedder.shed()
         in_flight, end, usual = shedder.begin(), shedder.end, False
         try:
-            if size > _LARGE_BYTES:
-                loop = asyncio.get_running_loop()
-                request, options = await loop.run_in_executor(self._large_body_threads, parse, parser, version or None)
-            else:
-                request, options = parse(parser, version or None)
+            request, options = await self._parse(parse, parser, version or None, size)
             usual = shedder.has_usual_deadline(request)
-            answer = await self.backend.infer(shedder.deduct_waiting(request, waited))
+            request = shedder.deduct_waiting(request, waited)
+            trial = (
+                None if version or info.canary is None else await self._trial(info, request, parse, size, key(options))
+            )
+            if trial is None:
+                answer = await self.backend.infer(request)
+            else:
+                answer = await canary.answer(self.backend, trial, request, self.counts)
             end = shedder.end_answered
         except RefusedError as error:
             if error.status == 429 and usual:
@@ -114,6 +139,29 @@ class Service:
             end()
         self.counts.answered(answer.model, answer.version, request.rows, time.perf_counter() - began)
         return answer, options
+
+    async def _parse(
+        self, parse: Parse, parser: RequestParser, version: str | None, size: int
+    ) -> tuple[Request, RequestOptions]:
+        if size <= _LARGE_BYTES:
+            return parse(parser, version)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._large_body_threads, parse, parser, version)
+
+    async def _trial(self, info: ModelInfo, request: Request, parse: Parse, size: int, key: str) -> Request | None:
+        """The request as the canary takes it, if it goes there."""
+        assert info.canary is not None
+        version, share = info.canary
+        if not canary.is_chosen(info.name, version, share, key) or not canary.is_available(info, self.counts):
+            return None
+        if version not in info.others:  # it takes the same inputs
+            return replace(request, version=version)
+        try:
+            trial, _ = await self._parse(parse, self.parser(info.name, version), version, size)
+        except RefusedError:
+            canary.count_fallback(self.counts, info.name, version, canary.INPUTS)
+            return None
+        return replace(trial, deadline=request.deadline)
 
     async def load(self, name: str, caller: Caller) -> None:
         """Load a model, if the caller is allowed to."""
@@ -133,6 +181,8 @@ class Service:
     async def statistics(self, name: str, version: str) -> list[dict[str, Any]]:
         """Triton's model_stats; fields that an engine leaves out are 0."""
         if name:
+            name, resolved = self.resolve(name, version or None)
+            version = resolved or ""
             self.model(name, version)
         return [model_statistics(entry) for entry in await self.backend.statistics(name, version)]
 
@@ -168,9 +218,10 @@ def _unavailable(info: ModelInfo) -> RefusedError:
 
 
 def _checked_name(name: str) -> str:
-    """A model's name that is safe as the name of a folder."""
+    """A model's name that is safe as the name of a folder, perhaps with an alias."""
     if _MODEL_NAME.fullmatch(name) is None:
         raise invalid(
-            f"{shown(name)} is no model's name; use letters, digits, '_', '-' and '.', not starting with '.' or '-'"
+            f"{shown(name)} is no model's name; use letters, digits, '_', '-' and '.', not starting with '.' or '-'; "
+            "an alias follows '@'"
         )
     return name

@@ -43,7 +43,7 @@ from hotrow.serve.protocol.tensors import (
 )
 
 OUTPUTS = ("probabilities", "logits")
-PARAMETERS = ("deadline_ms", "timeout", "policy", "raw", "binary_data_output")
+PARAMETERS = ("deadline_ms", "timeout", "policy", "raw", "binary_data_output", "routing_key")
 
 _MAX_CACHED_HEADERS, _MAX_CACHED_HEADER_BYTES = 512, 16_384
 _TOP = ("id", "inputs", "outputs", "parameters", "model_name", "model_version")
@@ -67,6 +67,7 @@ class RequestOptions:
     seconds: float | None = None  # from now to the deadline
     policy: str | None = None
     raw: bool = False
+    routing_key: str | None = None  # requests with the same one go to the same version during a canary
 
 
 class RequestParser:
@@ -232,8 +233,11 @@ def read_request_options(name: object, parameters: object, outputs: object) -> R
         raise invalid(f"parameter policy is {shown(policy)}; {choices(policy, POLICIES)}")
     if not isinstance(raw, bool):
         raise invalid(f"parameter raw is {shown(raw)}; give true or false")
+    key = given.get("routing_key")
+    if key is not None and (not isinstance(key, str) or not 0 < len(key) <= 1024):
+        raise invalid(f"parameter routing_key is {shown(key)}; give a string of 1 to 1024 characters")
     return RequestOptions(
-        name or None, _outputs(outputs, given.get("binary_data_output") is True), _seconds(given), policy, raw
+        name or None, _outputs(outputs, given.get("binary_data_output") is True), _seconds(given), policy, raw, key
     )
 
 
