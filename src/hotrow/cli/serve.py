@@ -65,7 +65,7 @@ def serve(
     precision: Annotated[str, typer.Option(help="of towers on a GPU: fp32, tf32, bf16 or fp16")] = "fp32",
     max_batch: Annotated[int, typer.Option(min=1, help="most rows (examples) in a batch")] = 1024,
     max_wait: Annotated[str, typer.Option(help="longest wait of a request for its batch to fill, such as 2ms")] = "2ms",
-    poll: Annotated[str, typer.Option(help="interval between checks for new versions, such as 5s; 0s: never")] = "0s",
+    poll: Annotated[str, typer.Option(help="check for new versions and releases this often; 0s: never")] = "0s",
     bus: Annotated[
         list[str] | None,
         typer.Option(help="follow a trainer's publications: dir:/path, redis://..., kafka://..., or model=address"),

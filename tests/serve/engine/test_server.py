@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -9,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,11 @@ class Served:
             return json.loads(answer.read())
 
     def children(self, word: str) -> list[psutil.Process]:
-        return [p for p in psutil.Process(self.process.pid).children() if any(word in part for part in p.cmdline())]
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile, or is a zombie
+                found += [child] if any(word in part for part in child.cmdline()) else []
+        return found
 
     def end(self) -> None:
         self.process.kill()
@@ -129,6 +134,53 @@ def test_port_in_use_is_named_before_a_model_is_loaded(tmp_path: Path) -> None:
         ended = forked.hotrow(*arguments, log=tmp_path / "log", env={"COLUMNS": "200"})
         assert ended.wait(120) == 2
     assert f"--http {port}: cannot listen on 127.0.0.1:{port}" in ended.text()
+
+
+def test_release_is_followed_by_all_engines_and_survives_their_death(tmp_path: Path) -> None:
+    for version in (1, 2, 3):
+        write_version(tmp_path / "repository", "ctr", version)
+    model = str(tmp_path / "repository" / "ctr")
+
+    def release(*arguments: str) -> str:
+        ran = forked.hotrow("release", model, *arguments, log=tmp_path / "release.log", env={"COLUMNS": "200"})
+        assert ran.wait(120) == 0, ran.text()
+        return ran.text()
+
+    def until(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(urllib.error.HTTPError):
+                if condition():
+                    return
+            assert time.monotonic() < end, server.text()
+            time.sleep(0.1)
+
+    release("--alias", "stable=1")
+    server = Served(tmp_path / "repository", "--poll", "200ms", "--processes", "2", "--frontends", "2")
+    try:
+        assert server.infer()["model_version"] == "1"  # not 3, the newest
+        assert "5% of them" in release("--canary", "2:5%", "--shadow", "3")
+        until(lambda: server.infer("@canary")["model_version"] == "2")
+        until(lambda: server.infer("@shadow")["model_version"] == "3")
+        for engine in server.children("engine_process"):
+            engine.kill()
+            until(lambda: len(server.children("engine_process")) == 2)
+        for _ in range(10):
+            until(lambda: server.infer("@canary")["model_version"] == "2")
+        until(lambda: server.infer()["model_version"] == "1")
+        for _ in range(50):
+            server.infer("@stable")
+        until(lambda: 'hotrow_shadow_difference_count{model="ctr",version="3"}' in server.get("/metrics", "metrics"))
+        for version, role, share in (("1", "stable", 0.95), ("2", "canary", 0.05), ("3", "shadow", 1)):
+            line = f'hotrow_release_share{{model="ctr",version="{version}",role="{role}"}} {share}'
+            until(lambda line=line: line in server.get("/metrics", "metrics"))  # type: ignore[misc]
+        release("--alias", "stable=2")  # the canary is promoted, and ends
+        until(lambda: server.infer()["model_version"] == "2")
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            server.infer("@canary")
+            server.infer("@canary")
+    finally:
+        server.end()
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,8 @@ def _model_info(model: Mapping[str, Any]) -> ModelInfo:
             "" if model["ready"] else "its engine is starting",
             others,
             tuple(version["widths"]),
+            model["aliases"],
+            None if model["canary"] is None else (model["canary"][0], model["canary"][1]),
         )
 
     layout = (signature_of(current), current["spec"], current["widths"])

@@ -39,6 +39,7 @@ class EngineOptions:
     poll: float = 0.0  # seconds between polls of the repository; 0: never
     drain: float = 10.0  # seconds
     restore: dict[str, list[str]] | None = None  # instead of models: versions in service before a restart (restore.py)
+    restore_releases: dict[str, dict[str, Any]] | None = None  # with it: each model's release at that time
 
     def __post_init__(self) -> None:
         for name in ("lanes", "threads", "max_rows", "queue_rows", "queue_bytes", "miss_workers"):

@@ -89,7 +89,9 @@ class EngineProcess:
         sys.setswitchinterval(SWITCH_SECONDS)
         self._listen()
         self.lanes.start()
-        self.restore.begin(self.options.restore, self.options.models or self.models.names())
+        self.restore.begin(
+            self.options.restore, self.options.models or self.models.names(), self.options.restore_releases
+        )
         self.loaded = True
         self._models_changed()
         threading.Thread(target=self._run_clock, name="hotrow-clock", daemon=True).start()
@@ -192,6 +194,9 @@ class EngineProcess:
         raise RefusedError(400, f"unknown command {op!r}")
 
     def _unload(self, name: str) -> None:
+        if "@" in name:
+            self.models.unload(name)  # its requests in flight are answered by the stable version, or refused
+            return
         self.restore.forget(name)
         model = self.models.unload(name)
         until = time.monotonic() + self.options.drain
@@ -210,7 +215,7 @@ class EngineProcess:
         self.tensorbatch.drop_empty_queues(self._is_retired)
         self._broadcast(self._description())
         if self.loaded:
-            self.report_event("models", versions=self.restore.in_service())
+            self.report_event("models", versions=self.restore.in_service(), releases=self.restore.releases())
 
     def _is_retired(self, key: BatchKey) -> bool:
         """Whether the model or version of a queue is no longer loaded."""

@@ -174,6 +174,7 @@ class Supervisor:
             self._print(f"{escape(content['model'])} is fresh again: {content['age']:.1f} s")
         elif event == "models":
             child.options["restore"] = content["versions"]  # loaded after a restart
+            child.options["restore_releases"] = content["releases"]
         elif event == "loaded":
             self.versions[content["model"]] = content["version"]
             self._print(f"{child.name}: model [bold]{escape(content['model'])}[/] version {escape(content['version'])}")
