@@ -1,6 +1,7 @@
 """Supervisor: `hotrow serve`. It starts engines and front ends as processes, restarts them when they die, ends them.
 
-    engines (--processes)      models, rows, lanes            a Unix socket each
+    engines (--devices,        models, rows, lanes            a Unix socket each
+     --processes for each)
     front ends (--frontends)   HTTP, gRPC, metrics            the same ports, shared by SO_REUSEPORT
 
 At the start the supervisor binds the ports (a port in use is an error before a model is loaded), then engines load
@@ -31,11 +32,17 @@ from rich.status import Status
 
 from hotrow.errors import HotRowError, OptionError
 from hotrow.serve.processes.child import Child, stop_all
+from hotrow.serve.processes.devices import describe, shared_gpus
 from hotrow.serve.processes.mps import Mps
 from hotrow.serve.processes.serve_options import PORTS, ServeOptions
 from hotrow.serve.processes.status_line import StatusLine
 
 POLL_SECONDS = 0.05
+_OF_ENGINE = {  # a figure of an engine's queue → the metric with the labels engine and device
+    "admitted": "hotrow_engine_requests_total",
+    "batch_rows": "hotrow_engine_rows_total",
+    "queue_rows": "hotrow_engine_rows_in_flight",
+}
 
 
 class Supervisor:
@@ -47,7 +54,7 @@ class Supervisor:
         self.folder = tempfile.mkdtemp(prefix="hotrow-serve-")
         self.engines: list[Child] = []
         self.frontends: list[Child] = []
-        self.mps = Mps(self.folder)
+        self.mps: dict[str, Mps] = {}  # by the device whose engines share it
         self.versions: dict[str, str] = {}
         self._stop = False
         self._held_ports: list[socket.socket] = []
@@ -70,7 +77,8 @@ class Supervisor:
             if self._status is not None:
                 self._status.stop()
             stop_all([*self.frontends, *self.engines], 1.0)
-            self.mps.stop()
+            for mps in self.mps.values():
+                mps.stop()
             for held in self._held_ports:
                 held.close()
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -94,22 +102,34 @@ class Supervisor:
         return ports
 
     def _start(self, ports: dict[str, int]) -> None:
-        if self.options.hbm is not None and self.options.processes > 1:
-            self._print(self.mps.start())
-        for number in range(self.options.processes):
+        devices = self.options.engine_devices
+        for line in describe(self.options.placement, devices):
+            self._print(escape(line))
+        self._start_mps()
+        for number, device in enumerate(devices):
             options = asdict(self.options.engine(number, self._socket(number)))
-            child = Child(f"engine {number}", "hotrow.serve.processes.engine_process", options, self._on_event)
-            child.environment = self.mps.environment
+            name = f"engine {number}" if device.gpu is None else f"engine {number} on {device.name}"
+            child = Child(name, "hotrow.serve.processes.engine_process", options, self._on_event)
+            child.environment = dict(device.environment)  # of every start: a restarted engine has the same device
+            if device.name in self.mps:
+                child.environment.update(self.mps[device.name].environment)
             self.engines.append(child)
             child.start()
         self._wait_for(self.engines)
-        sockets = [self._socket(number) for number in range(self.options.processes)]
+        sockets = [self._socket(number) for number in range(len(devices))]
         for number in range(self.options.frontends):
             options = {"sockets": sockets, "options": asdict(self.options.front_end(ports, number == 0))}
             child = Child(f"front end {number}", "hotrow.serve.processes.frontend_process", options, self._on_event)
             self.frontends.append(child)
             child.start()
         self._wait_for(self.frontends)
+
+    def _start_mps(self) -> None:
+        """Start an MPS for each GPU with several engines. One that runs already is for all GPUs."""
+        for device in shared_gpus(self.options.engine_devices):
+            assert device.gpu is not None
+            mps = self.mps[device.name] = Mps(os.path.join(self.folder, f"gpu-{device.gpu.index}"), device.gpu.uuid)
+            self._print(f"{device.name}: {escape(mps.start())}")
 
     def _wait_for(self, children: list[Child]) -> None:
         while not self._stop and not all(child.ready for child in children):
@@ -126,6 +146,7 @@ class Supervisor:
 
     def _watch(self) -> None:
         shown = time.monotonic()
+        devices = [device.name for device in self.options.engine_devices]
         while not self._stop:
             for child in (*self.engines, *self.frontends):
                 self._restart_if_due(child)
@@ -134,7 +155,7 @@ class Supervisor:
                 self._share_figures()
                 if self._status is not None:
                     self._status.update(
-                        self._status_line.line([child.figures for child in self.engines], self.versions)
+                        self._status_line.line([child.figures for child in self.engines], self.versions, devices)
                     )
             time.sleep(POLL_SECONDS)
 
@@ -144,8 +165,12 @@ class Supervisor:
 
     def _share_figures(self) -> None:
         """Send the figures of the others to the front end with the metrics page."""
-        restarts = sum(child.restarts for child in self.engines)
-        ours = [["hotrow_engine_restarts_total", restarts]]
+        ours: list[list[Any]] = [["hotrow_engine_restarts_total", sum(child.restarts for child in self.engines)]]
+        for number, (child, device) in enumerate(zip(self.engines, self.options.engine_devices, strict=True)):
+            labels = (str(number), device.name)
+            ours.append(["hotrow_engine_up", *labels, float(child.alive and child.ready)])
+            queue = child.figures.get("queue", {})
+            ours += [[metric, *labels, queue[name]] for name, metric in _OF_ENGINE.items() if name in queue]
         others = [child.figures["figures"] for child in self.frontends[1:] if child.figures]
         self.frontends[0].send({"others": [*others, ours]})
 
@@ -159,6 +184,8 @@ class Supervisor:
             )
         elif event == "fresh":
             self._print(f"{escape(content['model'])} is fresh again: {content['age']:.1f} s")
+        elif event == "failed" and child.restarts:  # at the first start it is the server's error
+            self._print(f"[yellow]{child.name}: {escape(str(content['why']))}[/]")
         elif event == "models":
             child.options["restore"] = content["versions"]  # loaded after a restart
         elif event == "loaded":

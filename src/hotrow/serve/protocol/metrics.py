@@ -17,6 +17,7 @@ from typing import NamedTuple
 from hotrow.serve.protocol.backend import Figures
 
 _MODEL = ("model", "version")
+_ENGINE = ("engine", "device")
 
 
 class Metric(NamedTuple):
@@ -92,7 +93,12 @@ TABLE: dict[str, Metric] = {
     "hotrow_remote_bytes_total": Metric("counter", _MODEL, "Bytes of rows read from the store"),
     "hotrow_remote_cached_rows": Metric("gauge", _MODEL, "Rows in the cache over the remote store"),
     "hotrow_remote_up": Metric("gauge", _MODEL, "Engines for which every node of the store answers"),
+    # HotRow's own, counted by the supervisor.
     "hotrow_engine_restarts_total": Metric("counter", (), "Engine processes that died and were started again"),
+    "hotrow_engine_up": Metric("gauge", _ENGINE, "1 while the engine process is ready"),
+    "hotrow_engine_requests_total": Metric("counter", _ENGINE, "Requests that the engine admitted since its start"),
+    "hotrow_engine_rows_total": Metric("counter", _ENGINE, "Rows that the engine ran since its start"),
+    "hotrow_engine_rows_in_flight": Metric("gauge", _ENGINE, "Rows that wait or run in the engine"),
 }
 
 REASONS = {429: "REFUSED", 503: "REFUSED", 504: "DEADLINE"}
