@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from engines import EngineUnderTest
 from served import Served
 
 import hotrow as hr
@@ -83,6 +84,16 @@ def test_all_devices_answer_and_the_others_go_on_when_one_dies(
         check_answers_of_all_devices(server, devices, repository)
     finally:
         server.end()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its GPU works")
+def test_gpu_that_torch_cannot_use_is_one_error_that_names_the_device(
+    repository: Path, start_process: Callable[..., EngineUnderTest]
+) -> None:
+    engine = start_process(repository, ready=False, device="cuda:3")
+    why = engine.wait_for("failed")["why"]
+    assert why.startswith("cuda:3: torch cannot compute on it: ") and "give other --devices (cpu: no GPU)" in why
+    assert engine.process.wait(60) == 2
 
 
 def check_answers_of_all_devices(server: Served, devices: str, repository: Path) -> None:

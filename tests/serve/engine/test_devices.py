@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 from plain_servable import write_version
+from rich.console import Console
 
 from hotrow.errors import OptionError
 from hotrow.serve.processes import child as processes_child
@@ -201,7 +204,7 @@ def test_engine_sees_only_its_gpu_and_keeps_it_when_it_is_restarted(
         return Child(name, "stub_child", {"ready": True, **options}, note)
 
     monkeypatch.setattr(supervisor, "Child", stub)
-    options = ServeOptions(repository, devices="3,1,1,cpu", http=0, grpc=None, metrics=None, drain=1.0)
+    options = ServeOptions(repository, devices="3,1,1,cpu", dram="1GiB", http=0, grpc=None, metrics=None, drain=1.0)
     served = supervisor.Supervisor(options)
     served.run(lambda ports: served.engines[1].process.kill())  # type: ignore[union-attr]
     pipe = f"{served.folder}/gpu-1/mps"
@@ -215,7 +218,18 @@ def test_engine_sees_only_its_gpu_and_keeps_it_when_it_is_restarted(
     assert (tmp_path / "calls").read_text().split() == ["-d", "GPU-11", "GPU-11", "quit"]
     said = capfd.readouterr().err
     assert "engines 1, 2 on cuda:1 (NVIDIA H200)" in said and "cuda:1: MPS was started" in said
+    assert "each engine has its own copy of the rows: --dram 1GiB each" in said
     assert "engine 1 on cuda:1 ended with -9; it starts again" in said
+
+
+def test_reason_why_a_restarted_engine_fails_is_shown(repository: str, four_gpus: None) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    served = supervisor.Supervisor(ServeOptions(repository, devices="1"), console)
+    child = Child("engine 0 on cuda:1", "stub_child", {}, served._on_event)
+    for child.restarts in (0, 1):  # at the first start the server ends with the same text as its error
+        served._on_event(child, {"event": "failed", "why": "torch cannot compute on it"})
+    shutil.rmtree(served.folder)
+    assert console.file.getvalue() == "engine 0 on cuda:1: torch cannot compute on it\n"  # type: ignore[attr-defined]
 
 
 def test_status_line_shows_the_rows_of_each_device() -> None:

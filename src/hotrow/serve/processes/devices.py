@@ -79,7 +79,7 @@ def place(given: str, hbm: str | None, find: Callable[[], Gpus]) -> Placement:
     if names == (AUTO,):
         gpus = find()
         if hbm is not None and not gpus.usable:
-            raise OptionError(f"--hbm {hbm} needs a GPU, and {gpus.why}; without --hbm rows are in DRAM")
+            raise OptionError(f"--hbm {hbm} needs a GPU, and {gpus.why}. Without --hbm rows are in DRAM")
         placement = Placement(tuple(map(Device, gpus.usable)) or (Device(),), gpus.why)
     else:
         gpus = find() if any(name != "cpu" for name in names) else Gpus()

@@ -105,6 +105,10 @@ class Supervisor:
         devices = self.options.engine_devices
         for line in describe(self.options.placement, devices):
             self._print(escape(line))
+        if len(devices) > 1:
+            dram = self.options.dram
+            rows = "all of them in DRAM" if dram is None else f"--dram {dram} each"
+            self._print(f"each engine has its own copy of the rows: {rows}")
         self._start_mps()
         for number, device in enumerate(devices):
             options = asdict(self.options.engine(number, self._socket(number)))
