@@ -57,7 +57,10 @@ class Served:
             return json.loads(answer.read())
 
     def children(self, word: str) -> list[psutil.Process]:
-        return [p for p in psutil.Process(self.process.pid).children() if any(word in part for part in p.cmdline())]
+        """Its processes `python -m module` with this word in the module's name."""
+        processes = [(process, process.cmdline()) for process in psutil.Process(self.process.pid).children()]
+        # One that was forked a moment ago still has the command of the test's fork server, which lists modules too.
+        return [process for process, words in processes if words[1:2] == ["-m"] and word in words[2]]
 
     def end(self) -> None:
         self.process.kill()

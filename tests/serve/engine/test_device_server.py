@@ -107,12 +107,10 @@ def check_answers_of_all_devices(server: Served, devices: str, repository: Path)
             assert torch.allclose(infer(server, batches[number]), expected[number], rtol=1e-4, atol=1e-5)
 
     check(range(10))
-    counts = wait_until(
-        lambda: {n: c for n, c in metric(server, "hotrow_engine_requests_total").items() if c == 5}, "5 each", server
-    )
-    assert sorted(counts) == ["0", "1"]  # one after another: in turn
-    assert metric(server, "hotrow_engine_up") == {"0": 1, "1": 1}
-    assert f'hotrow_engine_rows_total{{engine="1",device="{shown[1]}"}} {5 * ROWS}' in server.get("/metrics", "metrics")
+    for name, each in (("requests_total", 5), ("rows_total", 5 * ROWS), ("up", 1)):  # one after another: in turn
+        expect = {"0": each, "1": each}
+        wait_until(lambda: metric(server, f"hotrow_engine_{name}") == expect, f"{name} {expect}", server)  # noqa: B023
+    assert f'hotrow_engine_up{{engine="1",device="{shown[1]}"}} 1' in server.get("/metrics", "metrics")
 
     def engines() -> dict[int, psutil.Process]:
         return {int(process.cmdline()[3].split()[1]): process for process in server.children("engine_process")}
