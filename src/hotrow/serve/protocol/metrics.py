@@ -17,6 +17,7 @@ from typing import NamedTuple
 from hotrow.serve.protocol.backend import Figures
 
 _MODEL = ("model", "version")
+_ENGINE = ("engine", "device")
 
 
 class Metric(NamedTuple):
@@ -126,7 +127,12 @@ TABLE: dict[str, Metric] = {
         "histogram", _MODEL, "|probability of the shadow - probability answered|, of each row and task"
     ),
     "hotrow_shadow_difference_max": Metric("gauge", _MODEL, "The largest of the last half to whole minute"),
+    # HotRow's own, counted by the supervisor.
     "hotrow_engine_restarts_total": Metric("counter", (), "Engine processes that died and were started again"),
+    "hotrow_engine_up": Metric("gauge", _ENGINE, "1 while the engine process is ready"),
+    "hotrow_engine_requests_total": Metric("counter", _ENGINE, "Requests that the engine admitted since its start"),
+    "hotrow_engine_rows_total": Metric("counter", _ENGINE, "Rows that the engine ran since its start"),
+    "hotrow_engine_rows_in_flight": Metric("gauge", _ENGINE, "Rows that wait or run in the engine"),
 }
 
 DIFFERENCE_BOUNDS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)  # of hotrow_shadow_difference
