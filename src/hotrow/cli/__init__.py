@@ -4,7 +4,8 @@
     models.py           hotrow export, inspect
     serve.py            hotrow serve
     rows.py             hotrow rows
-    online.py           hotrow rollback, release, publish-remote
+    online.py           hotrow rollback, publish-remote
+    release.py          hotrow release
     demo_and_bench.py   hotrow demo, bench
     terminal.py         what several commands print, and exit codes of signals
 
@@ -20,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hotrow.cli import demo_and_bench, models, online, rows, serve, train
+from hotrow.cli import demo_and_bench, models, online, release, rows, serve, train
 from hotrow.errors import HotRowError, RankError
 from hotrow.signals import exit_on_sigterm
 
@@ -39,7 +40,7 @@ app.command()(demo_and_bench.bench)
 app.command(help=serve.SERVE_HELP)(serve.serve)
 app.command(help=rows.ROWS_HELP)(rows.rows)
 app.command()(online.rollback)
-app.command()(online.release)
+app.command(help=release.RELEASE_HELP)(release.release)
 app.command("publish-remote", help=online.PUBLISH_REMOTE_HELP)(online.publish_remote)
 
 

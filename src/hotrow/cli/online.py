@@ -1,4 +1,4 @@
-"""Commands of online learning: `hotrow rollback`, `release` and `publish-remote`."""
+"""Commands of online learning: `hotrow rollback` and `publish-remote`. `hotrow release BUS` is in release.py."""
 
 from __future__ import annotations
 
@@ -49,17 +49,6 @@ def rollback(
         highlight=False,
         soft_wrap=True,
     )
-
-
-def release(bus: Annotated[str, typer.Argument(help="the bus")]) -> None:
-    """Release a publisher that `hotrow rollback` holds; it then publishes everything trained since.
-
-    Example: hotrow release dir:/data/publications
-    """
-    from hotrow.publish.rollback import release as run
-
-    warn_of_passwords(bus)
-    Console().print("released" if run(bus) else "it was not held", highlight=False)
 
 
 def publish_remote(

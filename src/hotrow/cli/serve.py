@@ -19,6 +19,8 @@ Examples:
 
     hotrow serve repository/ --dram 8GiB --ssd /data/rows --policy initial
 
+    hotrow serve repository/ --devices 0,1,2,3 --hbm 40GiB     # an engine on each GPU
+
     hotrow serve repository/ --bus dir:/data/publications --stale-after 10s     # follow a trainer
 
     hotrow serve repository/ --bus redis://10.0.0.5:6379/0?stream=ctr --dram 8GiB --remote redis+cluster://10.0.0.1:7000
@@ -46,8 +48,11 @@ def serve(
     grpc: Annotated[int, typer.Option(min=-1, max=65535, help="port; 0 lets the system choose, -1 is none")] = 8001,
     metrics: Annotated[int, typer.Option(min=-1, max=65535, help="port; 0 lets the system choose, -1 is none")] = 8002,
     lanes: Annotated[int, typer.Option(min=1, help="workers of each engine process")] = 1,
-    threads: Annotated[int | None, typer.Option(min=1, help="threads per lane; default: cores / lanes")] = None,
-    processes: Annotated[int, typer.Option(min=1, help="engine processes")] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="threads per lane; default: cores / all lanes")] = None,
+    devices: Annotated[
+        str, typer.Option(help="an engine on each of these: GPUs by number (0,1), cpu; auto: all GPUs, else the CPU")
+    ] = "auto",
+    processes: Annotated[int, typer.Option(min=1, help="engine processes on each device")] = 1,
     frontends: Annotated[int, typer.Option(min=1, help="processes that speak HTTP and gRPC")] = 1,
     dram: Annotated[str | None, typer.Option(help="memory for rows, such as 8GiB; with --ssd a cache over it")] = None,
     ssd: Annotated[str | None, typer.Option(help="a folder for rows that do not fit --dram")] = None,
@@ -69,7 +74,7 @@ def serve(
     precision: Annotated[str, typer.Option(help="of towers on a GPU: fp32, tf32, bf16 or fp16")] = "fp32",
     max_batch: Annotated[int, typer.Option(min=1, help="most rows (examples) in a batch")] = 1024,
     max_wait: Annotated[str, typer.Option(help="longest wait of a request for its batch to fill, such as 2ms")] = "2ms",
-    poll: Annotated[str, typer.Option(help="interval between checks for new versions, such as 5s; 0s: never")] = "0s",
+    poll: Annotated[str, typer.Option(help="check for new versions and releases this often; 0s: never")] = "0s",
     bus: Annotated[
         list[str] | None,
         typer.Option(help="follow a trainer's publications: dir:/path, redis://..., kafka://..., or model=address"),
@@ -137,6 +142,7 @@ def serve(
         metrics=None if metrics < 0 else metrics,
         lanes=lanes,
         threads=threads,
+        devices=devices,
         processes=processes,
         frontends=frontends,
         dram=dram,

@@ -6,7 +6,8 @@
      3  parse            RequestParser.parse → Request                                      protocol/inference_json.py
      4  choose engine    EngineClient.infer: the engine with the fewest rows in flight      frontend/engine_client.py
      5  send             frames.write_request, over a Unix socket                           protocol/frames.py
-   Service.infer (frontend/service.py) calls 2 to 5 in this order.
+   Service.infer (frontend/service.py) calls 2 to 5 in this order. During a canary it chooses the version after 3
+   (frontend/canary.py).
 
 **Engine process** (a reader thread for each connection, then a lane)
      6  scan             FrontendConnection: socket → frames                                processes/engine_socket.py
@@ -17,7 +18,8 @@
     11  rows             Engine.answer: HBM, DRAM, SSD, remote, at one publication          execution/engine.py
     12  tower            Towers.answer: pad to a bucket, run compiled; or the original      execution/towers.py
     13  answer           Lanes._send_answers: split, one send for each front end            batching/lanes.py
-   RequestAdmission.receive (processes/request_admission.py) calls 7 to 9, Lanes._run_pieces 10 to 13.
+   RequestAdmission.receive (processes/request_admission.py) calls 7 to 9, Lanes._run_pieces 10 to 13. A copy for a
+   shadow version runs later, on an idle lane (batching/shadow.py).
 
 **Front end process**
     14  reply            EngineConnection → write_answer → HttpConnection, or gRPC          frontend/, protocol/

@@ -2,71 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import signal
 import socket
 import sys
 import time
 import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import forked
 import psutil
 import pytest
 from plain_servable import write_version
-
-HERE = Path(__file__).parent
-
-
-class Served:
-    """`hotrow serve` with ports that the system chose."""
-
-    def __init__(self, repository: Path, *arguments: str) -> None:
-        ports = ["--http", "0", "--grpc", "-1", "--metrics", "0"]
-        self.process = forked.hotrow(
-            *("serve", str(repository), "--loader", "plain_servable:load", *ports, *arguments),
-            log=repository.parent / "serve.log",
-            env={"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        )
-        self.repository = repository
-        self.ports = self._ports()
-
-    def _ports(self) -> dict[str, int]:
-        until = time.monotonic() + 150
-        while time.monotonic() < until and self.process.poll() is None:
-            text = self.text()
-            if "metrics " in text:
-                lines = [line.split() for line in text.splitlines() if "http://" in line]
-                return {name: int(where.split(":")[2].split("/")[0]) for name, where in lines}
-            time.sleep(0.05)
-        raise AssertionError(f"it did not come up: {self.text()}")
-
-    def text(self) -> str:
-        return self.process.text()
-
-    def get(self, path: str, port: str = "http", data: bytes | None = None) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[port]}{path}", data, timeout=30) as answer:
-            return str(answer.read().decode())
-
-    def infer(self, version: str = "") -> Any:
-        names = ["f0", "f1", "f2"]
-        inputs = [{"name": name, "shape": [2], "datatype": "INT64", "data": [1, 2]} for name in names]
-        inputs.append({"name": "dense", "shape": [2, 4], "datatype": "FP32", "data": [0.5] * 8})
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.ports['http']}/v2/models/ctr{version}/infer",
-            json.dumps({"inputs": inputs}).encode(),
-        )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.loads(answer.read())
-
-    def children(self, word: str) -> list[psutil.Process]:
-        return [p for p in psutil.Process(self.process.pid).children() if any(word in part for part in p.cmdline())]
-
-    def end(self) -> None:
-        self.process.kill()
+from served import Served
 
 
 @pytest.fixture
@@ -129,6 +78,53 @@ def test_port_in_use_is_named_before_a_model_is_loaded(tmp_path: Path) -> None:
         ended = forked.hotrow(*arguments, log=tmp_path / "log", env={"COLUMNS": "200"})
         assert ended.wait(120) == 2
     assert f"--http {port}: cannot listen on 127.0.0.1:{port}" in ended.text()
+
+
+def test_release_is_followed_by_all_engines_and_survives_their_death(tmp_path: Path) -> None:
+    for version in (1, 2, 3):
+        write_version(tmp_path / "repository", "ctr", version)
+    model = str(tmp_path / "repository" / "ctr")
+
+    def release(*arguments: str) -> str:
+        ran = forked.hotrow("release", model, *arguments, log=tmp_path / "release.log", env={"COLUMNS": "200"})
+        assert ran.wait(120) == 0, ran.text()
+        return ran.text()
+
+    def until(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(urllib.error.HTTPError):
+                if condition():
+                    return
+            assert time.monotonic() < end, server.text()
+            time.sleep(0.1)
+
+    release("--alias", "stable=1")
+    server = Served(tmp_path / "repository", "--poll", "200ms", "--processes", "2", "--frontends", "2")
+    try:
+        assert server.infer()["model_version"] == "1"  # not 3, the newest
+        assert "5% of them" in release("--canary", "2:5%", "--shadow", "3")
+        until(lambda: server.infer("@canary")["model_version"] == "2")
+        until(lambda: server.infer("@shadow")["model_version"] == "3")
+        for engine in server.children("engine_process"):
+            engine.kill()
+            until(lambda: len(server.children("engine_process")) == 2)
+        for _ in range(10):
+            until(lambda: server.infer("@canary")["model_version"] == "2")
+        until(lambda: server.infer()["model_version"] == "1")
+        for _ in range(50):
+            server.infer("@stable")
+        until(lambda: 'hotrow_shadow_difference_count{model="ctr",version="3"}' in server.get("/metrics", "metrics"))
+        for version, role, share in (("1", "stable", 0.95), ("2", "canary", 0.05), ("3", "shadow", 1)):
+            line = f'hotrow_release_share{{model="ctr",version="{version}",role="{role}"}} {share}'
+            until(lambda line=line: line in server.get("/metrics", "metrics"))  # type: ignore[misc]
+        release("--alias", "stable=2")  # the canary is promoted, and ends
+        until(lambda: server.infer()["model_version"] == "2")
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            server.infer("@canary")
+            server.infer("@canary")
+    finally:
+        server.end()
 
 
 @pytest.mark.parametrize(

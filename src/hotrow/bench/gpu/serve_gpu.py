@@ -38,6 +38,7 @@ from hotrow.models import DLRM
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.serve.execution.device_lane import DeviceLane
 from hotrow.serve.execution.engine import Engine
+from hotrow.serve.processes.gpus import usable_gpus
 from hotrow.serve.processes.mps import Mps
 from hotrow.serve.repository.export import export
 from hotrow.table import Table
@@ -197,7 +198,7 @@ def additions(engine: Engine, draw: Draw, folder: str) -> Iterator[Result | str]
     one, taking_turns, shared = (
         processes(folder, 1, None),
         processes(folder, 2, None),
-        processes(folder, 2, Mps(folder)),
+        processes(folder, 2, Mps(folder, usable_gpus().usable[0].uuid)),
     )
     yield higher("serve/gpu/processes", "M rows/s of two, taking turns", taking_turns, "one", one)
     yield higher("serve/gpu/mps", "M rows/s of two under MPS", shared, "taking turns", taking_turns)

@@ -144,9 +144,9 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 
 def hotrow_serve(repository: Path, probe: bytes, *options: str) -> ServerProcess:
-    """`hotrow serve`, as a user starts it."""
+    """`hotrow serve`, as a user starts it, on the CPU as the peers."""
     ports = ("--http", "0", "--grpc", "-1", "--metrics", "-1")
-    command = [sys.executable, "-m", "hotrow", "serve", str(repository), *ports, *options]
+    command = [sys.executable, "-m", "hotrow", "serve", str(repository), "--devices", "cpu", *ports, *options]
     return ServerProcess("hotrow", command, probe)
 
 

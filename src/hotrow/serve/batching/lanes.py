@@ -20,11 +20,12 @@ because one of their pieces expired in the queue.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -33,6 +34,7 @@ import torch
 from hotrow.batch import KeyedBatch
 from hotrow.errors import HotRowError, LateError, OptionError
 from hotrow.serve.batching import lookups
+from hotrow.serve.batching.shadow import ShadowQueue
 from hotrow.serve.batching.tensorbatch import Batch, Piece, QueuedRequest, TensorBatch
 from hotrow.serve.batching.versions import Model, Version
 from hotrow.serve.load_estimate import Histogram
@@ -99,6 +101,8 @@ class Lanes:
     def __init__(self, count: int, threads: int, tensorbatch: TensorBatch) -> None:
         self.tensorbatch, self.threads = tensorbatch, threads
         self.latency = Histogram()
+        self.shadows = ShadowQueue(tensorbatch.wake)
+        tensorbatch.background = self._shadow_work
         self._threads = [
             threading.Thread(target=self._work, name=f"hotrow-lane-{number}", daemon=True) for number in range(count)
         ]
@@ -112,6 +116,7 @@ class Lanes:
         """Wait for the threads to end, after the TensorBatch was closed."""
         for thread in self._threads:
             thread.join(timeout)
+        self.shadows.close()
 
     # --- the path of a batch, top to bottom ---
 
@@ -175,6 +180,14 @@ class Lanes:
         self._send_answers(pieces, result, version)
         self._count(version, batch, pieces, result, _Times(begin, joined_at, run_at, time.monotonic()))
         version.ages.note(fresh, len(pieces))
+        if key.model.shadow is not None and version is key.model.current:  # after the answers were sent
+            load = self.tensorbatch.recent_load.now(self.tensorbatch.clock())
+            self.shadows.offer(key.model, pieces, values, _late_by_piece(pieces, late), load)
+
+    def _shadow_work(self, load: float) -> Callable[[], None] | None:
+        """A few copies for this lane to run, which has no batch."""
+        copies = self.shadows.take(load)
+        return functools.partial(self.shadows.run, copies) if copies else None
 
     def _send_answers(self, pieces: Sequence[Piece], result: _Result, version: Version) -> None:
         """Split the logits and send them: one message per front end, and one for each request of several pieces."""

@@ -23,11 +23,13 @@ nothing is admitted while the engine drains (503). A piece whose deadline passes
 with 503, unless its policy is to wait.
 
 Threads: connection readers call `admit` and `enqueue`, miss workers `enqueue`, lanes `take` and `done`. One lock guards
-everything and is held for microseconds. `next_batch` takes the time as an argument, so that tests can set it.
+everything and is held for microseconds. A lane without a batch runs `background` work, which is no part of this
+accounting (shadow.py). `next_batch` takes the time as an argument, so that tests can set it.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -39,6 +41,8 @@ import numpy as np
 
 from hotrow.serve.load_estimate import Peak, ServiceTime, Utilization
 from hotrow.serve.protocol.request import RefusedError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -173,10 +177,13 @@ class TensorBatch:
         self._rows = self._bytes = 0  # admitted and not yet answered
         self._running: dict[int, Batch] = {}
         self._closed = False
+        self.background: Callable[[float], Callable[[], None] | None] = lambda load: None  # work for an idle lane
+        self._in_background = 0  # lanes that do it
         self._lane = threading.local()  # when the calling lane last became free
         self._changed = threading.Condition(threading.Lock())
         now = clock()
         self.load = Utilization(lanes, now)
+        self.recent_load = Utilization(lanes, now, memory=1.0)
         self._peak = Peak(now)
 
     # --- called by connection readers ---
@@ -245,10 +252,11 @@ class TensorBatch:
     # --- called by lanes ---
 
     def take(self) -> Batch | None:
-        """Wait for the next batch; None after `close`."""
+        """Wait for the next batch; None after `close`. Meanwhile it may run `background` work."""
         free: float | None = getattr(self._lane, "free", None)
         while True:
             expired: list[QueuedRequest] = []
+            work: Callable[[], None] | None = None
             with self._changed:
                 now = self.clock()
                 batch, until = self.next_batch(now, expired)
@@ -256,15 +264,40 @@ class TensorBatch:
                     if self._closed:
                         return None
                     free = None
-                    self._changed.wait(None if until is None else max(0.0, until - now))
+                    if (work := self._background_work(now)) is None:
+                        self._changed.wait(None if until is None else max(0.0, until - now))
                 elif batch is not None and self._any_waiting():
                     self._changed.notify()  # for another lane
+            if work is not None:
+                self._do(work)
             for request in expired:
                 why = "its deadline passed while it waited for a lane; send fewer rows at once, or start more lanes"
                 self._refuse(request, RefusedError(503, why, self.backlog_seconds()))
             if batch is not None:
                 batch.began = batch.taken if free is None else free
                 return batch
+
+    def wake(self) -> None:
+        """There is background work for an idle lane."""
+        with self._changed:
+            self._changed.notify()
+
+    def _background_work(self, now: float) -> Callable[[], None] | None:
+        """Background work for this lane, if no request waits and another lane stays free (or there is only one)."""
+        if self.draining or self._any_waiting() or len(self._running) + self._in_background >= max(1, self.lanes - 1):
+            return None
+        work = self.background(self.recent_load.now(now))
+        self._in_background += work is not None
+        return work
+
+    def _do(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:  # a bug: the lane continues
+            log.exception("background work failed")
+        finally:
+            with self._changed:
+                self._in_background -= 1
 
     def next_batch(self, now: float, expired: list[QueuedRequest]) -> tuple[Batch | None, float | None]:
         """The batch that a free lane should run now, or the time to wait until (None: until a request comes)."""
@@ -309,6 +342,7 @@ class TensorBatch:
         with self._changed:
             del self._running[id(batch)]
             self.load.change(-1, now)
+            self.recent_load.change(-1, now)
             self.counts.busy_seconds += seconds
             group = batch.queue.group
             group.lane_seconds += seconds - batch.seconds
@@ -346,6 +380,7 @@ class TensorBatch:
         queue.group.lane_seconds += batch.seconds
         self._running[id(batch)] = batch
         self.load.change(1, now)
+        self.recent_load.change(1, now)
         counts = self.counts
         counts.batches += 1
         counts.batch_rows += rows

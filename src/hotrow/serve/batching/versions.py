@@ -7,7 +7,11 @@ A new version is loaded and warmed up (a few batches of several sizes) on the th
 one serves. Then one assignment puts it in service. A batch looks up its version once, when a lane takes it, so one
 version answers the whole batch. No request fails because of a change of versions: the old version stays loaded (`keep`)
 and still answers frames that were built for its signature; a rollback to it needs no load. If a version does not load,
-the error names it and the reason, and nothing changes.
+the error names it and the reason, and the others serve on.
+
+A model's release (repository/releases.py) says which version is in service (`stable`, else the newest), and which
+others are loaded beside it: canary, shadow, aliases. Front ends choose the requests of the canary (frontend/canary.py).
+Lanes give copies of the requests that the version in service has answered to the shadow (shadow.py).
 
 Threads: `load` and `unload` take a lock. Any thread may call `resolve` and `version_for`, which take none: they read
 dictionaries that are replaced whole.
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +31,10 @@ from torch import Tensor
 
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.errors import HotRowError, OptionError, choices
+from hotrow.serve.batching.shadow import ShadowCounts
 from hotrow.serve.batching.tensorbatch import Group
 from hotrow.serve.protocol.request import Array, RefusedError, Signature
+from hotrow.serve.repository.releases import Release, read_release, split_alias
 from hotrow.serve.updates.freshness import AnswerAges, Freshness
 
 WARM_SIZES = (1, 8, 64, 512)
@@ -103,6 +109,7 @@ class Version:
     counts: VersionCounts = field(default_factory=VersionCounts)
     ages: AnswerAges = field(default_factory=AnswerAges)  # of the data that it answered from
     sizes: dict[int, list[float]] = field(default_factory=dict)  # power of two of the rows → executions, seconds
+    shadow: ShadowCounts = field(default_factory=ShadowCounts)  # of its runs as a shadow
 
     def __post_init__(self) -> None:
         self.signature: Signature = self.servable.signature
@@ -147,6 +154,12 @@ class Model:
         self.versions: dict[str, Version] = {}  # newest use last
         self.current: Version | None = None
         self.refused: dict[str, str] = {}  # version → why it did not load
+        self.release = Release()  # that these versions were loaded for
+        self.missing: set[str] = set()  # refused versions that the repository does not have yet
+        self.release_error = ""  # why the release file could not be read, at the last poll
+        self.shadow: tuple[Version, float] | None = (
+            None  # it and its share, while it is loaded and takes the same inputs
+        )
 
     def version_for(self, fingerprint: int, pinned: Version | None = None) -> Version | None:
         """The version that answers a frame with this signature now."""
@@ -203,27 +216,60 @@ class Models:
     # --- loading and unloading ---
 
     def load(self, name: str, version: str | None = None) -> Version:
-        """Put a model's newest version (or `version`) in service. If it raises RefusedError, nothing has changed."""
+        """Put a model's released version in service (the newest one without a release), and load those beside it; or
+        put `version` in service. `name` may be `model@alias`: then that alias must be known.
+
+        If the version for service does not load, RefusedError is raised and the one before it serves on. If another one
+        does not load, the error is raised after all others are in place.
+        """
+        name, alias = split_alias(name)
         with self._load_lock:
             found = self.available(name)
             if not found:
                 raise RefusedError(404, f"no model {name!r} in the repository; {choices(name, self.names())}")
-            wanted = version if version is not None else found[-1]
             model = self.by_name.get(name) or Model(name, self._number())
-            ready = model.versions.get(wanted)
-            if ready is None:
-                if wanted not in found:
-                    raise RefusedError(404, f"model {name!r} has no version {wanted!r}; {choices(wanted, found)}")
-                ready = self._open(model, wanted)
-            self._put_in_service(model, ready)
-        return ready
+            if version is not None:
+                return self._load_for_service(model, version, found, model.release)
+            release = self._read_release(name)
+            if alias is not None and alias not in release.named():
+                raise RefusedError(404, f"model {name!r} has no alias {alias!r}; {choices(alias, release.named())}")
+            problems = []
+            try:
+                self._load_for_service(model, release.stable or found[-1], found, release)
+            except RefusedError as error:
+                problems.append(error)
+            problems += self._load_beside(model, release)
+            if problems:
+                raise problems[0]
+            named = release.named()
+            return model.versions[named[alias] if alias is not None else release.stable or found[-1]]
+
+    def restore_release(self, name: str, release: Release) -> None:
+        """Before `load` of single versions after a restart: keep those that this release names."""
+        with self._load_lock:
+            if self.available(name):
+                model = self.by_name.get(name) or Model(name, self._number())
+                model.release = release
+                self.by_name = {**self.by_name, name: model}
+
+    def load_missing(self, name: str, only: Collection[str]) -> list[str]:
+        """Load those of the versions `only` that the release names and that are not loaded; returns the errors."""
+        with self._load_lock:
+            model = self.by_name.get(name)
+            if model is None or not set(only) & set(model.release.named().values()) - set(model.versions):
+                return []
+            return [str(error) for error in self._load_beside(model, model.release, only)]
 
     def unload(self, name: str) -> Model:
-        """Take a model out of service: its requests are refused from now on."""
+        """Take a model out of service: its requests are refused from now on. `model@alias` takes out that version."""
+        name, alias = split_alias(name)
         with self._load_lock:
             if name not in self.by_name:
                 raise RefusedError(404, f"model {name!r} is not loaded; {choices(name, self.by_name)}")
             model = self.by_name[name]
+            if alias is not None:
+                self._unload_version(model, alias)
+                return model
             self.by_name = {key: value for key, value in self.by_name.items() if key != name}
             self._by_number = {key: value for key, value in self._by_number.items() if value[0] is not model}
         self.changed()
@@ -231,53 +277,149 @@ class Models:
         return model
 
     def poll(self) -> list[str]:
-        """Load versions that are newer in the repository than in service; returns the errors."""
+        """Follow the repository: changed release files, and newer versions of models without a stable one. Returns the
+        errors."""
         problems = []
         for name in self.names():
-            newest = self.available(name)[-1]
-            model = self.by_name.get(name)
-            if model is not None and (
-                newest in model.refused or (model.current is not None and int(model.current.name) >= int(newest))
-            ):
-                continue
             try:
-                self.load(name)
+                if self._is_behind(name):
+                    self.load(name)
             except RefusedError as error:
                 problems.append(str(error))
         return problems
 
-    def _open(self, model: Model, wanted: str) -> Version:
+    def _is_behind(self, name: str) -> bool:
+        """Whether the repository has something for this model that was not tried yet."""
+        model = self.by_name.get(name)
+        if model is None:
+            return True
+        error, model.release_error = model.release_error, ""
+        try:
+            release = self._read_release(name)
+        except RefusedError as refused:
+            model.release_error = str(refused)
+            if model.release_error != error:  # report it once
+                raise
+            return False
+        available = self.available(name)
+        if release != model.release or model.missing & set(available):
+            return True
+        wanted, current = release.stable or available[-1], model.current
+        if wanted in model.refused:
+            return False
+        return current is None or (current.name != wanted if release.stable else int(current.name) < int(wanted))
+
+    def _read_release(self, name: str) -> Release:
+        try:
+            return read_release(self.repository / name)
+        except HotRowError as error:
+            raise RefusedError(400, str(error)) from error
+
+    def _load_for_service(self, model: Model, wanted: str, found: list[str], release: Release) -> Version:
+        """Load a version unless it is loaded, and put it in service."""
+        ready = model.versions.get(wanted) or self._open(model, wanted, found)
+        self._set_versions(model, {**model.versions, ready.name: ready}, ready, (model.release, release))
+        return ready
+
+    def _load_beside(self, model: Model, release: Release, only: Collection[str] | None = None) -> list[RefusedError]:
+        """Load the versions that the release names (of `only`), and make it the model's. Returns the errors."""
+        problems = []
+        for wanted in dict.fromkeys(release.named().values()):
+            if wanted in model.versions or wanted == release.stable or (only is not None and wanted not in only):
+                continue
+            try:
+                ready = self._open(model, wanted, self.available(model.name))
+            except RefusedError as error:
+                problems.append(error)
+                continue
+            self._set_versions(model, {ready.name: ready, **model.versions}, model.current, (model.release, release))
+        model.release = release
+        self._set_versions(model, model.versions, model.current, (release,))
+        shadow = release.shadow
+        if shadow is not None and model.shadow is None and str(shadow.version) in model.versions and model.current:
+            why = f"version {shadow.version} takes other inputs than version {model.current.name} of {model.name!r}"
+            problems.append(RefusedError(400, f"{why}, so it cannot be its shadow; try it as a canary"))
+        return problems
+
+    def _open(self, model: Model, wanted: str, found: Collection[str]) -> Version:
+        """Load a version. Raises RefusedError, also if it is not among the versions `found`."""
+        if wanted not in found:
+            why = f"model {model.name!r} has no version {wanted!r}; {choices(wanted, found)}"
+            model.missing.add(wanted)
+            self._note_refused(model, wanted, why)
+            raise RefusedError(404, why)
+        model.missing.discard(wanted)
         folder = self.repository / model.name / wanted
         try:
             version = Version(self._number(), wanted, self.loader(folder, self.options))
             warm_up(version, model.group, int(self.options.get("max_rows", WARM_SIZES[-1])))
         except Exception as error:  # a damaged version must not affect the one that serves
             kind = "" if isinstance(error, HotRowError) else f"{type(error).__name__}: "
-            model.refused[wanted] = f"{kind}{error}"
-            self.by_name = {**self.by_name, model.name: model}
-            self.changed()
+            self._note_refused(model, wanted, f"{kind}{error}")
             raise RefusedError(400, f"version {wanted} of model {model.name!r} does not load: {kind}{error}") from error
         return version
 
-    def _put_in_service(self, model: Model, ready: Version) -> None:
-        versions = {name: v for name, v in model.versions.items() if v is not ready and v is not model.current}
-        if model.current is not None and model.current is not ready:
-            versions[model.current.name] = model.current
-        kept = dict(list(versions.items())[-self.keep :]) if self.keep else {}
-        model.versions = {**kept, ready.name: ready}
-        model.refused.pop(ready.name, None)
+    def _note_refused(self, model: Model, wanted: str, why: str) -> None:
+        model.refused[wanted] = why
+        self.by_name = {**self.by_name, model.name: model}
+        self.changed()
+
+    def _unload_version(self, model: Model, alias: str) -> None:
+        named = model.release.named()
+        if alias not in named:
+            raise RefusedError(404, f"model {model.name!r} has no alias {alias!r}; {choices(alias, named)}")
+        out = model.versions.get(named[alias])
+        if out is None:
+            raise RefusedError(404, f"version {named[alias]} of model {model.name!r} is not loaded")
+        if out is model.current:
+            raise RefusedError(
+                400,
+                f"{model.name}@{alias} is version {out.name}, which answers requests that name none; unload "
+                f"{model.name!r}, or make another version stable",
+            )
+        self._replace(model, {name: version for name, version in model.versions.items() if version is not out})
+
+    def _set_versions(
+        self, model: Model, versions: dict[str, Version], current: Version | None, releases: tuple[Release, ...]
+    ) -> None:
+        """Put `current` in service with these versions, as far as they are to be kept: those that a release names, and
+        the last `keep` others."""
+        if current is not None:  # the newest use last
+            before = {model.current.name: model.current} if model.current is not None else {}
+            versions = {n: v for n, v in versions.items() if v is not current and n not in before} | before
+            versions.pop(current.name, None)
+        named = {version for release in releases for version in release.named().values()}
+        others = [name for name in versions if name not in named]
+        kept = named | set(others[-self.keep :] if self.keep else ())
+        versions = {name: version for name, version in versions.items() if name in kept}
+        self._replace(model, versions | ({} if current is None else {current.name: current}), current)
+
+    def _replace(self, model: Model, versions: dict[str, Version], current: Version | None = None) -> None:
+        """Make these the model's versions, and close those that it had besides."""
+        retired = [version for version in model.versions.values() if version not in versions.values()]
+        before = model.current
+        model.versions = versions
+        for name in versions:
+            model.refused.pop(name, None)
         numbers = {key: value for key, value in self._by_number.items() if value[0] is not model}
         numbers[model.number] = (model, None)
-        numbers.update({v.number: (model, v) for v in model.versions.values()})
-        before = model.current
-        retired = [v for v in versions.values() if v not in model.versions.values()]
+        numbers.update({version.number: (model, version) for version in versions.values()})
         self._by_number = numbers
         self.by_name = {**self.by_name, model.name: model}
-        if before is not ready:
-            self.changed()  # front ends get the version's number before an answer has it
-            model.current = ready
+        self._set_shadow(model, before)
+        self.changed()  # front ends get the version's number before an answer has it
+        if current is not None and current is not before:
+            model.current = current
+            self._set_shadow(model, current)
             self.changed()
         close_in_background(retired)
+
+    @staticmethod
+    def _set_shadow(model: Model, current: Version | None) -> None:
+        given = model.release.shadow
+        found = None if given is None else model.versions.get(str(given.version))
+        alike = found is not None and current is not None and found.fingerprint == current.fingerprint
+        model.shadow = (found, given.share) if found is not None and given is not None and alike else None
 
     def _number(self) -> int:
         self._next += 1

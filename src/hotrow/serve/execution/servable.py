@@ -224,6 +224,7 @@ def _open_engine(folder: Path, name: str, options: Mapping[str, Any]) -> Engine:
         folder.parent,
         folder.name,
         memory=Memory(**tiers),
+        device=options.get("device"),
         towers=make_towers,
         precision=precision,
         ladder=ladder,

@@ -4,6 +4,7 @@ Files in reading order:
 
     ports.py               Frontend: the ports of one process, and their options
     service.py             Service: the rules that HTTP and gRPC share; `infer` is the front end's part of a request
+    canary.py              which requests a canary version gets, and its fallback to the stable one
     load_shedding.py       LoadShedder: refuse requests before they are parsed when the engine is saturated
     answer_bytes.py        AnswerBytes: bounds the memory of answers with looked-up vectors
     authorization.py       decides which callers may load and unload models

@@ -1,7 +1,8 @@
 """EngineClient: the Backend of a server's front end, with one connection to each engine process.
 
-A request goes to the ready engine with the fewest rows in flight. An engine numbers its models itself, so a frame is
-built after the engine is chosen.
+A request goes to the ready engine with the fewest rows in flight; among equals, to the one whose last request is the
+oldest. So a server with little traffic uses all its devices in turn, and the caches of all of them stay warm. An engine
+numbers its models itself, so a frame is built after the engine is chosen.
 
 When an engine dies, its requests are refused at once with 503 and Retry-After, the other engines continue, and the
 front end tries to reconnect until the engine has restarted. Until it is ready again, its last description of its models
@@ -71,7 +72,7 @@ class EngineClient:
         ]
         if not able:
             raise self.no_model_error(request.model, request.version)
-        return await min(able, key=_rows_in_flight).infer(request)
+        return await min(able, key=_order).infer(request)
 
     def no_model_error(self, model: str, version: str | None) -> RefusedError:
         """The error when no ready engine has a model, or this version of it."""
@@ -177,8 +178,8 @@ class EngineClient:
         )
 
 
-def _rows_in_flight(connection: EngineConnection) -> int:
-    return connection.rows_in_flight
+def _order(connection: EngineConnection) -> tuple[int, float]:
+    return connection.rows_in_flight, connection.used
 
 
 def _no_engine() -> RefusedError:
@@ -216,6 +217,8 @@ def _model_info(model: Mapping[str, Any]) -> ModelInfo:
             "" if model["ready"] else "its engine is starting",
             others,
             tuple(version["widths"]),
+            model["aliases"],
+            None if model["canary"] is None else (model["canary"][0], model["canary"][1]),
         )
 
     layout = (signature_of(current), current["spec"], current["widths"])

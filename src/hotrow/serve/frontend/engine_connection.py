@@ -37,6 +37,7 @@ class EngineConnection(asyncio.BufferedProtocol):
         self.backend, self.path = backend, path
         self.ready = False
         self.rows_in_flight = 0
+        self.used = 0.0  # when the last request was sent
         self.numbers: dict[tuple[str, str | None], tuple[int, int]] = {}  # model, version → number, fingerprint
         self.names: dict[int, tuple[str, str]] = {}  # a version's number → model, version; never removed
         self.models: list[dict[str, Any]] = []
@@ -54,12 +55,13 @@ class EngineConnection(asyncio.BufferedProtocol):
         """Send a request to this engine and wait for its answer."""
         number, fingerprint = self.number(request)
         id = next(self._ids)
+        self.used = now = time.monotonic()
         if request.wanted is None:
-            self._send(frames.write_request(request, id, number, fingerprint, time.monotonic()))
+            self._send(frames.write_request(request, id, number, fingerprint, now))
             answer: frames.AnswerFrame = await self._wait(id, request.rows)
             vectors: tuple[Array, ...] = ()
         else:
-            self._send(lookup_frames.write_lookup(request, id, number, fingerprint, time.monotonic()))
+            self._send(lookup_frames.write_lookup(request, id, number, fingerprint, now))
             answer, vectors = await self._wait(id, request.rows)
         model, version = self.names[answer.version]
         return Answer(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hotrow.serve.protocol.backend import Figures
+from hotrow.serve.protocol.metrics import DIFFERENCE_BOUNDS as BOUNDS
 
 
 def add_statistics(entries: Sequence[dict[str, Any]]) -> list[Mapping[str, Any]]:
@@ -91,6 +92,9 @@ def add_figures(engines: Sequence[dict[str, Any]]) -> Figures:
             put(model["pending"], "nv_inference_pending_request_count", *labels)
             for why, count in model["shed"].items():
                 put(count, "hotrow_shed_total", *labels, why)
+            for number, role, share in model.get("shares", ()):
+                share_of = ("hotrow_release_share", model["model"], number, role)
+                totals[share_of] = max(share, totals.get(share_of, 0.0))
         for version in figures["versions"]:
             labels = (version["model"], version["version"])
             for name, metrics in _COUNTERS.items():
@@ -115,6 +119,8 @@ def add_figures(engines: Sequence[dict[str, Any]]) -> Figures:
             for name, metric in _REMOTE.items() if tower.get("remote") else ():
                 put(tower["remote"][name], metric, *labels)
             put_freshness(totals, labels, version)
+            if version.get("shadow"):
+                put_shadow(totals, labels, version["shadow"])
     return totals
 
 
@@ -126,6 +132,26 @@ def put_row_servers(put: Any, labels: tuple[str, str], figures: Mapping[str, Any
         put(server["up"], "hotrow_row_server_up", *labels, address)
         put(server["in_flight"], "hotrow_row_server_in_flight", *labels, address)
         put(server["errors"], "hotrow_row_server_errors_total", *labels, address)
+
+
+def put_shadow(totals: dict[tuple[str, ...], float], labels: tuple[str, str], shadow: Mapping[str, Any]) -> None:
+    """Add a version's figures as a shadow; the largest difference is that of all engines."""
+
+    def put(value: float, *key: str) -> None:
+        totals[key] = totals.get(key, 0.0) + value
+
+    put(shadow["requests"], "hotrow_shadow_requests_total", *labels)
+    put(shadow["rows"], "hotrow_shadow_rows_total", *labels)
+    for why, count in shadow["dropped"].items():
+        put(count, "hotrow_shadow_dropped_total", *labels, why)
+    below = 0
+    for bound, count in zip((*map(str, BOUNDS), "+Inf"), shadow["buckets"], strict=True):
+        below += count
+        put(below, "hotrow_shadow_difference_bucket", *labels, bound)
+    put(shadow["total"], "hotrow_shadow_difference_sum", *labels)
+    put(shadow["values"], "hotrow_shadow_difference_count", *labels)
+    largest = ("hotrow_shadow_difference_max", *labels)
+    totals[largest] = max(shadow["max"], totals.get(largest, 0.0))
 
 
 def put_freshness(totals: dict[tuple[str, ...], float], labels: tuple[str, str], version: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 
 from hotrow.serve.frontend.authorization import Caller
+from hotrow.serve.frontend.canary import HEADER, routing_key
 from hotrow.serve.frontend.descriptions import model_config, model_metadata, server_metadata
 from hotrow.serve.frontend.grpc_messages import METHODS, SERVICE, build
 from hotrow.serve.frontend.http_message import too_large
@@ -216,12 +217,12 @@ class GrpcCalls:
             raise invalid(
                 "a model is loaded from its folder as it is; export a new version instead of sending config or files"
             )
-        await self.service.load(request.model_name, Caller(_authorization(context)))
+        await self.service.load(request.model_name, Caller(_metadata(context, "authorization")))
         return self._make["RepositoryModelLoadResponse"]()
 
     async def RepositoryModelUnload(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Unload a model."""
-        await self.service.unload(request.model_name, Caller(_authorization(context)))
+        await self.service.unload(request.model_name, Caller(_metadata(context, "authorization")))
         return self._make["RepositoryModelUnloadResponse"]()
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -240,7 +241,10 @@ class GrpcCalls:
         def parse(parser: RequestParser, version: str | None) -> tuple[Request, RequestOptions]:
             return parse_message(request, parser, version, remaining)
 
-        answer, options = await self.service.infer(request.model_name, request.model_version, size, parse)
+        def key(options: RequestOptions) -> str:
+            return routing_key(_metadata(context, HEADER), options, request.SerializeToString)
+
+        answer, options = await self.service.infer(request.model_name, request.model_version, size, parse, key)
         return self._response(answer, options), 0 if options.wanted is None else options.wanted.bytes
 
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:  # noqa: N802
@@ -352,8 +356,8 @@ def _outputs(outputs: Any) -> list[dict[str, Any]]:
     return [{"name": output.name, "parameters": _parameter_values(output.parameters)} for output in outputs]
 
 
-def _authorization(context: Any) -> str | None:
+def _metadata(context: Any, wanted: str) -> str | None:
     for name, value in context.invocation_metadata() or ():
-        if name.lower() == "authorization":
+        if name.lower() == wanted:
             return value if isinstance(value, str) else None
     return None

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from hotrow.serve.frontend.authorization import Caller
+from hotrow.serve.frontend.canary import HEADER, routing_key
 from hotrow.serve.frontend.descriptions import model_config, model_metadata, server_metadata
 from hotrow.serve.frontend.http_message import Call, Reply, too_large
 from hotrow.serve.frontend.service import LARGE_BYTES, Service
@@ -57,7 +58,10 @@ class HttpProtocol:
         def parse(parser: RequestParser, version: str | None) -> tuple[Request, RequestOptions]:
             return parser.parse(body, header, version)
 
-        answer, options = await self.service.infer(name, version, len(body), parse, call.waited)
+        def key(options: RequestOptions) -> str:
+            return routing_key(call.headers.get(HEADER), options, lambda: body)
+
+        answer, options = await self.service.infer(name, version, len(body), parse, key, call.waited)
         if options.wanted is not None:
             return await self._lookup_reply(answer, options, options.wanted, call)
         text, length = write_answer(answer, options)

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from hotrow.serve.frontend import canary
 from hotrow.serve.frontend.answer_bytes import AnswerBytes
 from hotrow.serve.frontend.authorization import Authorization, Caller
 from hotrow.serve.frontend.descriptions import model_statistics
@@ -31,11 +32,13 @@ from hotrow.serve.protocol.request import Answer, RefusedError, Request
 from hotrow.serve.protocol.tensors import invalid, shown
 
 LARGE_BYTES, _LARGE_BODY_THREADS = 1 << 20, 2
-_MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
+_MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}(@[a-z][a-z0-9_\-]{0,63})?")  # with an alias
 _RETRY_SECONDS = 1.0
 
 _T = TypeVar("_T")
-Parse = Callable[[RequestParser, str | None], tuple[Request, RequestOptions]]  # of a version, from a request's bytes
+ParsedRequest = tuple[Request, RequestOptions]
+Parse = Callable[[RequestParser, str | None], ParsedRequest]  # of a version, from a request's bytes
+RoutingKey = Callable[[RequestOptions], str]  # canary.routing_key of a request; called only if the model has a canary
 
 
 class Service:
@@ -50,8 +53,24 @@ class Service:
         self._parsers: dict[tuple[str, str], RequestParser] = {}
         self._large_body_threads = ThreadPoolExecutor(_LARGE_BODY_THREADS, "hotrow-large-body")
 
+    def resolve(self, name: str, version: str | None) -> tuple[str, str | None]:
+        """Model and version of a name that may be `model@alias`. Raises 404 if the alias is unknown."""
+        model, at, alias = name.partition("@")
+        if not at:
+            return name, version
+        info = self.backend.models().get(model)
+        found = None if info is None else info.aliases.get(alias)
+        if info is not None and found is None:
+            known = ", ".join(map(repr, sorted(info.aliases)[:20])) or "none"
+            raise invalid(f"model {model!r} has no alias {shown(alias)}; these are: {known}", 404)
+        if version and found is not None and version != found:
+            raise invalid(f"{name!r} is version {found}, but the request names version {shown(version)}; name one")
+        return model, found or version
+
     def model(self, name: str, version: str | None) -> ModelInfo:
-        """The model of this name and version. Raises 404 if it is unknown, 503 if no version of it has ever loaded."""
+        """The model of this name, which may be `model@alias`, and version. Raises 404 if it is unknown, 503 if no
+        version of it has ever loaded."""
+        name, version = self.resolve(name, version)
         info = self.backend.models().get(name)
         if info is None:
             known = ", ".join(map(repr, sorted(self.backend.models())[:20])) or "none"
@@ -81,14 +100,17 @@ class Service:
         return cached
 
     async def infer(
-        self, name: str, version: str | None, size: int, parse: Parse, waited: float = 0.0
+        self, name: str, version: str | None, size: int, parse: Parse, key: RoutingKey, waited: float = 0.0
     ) -> tuple[Answer, RequestOptions]:
-        """Shed, parse, deduct the wait, send to an engine, count: the front end's part of the path of a request.
+        """Shed, parse, deduct the wait, choose the canary or not, send to an engine, count: the front end's part of the
+        path of a request.
 
         `size` is the body's length in bytes, `waited` the seconds that the request waited in its socket. If the options
         have `wanted`, the caller gives `wanted.bytes` back to `answer_bytes` when the answer has been sent.
         """
         began = time.perf_counter()
+        if "@" in name:
+            name, version = self.resolve(name, version)
         parser = self.parser(name, version)
         info = parser.info
         if self.draining:
@@ -99,16 +121,19 @@ class Service:
             raise shedder.shed()
         in_flight, end, usual, taken = shedder.begin(), shedder.end, False, 0
         try:
-            if size > LARGE_BYTES:
-                loop = asyncio.get_running_loop()
-                request, options = await loop.run_in_executor(self._large_body_threads, parse, parser, version or None)
-            else:
-                request, options = parse(parser, version or None)
-            if request.wanted is not None:
-                self.answer_bytes.take(request.wanted.bytes)
-                taken, options = request.wanted.bytes, replace(options, wanted=request.wanted)
+            request, options = await self._parse(parse, parser, version or None, size)
             usual = shedder.has_usual_deadline(request)
-            answer = await self.backend.infer(shedder.deduct_waiting(request, waited))
+            request = shedder.deduct_waiting(request, waited)
+            trial = None
+            if info.canary is not None and not version:
+                trial = await self._trial(info, request, options, parse, size, key)
+            taken = self._take_answer_bytes(request, trial)
+            if trial is None:
+                answer = await self.backend.infer(request)
+            else:
+                answer, options = await canary.answer(self.backend, trial, (request, options), self.counts)
+            if options.wanted is not None:
+                options = replace(options, wanted=options.wanted._replace(bytes=taken))
             end, taken = shedder.end_answered, 0
         except RefusedError as error:
             if error.status == 429 and usual:
@@ -128,6 +153,35 @@ class Service:
         """Run something that takes long on a thread for large bodies."""
         return await asyncio.get_running_loop().run_in_executor(self._large_body_threads, work)
 
+    async def _parse(self, parse: Parse, parser: RequestParser, version: str | None, size: int) -> ParsedRequest:
+        return parse(parser, version) if size <= LARGE_BYTES else await self.run_large(partial(parse, parser, version))
+
+    async def _trial(
+        self, info: ModelInfo, request: Request, options: RequestOptions, parse: Parse, size: int, key: RoutingKey
+    ) -> ParsedRequest | None:
+        """The request as the canary takes it, if it goes there."""
+        assert info.canary is not None
+        version, share = info.canary
+        if not canary.is_chosen(info.name, version, share, key(options)):
+            return None
+        if not canary.is_available(info, self.counts):
+            return None
+        if version not in info.others:  # it takes the same inputs
+            return replace(request, version=version), options
+        try:
+            trial, options = await self._parse(parse, self.parser(info.name, version), version, size)
+        except RefusedError:
+            canary.count_fallback(self.counts, info.name, version, canary.INPUTS)
+            return None
+        return replace(trial, deadline=request.deadline), options
+
+    def _take_answer_bytes(self, request: Request, trial: ParsedRequest | None) -> int:
+        """Take the bytes of the larger one of the two answers with vectors that may come; returns how many."""
+        possible = (request.wanted, None if trial is None else trial[0].wanted)
+        size = max([wanted.bytes for wanted in possible if wanted is not None], default=0)
+        self.answer_bytes.take(size)
+        return size
+
     async def load(self, name: str, caller: Caller) -> None:
         """Load a model, if the caller is allowed to."""
         self._authorization.check(caller)
@@ -146,6 +200,8 @@ class Service:
     async def statistics(self, name: str, version: str) -> list[dict[str, Any]]:
         """Triton's model_stats; fields that an engine leaves out are 0."""
         if name:
+            name, resolved = self.resolve(name, version or None)
+            version = resolved or ""
             self.model(name, version)
         return [model_statistics(entry) for entry in await self.backend.statistics(name, version)]
 
@@ -182,9 +238,10 @@ def _unavailable(info: ModelInfo) -> RefusedError:
 
 
 def _checked_name(name: str) -> str:
-    """A model's name that is safe as the name of a folder."""
+    """A model's name that is safe as the name of a folder, perhaps with an alias."""
     if _MODEL_NAME.fullmatch(name) is None:
         raise invalid(
-            f"{shown(name)} is no model's name; use letters, digits, '_', '-' and '.', not starting with '.' or '-'"
+            f"{shown(name)} is no model's name; use letters, digits, '_', '-' and '.', not starting with '.' or '-'; "
+            "an alias follows '@'"
         )
     return name

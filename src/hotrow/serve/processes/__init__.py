@@ -7,6 +7,9 @@ Files in reading order:
     child.py              Child: the supervisor's handle of one process
     child_runtime.py      the child's side: options from stdin, events on stdout
     status_line.py        the terminal's status line
+    devices.py            --devices: the device of each engine
+    gpus.py               the usable GPUs, or why there are none
+    gpu_probe.py          asks the driver, in a short process
     mps.py                NVIDIA's MPS, for several engines on one GPU
     frontend_process.py   a front end as a process
     engine_options.py     EngineOptions

@@ -25,9 +25,10 @@ class EngineOptions:
     repository: str
     models: tuple[str, ...] = ()  # (): all models of the repository
     loader: str = "hotrow.serve.execution.servable:open_version"  # module:function(folder, options) -> Servable
-    options: dict[str, Any] = field(default_factory=dict)  # the loader's: dram, ssd, hbm
+    options: dict[str, Any] = field(default_factory=dict)  # the loader's: dram, ssd, hbm, device
     lanes: int = 1
     threads: int = 1  # of each lane
+    device: str = "cpu"  # by its name outside of the process; inside, the engine's only GPU is cuda:0
     policy: str | None = None  # overrides that of the versions
     max_rows: int = 1024
     max_wait: float = 0.002
@@ -39,6 +40,7 @@ class EngineOptions:
     poll: float = 0.0  # seconds between polls of the repository; 0: never
     drain: float = 10.0  # seconds
     restore: dict[str, list[str]] | None = None  # instead of models: versions in service before a restart (restore.py)
+    restore_releases: dict[str, dict[str, Any]] | None = None  # with it: each model's release at that time
 
     def __post_init__(self) -> None:
         for name in ("lanes", "threads", "max_rows", "queue_rows", "queue_bytes", "miss_workers"):

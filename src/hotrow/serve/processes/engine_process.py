@@ -40,6 +40,7 @@ from hotrow.serve.batching.miss_queue import MissQueue
 from hotrow.serve.batching.tensorbatch import QueuedRequest, QueueLimits, TensorBatch
 from hotrow.serve.batching.versions import Loader, Models
 from hotrow.serve.processes.child_runtime import freeze_garbage_collector, read_options, report_event
+from hotrow.serve.processes.devices import GPU_INSIDE
 from hotrow.serve.processes.engine_options import EngineOptions
 from hotrow.serve.processes.engine_socket import FrontendConnection
 from hotrow.serve.processes.engine_status import EngineStatus
@@ -89,7 +90,9 @@ class EngineProcess:
         sys.setswitchinterval(SWITCH_SECONDS)
         self._listen()
         self.lanes.start()
-        self.restore.begin(self.options.restore, self.options.models or self.models.names())
+        self.restore.begin(
+            self.options.restore, self.options.models or self.models.names(), self.options.restore_releases
+        )
         self.loaded = True
         self._models_changed()
         threading.Thread(target=self._run_clock, name="hotrow-clock", daemon=True).start()
@@ -192,6 +195,9 @@ class EngineProcess:
         raise RefusedError(400, f"unknown command {op!r}")
 
     def _unload(self, name: str) -> None:
+        if "@" in name:
+            self.models.unload(name)  # its requests in flight are answered by the stable version, or refused
+            return
         self.restore.forget(name)
         model = self.models.unload(name)
         until = time.monotonic() + self.options.drain
@@ -210,7 +216,7 @@ class EngineProcess:
         self.tensorbatch.drop_empty_queues(self._is_retired)
         self._broadcast(self._description())
         if self.loaded:
-            self.report_event("models", versions=self.restore.in_service())
+            self.report_event("models", versions=self.restore.in_service(), releases=self.restore.releases())
 
     def _is_retired(self, key: BatchKey) -> bool:
         """Whether the model or version of a queue is no longer loaded."""
@@ -250,6 +256,8 @@ def main() -> int:
     _core.set_threads(max(1, options.threads))
     sys.setswitchinterval(0.001)
     try:
+        if options.device != "cpu":
+            check_gpu(options.device)
         engine = EngineProcess(options, report_event=report_event)
         engine.start()
     except OptionError as error:
@@ -257,6 +265,16 @@ def main() -> int:
         return 2
     stop.wait()
     return 0 if engine.stop() else 1
+
+
+def check_gpu(device: str) -> None:
+    """Compute something on this process's GPU, so that a GPU that torch cannot use is one error here, not one for each
+    model. `device` is its name for the user."""
+    try:
+        torch.zeros(1, device=GPU_INSIDE).add_(1).item()
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
+        why = str(error).strip().partition("\n")[0]
+        raise OptionError(f"{device}: torch cannot compute on it: {why}; give other --devices (cpu: no GPU)") from error
 
 
 def _stop_at_end_of(supervisor: BinaryIO, stop: threading.Event) -> None:

@@ -15,6 +15,7 @@ from hotrow.serve.batching.lanes import Lanes
 from hotrow.serve.batching.miss_queue import MissQueue
 from hotrow.serve.batching.tensorbatch import TensorBatch
 from hotrow.serve.batching.versions import Model, Models, Version
+from hotrow.serve.repository.releases import CANARY, SHADOW, STABLE
 from hotrow.serve.updates.freshness import StalenessAlarm
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class EngineStatus:
         return all(getattr(v.servable, "rows_up", True) for v in current if v is not None)
 
     def index(self) -> list[dict[str, str]]:
-        """Every model and version in the repository."""
+        """Every model and version in the repository, and the aliases of loaded models as `model@alias`."""
         entries = []
         for name in self.models.names():
             model = self.models.by_name.get(name)
@@ -50,6 +51,10 @@ class EngineStatus:
                 why = "" if ready else "unloaded" if model is None else model.refused.get(version, "not in service")
                 state = "READY" if ready else "UNAVAILABLE"
                 entries.append({"name": name, "version": version, "state": state, "reason": why})
+            for alias, version in ({} if model is None else model.release.named()).items():
+                state = "READY" if model is not None and version in model.versions else "UNAVAILABLE"
+                why = "" if state == "READY" or model is None else model.refused.get(version, "not in service")
+                entries.append({"name": f"{name}@{alias}", "version": version, "state": state, "reason": why})
         return entries
 
     def statistics(self, name: str, version: str) -> list[dict[str, Any]]:
@@ -74,6 +79,7 @@ class EngineStatus:
                     "version": model.current.name if model.current else "",
                     "pending": model.group.pieces + model.lookups.pieces,
                     "shed": {why: count + model.lookups.shed[why] for why, count in model.group.shed.items()},
+                    "shares": _shares(model),
                 }
                 for model in self.models.by_name.values()
             ],
@@ -84,6 +90,7 @@ class EngineStatus:
                     "publication": v.publication,
                     "freshness": self._freshness(model, v),
                     **dataclasses.asdict(v.counts),
+                    "shadow": v.shadow.figures(time.monotonic()) if v.shadow.since else None,
                     "tower": v.servable.figures() if hasattr(v.servable, "figures") else {},
                 }
                 for model in self.models.by_name.values()
@@ -123,6 +130,8 @@ def _describe(model: Model) -> dict[str, Any]:
         "number": model.number,
         "current": model.current.name if model.current else None,
         "refused": model.refused,
+        "aliases": model.release.named(),
+        "canary": None if (canary := model.release.canary) is None else [str(canary.version), canary.share],
         "versions": [
             {
                 "name": v.name,
@@ -138,6 +147,19 @@ def _describe(model: Model) -> dict[str, Any]:
             for v in model.versions.values()
         ],
     }
+
+
+def _shares(model: Model) -> list[tuple[str, str, float]]:
+    """Version, role and configured share of the requests that name no version."""
+    release, current = model.release, model.current
+    if current is None:
+        return []
+    canary = 0.0 if release.canary is None else release.canary.share
+    shares = [(current.name, STABLE, 1.0 - canary)]
+    for role, given in ((CANARY, release.canary), (SHADOW, release.shadow)):
+        if given is not None:
+            shares.append((str(given.version), role, given.share))
+    return shares
 
 
 def _version_statistics(name: str, version: Version) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """NVIDIA's Multi-Process Service (MPS): kernels of several engine processes run on one GPU at the same time.
 
-`hotrow serve --processes N` on a GPU starts MPS unless it is running, and ends it at shutdown. Its pipe is in a private
-folder whose path is passed only to the server's own processes (CUDA_MPS_PIPE_DIRECTORY). An MPS that already runs, with
-its pipe in CUDA_MPS_PIPE_DIRECTORY or /tmp/nvidia-mps, is used and never ended. Without MPS the processes share the GPU
-by time slices, and a message says so.
+`hotrow serve` starts an MPS for each GPU with several engines (--processes, or a GPU given twice in --devices), unless
+one is running, and ends it at shutdown. GPUs with one engine have none. Its pipe is in a private folder whose path is
+passed only to the engines of that GPU (CUDA_MPS_PIPE_DIRECTORY). An MPS that already runs, with its pipe in
+CUDA_MPS_PIPE_DIRECTORY or /tmp/nvidia-mps, is used and never ended. Without MPS the processes share the GPU by time
+slices, and a message says so.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ TIMEOUT_SECONDS = 10.0
 
 
 class Mps:
-    """Starts and stops MPS. `started` is whether this object started it."""
+    """Starts and stops the MPS of one GPU. `started` is whether this object started it.
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+    `gpu` is the GPU's id as in CUDA_VISIBLE_DEVICES. Ids, unlike numbers, are the same for an MPS and its clients.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], gpu: str) -> None:
+        self.folder, self.gpu = Path(folder), gpu
         self.environment: dict[str, str] = {}  # of the processes that share the GPU
         self.started = False
 
@@ -59,7 +63,8 @@ class Mps:
 
     def _control(self, options: list[str], commands: str | None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [CONTROL, *options], input=commands, env={**os.environ, **self.environment}, timeout=TIMEOUT_SECONDS,
+            [CONTROL, *options], input=commands,
+            env={**os.environ, **self.environment, "CUDA_VISIBLE_DEVICES": self.gpu}, timeout=TIMEOUT_SECONDS,
             capture_output=True, text=True, check=False,
         )  # fmt: skip
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hotrow.config import Memory, check_options
 from hotrow.credentials import public, split_login
 from hotrow.errors import OptionError, choices
 from hotrow.publish.bus import SCHEMES
+from hotrow.serve.processes import gpus
+from hotrow.serve.processes.devices import GPU_INSIDE, Device, Placement, parse_devices, place
 from hotrow.serve.processes.engine_options import EngineOptions
 from hotrow.serve.protocol.limits import Limits
 from hotrow.tiers.remote.store import SCHEMES as REMOTE_SCHEMES
@@ -41,7 +44,8 @@ class ServeOptions:
     metrics: int | None = 8002
     lanes: int = 1
     threads: int | None = None  # of each lane; None: an equal part of the cores
-    processes: int = 1
+    devices: str = "auto"  # of engines (devices.py)
+    processes: int = 1  # engines of each device
     frontends: int = 1
     dram: str | None = None
     ssd: str | None = None
@@ -101,16 +105,38 @@ class ServeOptions:
             raise OptionError(
                 "--ssd-limit without --remote or --rows: without them the SSD folder has to hold all rows"
             )
-        if self.processes > 1 and any(is_local(url) for url in stores):
-            raise OptionError(
-                f"--remote rocksdb:... with --processes {self.processes}: RocksDB lets one process open a folder; use "
-                "more --lanes instead"
-            )
         if self.ssd is not None and self.dram is None:
             raise OptionError("--ssd without --dram: say how much memory rows may take, such as --dram 4GiB")
         check_options("limits", self.limits, [option.name for option in fields(Limits)])
-        self.engine(0, "")
+        parse_devices(self.devices)
+        self._engine_options(0, "", Device(), 1)
         self.front_end({name: port for name in PORTS if (port := getattr(self, name)) is not None})
+        self._check_devices()
+
+    def _check_devices(self) -> None:
+        """The checks for which the GPUs of this machine must be known. They come last: a driver may take seconds."""
+        engines = self.engine_devices
+        if len(engines) > 1 and any(is_local(url) for urls in self.remotes().values() for url in urls):
+            raise OptionError(
+                f"--remote rocksdb:... with {len(engines)} engines (--processes {self.processes}, devices "
+                f"{', '.join(device.name for device in self.placement.devices)}): RocksDB lets one process open a "
+                "folder; give one of --devices, and more --lanes instead of --processes"
+            )
+        on_gpu = next((device for device in engines if device.gpu is not None), None)
+        if self.precision != "fp32" and self.hbm is None and on_gpu is not None:
+            raise OptionError(
+                f"--precision {self.precision} on {on_gpu.name} without --hbm: these towers run in fp32; give --hbm too"
+            )
+
+    @cached_property
+    def placement(self) -> Placement:
+        """The devices that --devices means on this machine."""
+        return place(self.devices, self.hbm, gpus.usable_gpus)
+
+    @property
+    def engine_devices(self) -> list[Device]:
+        """The device of each engine, by its number: --processes engines for each device."""
+        return [device for device in self.placement.devices for _ in range(self.processes)]
 
     def buses(self) -> dict[str, str]:
         """The bus of each model that follows one. An address without a model's name belongs to the only model."""
@@ -123,7 +149,7 @@ class ServeOptions:
     @property
     def shares_rows(self) -> bool:
         """Whether engines read their rows from one row server of this machine, so that the rows exist once."""
-        return self.processes > 1 and not (self.rows or self.remote or self.hbm or self.loader)
+        return len(self.engine_devices) > 1 and not (self.rows or self.remote or self.hbm or self.loader)
 
     def row_server(self, socket: str) -> dict[str, Any]:
         """The options of that row server, which listens at `socket`."""
@@ -180,30 +206,34 @@ class ServeOptions:
             found.setdefault(name, []).append(address)
         return found
 
-    def lane_threads(self) -> int:
-        """Intra-op threads of each lane: the option, or an equal part of the cores. With more than four cores, one is
-        left for each front end. With fewer, lanes that use all cores are faster (2,400 against 2,150 requests/s on
-        two)."""
+    def lane_threads(self, engines: int) -> int:
+        """Intra-op threads of each lane: the option, or an equal part of the cores for all lanes of all engines. With
+        more than four cores, one is left for each front end. With fewer, lanes that use all cores are faster (2,400
+        against 2,150 requests/s on two)."""
         if self.threads is not None:
             return max(1, self.threads)
         cores = len(os.sched_getaffinity(0))
-        return max(1, (cores - self.frontends if cores > 4 else cores) // (self.lanes * self.processes))
+        return max(1, (cores - self.frontends if cores > 4 else cores) // (self.lanes * engines))
 
     def engine(self, number: int, socket: str, shared_rows: str | None = None) -> EngineOptions:
         """The options of engine `number`. `shared_rows` is the socket of this machine's row server."""
-        tiers = (
-            {}
-            if shared_rows is not None
-            else {
-                name: value
-                for name in ("dram", "ssd", "ssd_limit", "hbm")
-                if (value := getattr(self, name)) is not None
-            }
-        )
-        if "ssd" in tiers and self.processes > 1:
+        engines = self.engine_devices
+        return self._engine_options(number, socket, engines[number], len(engines), shared_rows)
+
+    def _engine_options(
+        self, number: int, socket: str, device: Device, engines: int, shared_rows: str | None = None
+    ) -> EngineOptions:
+        """The options of engine `number` of `engines`, on a device."""
+        tiers = {
+            name: value for name in ("dram", "ssd", "ssd_limit", "hbm") if (value := getattr(self, name)) is not None
+        }
+        if shared_rows is not None:  # they are the row server's
+            tiers = {}
+        if "ssd" in tiers and engines > 1:
             tiers["ssd"] = os.path.join(tiers["ssd"], f"engine-{number}")
         given = {
             **tiers,
+            **({} if device.gpu is None else {"device": GPU_INSIDE}),
             "bus": self.buses(),
             "remote": self.remotes(),
             "rows": self.row_servers() if shared_rows is None else {"": f"unix:{shared_rows}"},
@@ -211,7 +241,7 @@ class ServeOptions:
             "artifacts": self.artifacts,
             "precision": self.precision,
             "lanes": self.lanes,
-            "threads": self.lane_threads(),
+            "threads": self.lane_threads(engines),
         }
         return EngineOptions(
             socket,
@@ -220,7 +250,8 @@ class ServeOptions:
             self.loader or EngineOptions.loader,
             given,
             lanes=self.lanes,
-            threads=self.lane_threads(),
+            threads=self.lane_threads(engines),
+            device=device.name,
             policy=self.policy,
             max_rows=self.max_batch,
             max_wait=self.max_wait,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from hotrow.serve.load_estimate import percentile
@@ -13,9 +15,14 @@ class StatusLine:
 
     def __init__(self) -> None:
         self._before: tuple[float, float, float, float, list[int]] | None = None
+        self._rows_before: Counter[str] = Counter()
 
-    def line(self, figures: list[dict[str, Any]], versions: dict[str, str]) -> str:
-        """The line, from the engines' figures."""
+    def line(self, figures: list[dict[str, Any]], versions: dict[str, str], devices: Sequence[str] = ()) -> str:
+        """The line, from the engines' figures and the names of their devices."""
+        by_device: Counter[str] = Counter()
+        for one, device in zip(figures, devices, strict=False):
+            by_device[device] += one["queue"]["batch_rows"] if one else 0
+        rows_before, self._rows_before = self._rows_before, by_device
         found = [f for f in figures if f]
         queue = [f["queue"] for f in found]
         latency = [sum(counts) for counts in zip(*[f["latency"] for f in found], strict=True)]
@@ -31,10 +38,14 @@ class StatusLine:
         if before is None or len(before[4]) != len(latency) or now[1] < before[1]:
             return models
         seconds, requests, batches, rows = (a - b for a, b in zip(now[:4], before[:4], strict=True))
+        shares = ", ".join(
+            f"{name} {max(0.0, count - rows_before[name]) / seconds:,.0f}" for name, count in by_device.items()
+        )
         recent = [max(0, a - b) for a, b in zip(latency, before[4], strict=True)]
         return (
             f"{models}  ·  {requests / seconds:,.0f} requests/s  ·  p99 {percentile(recent, 0.99) * 1e3:.1f} ms  ·  "
-            f"{rows / max(1.0, batches):,.0f} rows a batch{_freshness(found, versions)}"
+            f"{rows / max(1.0, batches):,.0f} rows a batch{f'  ·  rows/s: {shares}' if len(by_device) > 1 else ''}"
+            f"{_freshness(found, versions)}"
         )
 
 

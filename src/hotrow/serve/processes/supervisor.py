@@ -1,7 +1,8 @@
 """Supervisor: `hotrow serve`. It starts engines and front ends as processes, restarts them when they die, ends them.
 
     row server                 rows, if several engines share them; one, in shared memory
-    engines (--processes)      models, rows, lanes            a Unix socket each
+    engines (--devices,        models, rows, lanes            a Unix socket each
+     --processes for each)
     front ends (--frontends)   HTTP, gRPC, metrics            the same ports, shared by SO_REUSEPORT
 
 At the start the supervisor binds the ports (a port in use is an error before a model is loaded), then engines load
@@ -32,11 +33,17 @@ from rich.status import Status
 
 from hotrow.errors import HotRowError, OptionError
 from hotrow.serve.processes.child import Child, stop_all
+from hotrow.serve.processes.devices import Device, describe, shared_gpus
 from hotrow.serve.processes.mps import Mps
 from hotrow.serve.processes.serve_options import PORTS, ServeOptions
 from hotrow.serve.processes.status_line import StatusLine
 
 POLL_SECONDS = 0.05
+_OF_ENGINE = {  # a figure of an engine's queue → the metric with the labels engine and device
+    "admitted": "hotrow_engine_requests_total",
+    "batch_rows": "hotrow_engine_rows_total",
+    "queue_rows": "hotrow_engine_rows_in_flight",
+}
 
 
 class Supervisor:
@@ -49,7 +56,7 @@ class Supervisor:
         self.engines: list[Child] = []
         self.frontends: list[Child] = []
         self.row_servers: list[Child] = []  # one, if engines share their rows
-        self.mps = Mps(self.folder)
+        self.mps: dict[str, Mps] = {}  # by the device whose engines share it
         self.versions: dict[str, str] = {}
         self._stop = False
         self._held_ports: list[socket.socket] = []
@@ -72,7 +79,8 @@ class Supervisor:
             if self._status is not None:
                 self._status.stop()
             stop_all([*self.frontends, *self.engines, *self.row_servers], 1.0)
-            self.mps.stop()
+            for mps in self.mps.values():
+                mps.stop()
             for held in self._held_ports:
                 held.close()
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -96,17 +104,24 @@ class Supervisor:
         return ports
 
     def _start(self, ports: dict[str, int]) -> None:
-        if self.options.hbm is not None and self.options.processes > 1:
-            self._print(self.mps.start())
+        devices = self.options.engine_devices
+        for line in describe(self.options.placement, devices):
+            self._print(escape(line))
+        if len(devices) > 1 and not self.options.rows:
+            self._print(self._where_rows_are())
         shared = self._start_row_server() if self.options.shares_rows else None
-        for number in range(self.options.processes):
+        self._start_mps()
+        for number, device in enumerate(devices):
             options = asdict(self.options.engine(number, self._socket(number), shared))
-            child = Child(f"engine {number}", "hotrow.serve.processes.engine_process", options, self._on_event)
-            child.environment = self.mps.environment
+            name = f"engine {number}" if device.gpu is None else f"engine {number} on {device.name}"
+            child = Child(name, "hotrow.serve.processes.engine_process", options, self._on_event)
+            child.environment = dict(device.environment)  # of every start: a restarted engine has the same device
+            if device.name in self.mps:
+                child.environment.update(self.mps[device.name].environment)
             self.engines.append(child)
             child.start()
         self._wait_for(self.engines)
-        sockets = [self._socket(number) for number in range(self.options.processes)]
+        sockets = [self._socket(number) for number in range(len(devices))]
         for number in range(self.options.frontends):
             options = {"sockets": sockets, "options": asdict(self.options.front_end(ports, number == 0))}
             child = Child(f"front end {number}", "hotrow.serve.processes.frontend_process", options, self._on_event)
@@ -114,15 +129,30 @@ class Supervisor:
             child.start()
         self._wait_for(self.frontends)
 
+    def _where_rows_are(self) -> str:
+        """For several engines that hold rows: whether each has its own."""
+        dram = "all of them in DRAM" if self.options.dram is None else f"--dram {self.options.dram}"
+        if self.options.shares_rows:
+            return f"the engines share the rows of one row server: {dram}"
+        return f"each engine has its own copy of the rows: {dram}{'' if self.options.dram is None else ' each'}"
+
     def _start_row_server(self) -> str:
         """Start the row server that all engines share; returns its socket."""
         socket = os.path.join(self.folder, "rows.sock")
         options = self.options.row_server(socket)
         child = Child("row server", "hotrow.serve.rows.row_server_process", options, self._on_event)
+        child.environment = Device().environment  # no GPU
         self.row_servers.append(child)
         child.start()
         self._wait_for(self.row_servers)
         return socket
+
+    def _start_mps(self) -> None:
+        """Start an MPS for each GPU with several engines. One that runs already is for all GPUs."""
+        for device in shared_gpus(self.options.engine_devices):
+            assert device.gpu is not None
+            mps = self.mps[device.name] = Mps(os.path.join(self.folder, f"gpu-{device.gpu.index}"), device.gpu.uuid)
+            self._print(f"{device.name}: {escape(mps.start())}")
 
     def _wait_for(self, children: list[Child]) -> None:
         while not self._stop and not all(child.ready for child in children):
@@ -139,6 +169,7 @@ class Supervisor:
 
     def _watch(self) -> None:
         shown = time.monotonic()
+        devices = [device.name for device in self.options.engine_devices]
         while not self._stop:
             for child in (*self.row_servers, *self.engines, *self.frontends):
                 self._restart_if_due(child)
@@ -147,7 +178,7 @@ class Supervisor:
                 self._share_figures()
                 if self._status is not None:
                     self._status.update(
-                        self._status_line.line([child.figures for child in self.engines], self.versions)
+                        self._status_line.line([child.figures for child in self.engines], self.versions, devices)
                     )
             time.sleep(POLL_SECONDS)
 
@@ -157,8 +188,12 @@ class Supervisor:
 
     def _share_figures(self) -> None:
         """Send the figures of the others to the front end with the metrics page."""
-        restarts = sum(child.restarts for child in self.engines)
-        ours = [["hotrow_engine_restarts_total", restarts]]
+        ours: list[list[Any]] = [["hotrow_engine_restarts_total", sum(child.restarts for child in self.engines)]]
+        for number, (child, device) in enumerate(zip(self.engines, self.options.engine_devices, strict=True)):
+            labels = (str(number), device.name)
+            ours.append(["hotrow_engine_up", *labels, float(child.alive and child.ready)])
+            queue = child.figures.get("queue", {})
+            ours += [[metric, *labels, queue[name]] for name, metric in _OF_ENGINE.items() if name in queue]
         others = [child.figures["figures"] for child in self.frontends[1:] if child.figures]
         self.frontends[0].send({"others": [*others, ours]})
 
@@ -172,8 +207,11 @@ class Supervisor:
             )
         elif event == "fresh":
             self._print(f"{escape(content['model'])} is fresh again: {content['age']:.1f} s")
+        elif event == "failed" and child.restarts:  # at the first start it is the server's error
+            self._print(f"[yellow]{child.name}: {escape(str(content['why']))}[/]")
         elif event == "models":
             child.options["restore"] = content["versions"]  # loaded after a restart
+            child.options["restore_releases"] = content["releases"]
         elif event == "loaded":
             self.versions[content["model"]] = content["version"]
             self._print(f"{child.name}: model [bold]{escape(content['model'])}[/] version {escape(content['version'])}")

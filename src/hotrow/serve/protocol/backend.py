@@ -26,7 +26,8 @@ class ModelInfo:
     """A model. `version` answers requests that name none; it is empty if no version has ever loaded. A request can name
     any of `versions`. If `state` is not READY, no engine answers now, and `reason` says why.
 
-    A version with another input layout has its own ModelInfo in `others`.
+    A version with another input layout has its own ModelInfo in `others`. The versions of `aliases` and `canary` need
+    not be loaded: then they are not among `versions`.
     """
 
     name: str
@@ -39,6 +40,8 @@ class ModelInfo:
     reason: str = ""
     others: Mapping[str, ModelInfo] = field(default_factory=dict)
     widths: tuple[int, ...] = ()  # of the features' vectors, in the signature's order; empty: it answers no lookups
+    aliases: Mapping[str, str] = field(default_factory=dict)  # alias → version
+    canary: tuple[str, float] | None = None  # the version that takes a share (0 to 1) of requests that name none
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from hotrow.serve.protocol.tensors import (
 )
 
 OUTPUTS = ("probabilities", "logits")
-PARAMETERS = ("deadline_ms", "timeout", "policy", "raw", "binary_data_output", "embeddings_datatype")
+PARAMETERS = ("deadline_ms", "timeout", "policy", "raw", "binary_data_output", "embeddings_datatype", "routing_key")
 DATATYPES = {"f": FP32, "e": FP16, "?": "BOOL"}  # of outputs, by numpy's characters
 
 _MAX_CACHED_HEADERS, _MAX_CACHED_HEADER_BYTES = 512, 16_384
@@ -71,6 +71,7 @@ class RequestOptions:
     policy: str | None = None
     raw: bool = False
     wanted: Wanted | None = None  # embedding outputs
+    routing_key: str | None = None  # requests with the same one go to the same version during a canary
 
 
 class RequestParser:
@@ -215,7 +216,7 @@ class ParsedHeader:
     @property
     def repeats(self) -> bool:
         """Whether the same header may be sent again with other elements."""
-        return self.options.id is None and not self.inline
+        return self.options.id is None and self.options.routing_key is None and not self.inline
 
     def elements(self, binary: bytes) -> list[Elements]:
         """Every tensor's elements, flat."""
@@ -299,8 +300,11 @@ def read_request_options(
     datatype = given.get("embeddings_datatype")
     if datatype not in (None, FP32, FP16):
         raise invalid(f"parameter embeddings_datatype is {shown(datatype)}; {choices(datatype, (FP32, FP16))}")
+    key = given.get("routing_key")
+    if key is not None and (not isinstance(key, str) or not 0 < len(key) <= 1024):
+        raise invalid(f"parameter routing_key is {shown(key)}; give a string of 1 to 1024 characters")
     named, wanted = _outputs(outputs, given.get("binary_data_output") is True, embeddings, datatype == FP16)
-    return RequestOptions(name or None, named, _seconds(given), policy, raw, wanted)
+    return RequestOptions(name or None, named, _seconds(given), policy, raw, wanted, key)
 
 
 def _parameters(parameters: object) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from hotrow.serve.protocol.backend import Figures
 
 _MODEL = ("model", "version")
+_ENGINE = ("engine", "device")
 
 
 class Metric(NamedTuple):
@@ -108,8 +109,35 @@ TABLE: dict[str, Metric] = {
     "hotrow_row_server_up": Metric("gauge", (*_MODEL, "server"), "Engines that are connected to a row server"),
     "hotrow_row_server_in_flight": Metric("gauge", (*_MODEL, "server"), "Lookups in progress at a row server"),
     "hotrow_row_server_errors_total": Metric("counter", (*_MODEL, "server"), "Lookups that a row server failed"),
+    "hotrow_release_share": Metric(
+        "gauge",
+        (*_MODEL, "role"),
+        "Configured share of requests that name no version; role: stable, canary, shadow",
+    ),
+    "hotrow_canary_fallback_total": Metric(
+        "counter",
+        (*_MODEL, "reason"),
+        "Canary's requests that the stable version answered: not loaded, failed, inputs",
+    ),
+    "hotrow_shadow_requests_total": Metric("counter", _MODEL, "Answered requests that ran on the shadow too"),
+    "hotrow_shadow_rows_total": Metric("counter", _MODEL, "Rows of them that were compared"),
+    "hotrow_shadow_dropped_total": Metric(
+        "counter", (*_MODEL, "reason"), "Parts of requests not compared: busy, late (rows), failed; values not finite"
+    ),
+    "hotrow_shadow_difference": Metric(
+        "histogram", _MODEL, "|probability of the shadow - probability answered|, of each row and task"
+    ),
+    "hotrow_shadow_difference_max": Metric("gauge", _MODEL, "The largest of the last half to whole minute"),
+    # HotRow's own, counted by the supervisor.
     "hotrow_engine_restarts_total": Metric("counter", (), "Engine processes that died and were started again"),
+    "hotrow_engine_up": Metric("gauge", _ENGINE, "1 while the engine process is ready"),
+    "hotrow_engine_requests_total": Metric("counter", _ENGINE, "Requests that the engine admitted since its start"),
+    "hotrow_engine_rows_total": Metric("counter", _ENGINE, "Rows that the engine ran since its start"),
+    "hotrow_engine_rows_in_flight": Metric("gauge", _ENGINE, "Rows that wait or run in the engine"),
 }
+
+DIFFERENCE_BOUNDS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)  # of hotrow_shadow_difference
+_PARTS = ("bucket", "sum", "count")  # of a histogram's samples
 
 REASONS = {429: "REFUSED", 503: "REFUSED", 504: "DEADLINE"}
 
@@ -161,9 +189,9 @@ def render(figures: Figures) -> str:
     >>> print(render({("hotrow_compile_queue",): 2}).splitlines()[-1])
     hotrow_compile_queue 2
     """
-    by_name: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+    by_name: dict[str, list[tuple[str, tuple[str, ...], float]]] = {}
     for figure, value in figures.items():
-        by_name.setdefault(figure[0], []).append((tuple(figure[1:]), value))
+        by_name.setdefault(_metric_of(figure[0]), []).append((figure[0], tuple(figure[1:]), value))
     lines = []
     for name, samples in sorted(by_name.items()):
         metric = TABLE.get(name)
@@ -171,8 +199,27 @@ def render(figures: Figures) -> str:
             lines.append(f"# unknown metric {name!a}")
             continue
         lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}"]
-        lines += [f"{name}{_labels(metric.labels, values)} {_number(value)}" for values, value in sorted(samples)]
+        for sample, values, value in sorted(samples, key=_sample_order):
+            labels = (*metric.labels, "le") if sample == f"{name}_bucket" else metric.labels
+            lines.append(f"{sample}{_labels(labels, values)} {_number(value)}")
     return "\n".join(lines) + "\n"
+
+
+def _metric_of(sample: str) -> str:
+    """The metric of a sample: its name, or that of the histogram that it is a part of."""
+    for part in _PARTS:
+        base = sample.removesuffix(f"_{part}")
+        if base != sample and base in TABLE and TABLE[base].kind == "histogram":
+            return base
+    return sample
+
+
+def _sample_order(sample: tuple[str, tuple[str, ...], float]) -> tuple[str, tuple[str, ...], float]:
+    """By name and labels; a histogram's buckets by their bound, which Prometheus' parsers expect."""
+    name, values, value = sample
+    if _metric_of(name) != name and name.endswith("bucket"):
+        return name, values[:-1], float(values[-1])
+    return name, values, value
 
 
 def _labels(names: tuple[str, ...], values: tuple[str, ...]) -> str:
