@@ -29,6 +29,7 @@ from hotrow import _core
 from hotrow.backoff import Backoff
 from hotrow.credentials import public
 from hotrow.errors import HotRowError, StorageError
+from hotrow.tiers.rows.client import POOLINGS, PooledFeature
 from hotrow.tiers.rows.cluster_file import WIRES, RowsAddress, Shards, socket_path
 from hotrow.tiers.rows.handshake import HandshakeError, Model, Welcome, greet, token_key
 from hotrow.tiers.rows.topology import Topology
@@ -77,7 +78,9 @@ class RowServers:
     def __init__(self, address: RowsAddress, model: Model, dims: Sequence[int], links: int = LINKS) -> None:
         self.address, self.model, self.links = address, model, links
         self.client = _core.RowClient(list(dims), WIRES[address.wire], address.hedges)
-        self.counters = dict.fromkeys(("lookups", "keys", "late", "bytes", "hedges", "hedges_won", "retries"), 0)
+        self.counters = dict.fromkeys(
+            ("lookups", "keys", "pooled", "late", "bytes", "hedges", "hedges_won", "retries"), 0
+        )
         self.problem = ""  # of the list of servers
         self._key = token_key(address.token)
         self._lock = threading.Lock()  # guards the servers, the topology's making and the counters
@@ -103,19 +106,41 @@ class RowServers:
         seconds: float,
         out: Tensor,
         found: Tensor | None = None,
+        pooled: Sequence[PooledFeature] = (),
     ) -> LookupResult:
         """Read rows into `out`, float32. `keys` (int64) are sorted by range of the topology, then by table; `counts`
-        has their number by range and table."""
+        has their number by range and table. `pooled` features get their vectors from the only range."""
         address = 0 if found is None else found.data_ptr()
+        addresses = [
+            (
+                f.table,
+                POOLINGS[f.pooling],
+                f.ids.size,
+                f.ids.offsets.data_ptr(),
+                f.ids.values.data_ptr(),
+                f.vectors.data_ptr(),
+            )
+            for f in pooled
+            if f.ids.offsets is not None
+        ]
         result = LookupResult(
             *self.client.lookup(
-                topology.servers, tables, counts, keys.data_ptr(), publication, seconds, out.data_ptr(), address
+                topology.servers,
+                tables,
+                counts,
+                keys.data_ptr(),
+                publication,
+                seconds,
+                out.data_ptr(),
+                address,
+                addresses,
             )
         )
         with self._lock:
             counters = self.counters
             counters["lookups"] += 1
-            counters["keys"] += keys.numel()
+            counters["keys"] += keys.numel() + sum([feature.ids.values.numel() for feature in pooled])
+            counters["pooled"] += len(pooled)
             counters["late"] += sum([sum(counts[number]) for number in result.late])
             for name in ("bytes", "hedges", "hedges_won", "retries"):
                 counters[name] += getattr(result, name)
