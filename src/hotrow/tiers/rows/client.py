@@ -88,4 +88,4 @@ def is_smaller_pooled(ids: Jagged, pooling: str, dim: int) -> bool:
     sample = ids.values[:: -(-count // SAMPLE)]
     unique = count * torch.unique(sample).numel() / sample.numel()
     pooled_bytes = count * KEY_BYTES + ids.size * dim * FLOAT_BYTES
-    return pooled_bytes < unique * (KEY_BYTES + dim * FLOAT_BYTES)
+    return bool(pooled_bytes < unique * (KEY_BYTES + dim * FLOAT_BYTES))
