@@ -18,13 +18,14 @@ from pathlib import Path
 import hotrow as hr
 from hotrow.bench.harness import Result, lower
 from hotrow.bench.serving import serve_model as model
-from hotrow.bench.serving.failover import DEADLINE, measure_failover
+from hotrow.bench.serving.failover import measure_failover
 from hotrow.bench.serving.fleet_servers import check_nginx
 from hotrow.bench.serving.load_client import write_requests
 from hotrow.bench.serving.rolling_restart import measure_rolling
 from hotrow.bench.serving.serve import ROWS, scale
 
 FAILOVER_SECONDS, ROUNDS = 60.0, 2
+DEADLINE = 50.0  # ms
 OLDEST = 2.0  # seconds
 
 
@@ -36,7 +37,7 @@ def failover(folder: Path) -> Iterator[Result | str]:
     made, path = model.for_hotrow(model.questions(ROWS)), folder / "failover-requests"
     write_requests(str(path), made)
     yield "two row servers, one of them killed every 5 s"
-    found = measure_failover(repository, path, made[0], FAILOVER_SECONDS * scale())
+    found = measure_failover(repository, path, made[0], FAILOVER_SECONDS * scale(), DEADLINE)
     yield f"{found.kills} kills, {found.answers} answers at {found.rate:.0f} requests/s, load {os.getloadavg()[0]:.1f}"
     if found.why:
         yield found.why
