@@ -2,7 +2,7 @@
 
 One thread for each server connects, proves the token and learns the server's shards. Then it pings the server every 50
 ms; a ping that takes longer than a second, or a broken connection, closes all connections of that server, so lookups
-go to a replica at once. The thread connects again with a pause of 0.1 to 2 s. A server on the same machine is read
+go to a replica at once. The thread connects again with a pause of 0.1 to 0.5 s. A server on the same machine is read
 through shared memory: the welcome names its local socket.
 
 One more thread reads the list of servers again where it can change (cluster_file.py). A server that is new in the list
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 PING_SECONDS = 0.05  # between two pings
 ANSWER_SECONDS = 1.0  # that a ping may take
 CONNECT_SECONDS = 2.0  # that connecting and each step of the handshake may take
-FIRST_RETRY, LONGEST_RETRY = 0.1, 2.0
+FIRST_RETRY, LONGEST_RETRY = 0.1, 0.5  # a rolling restart ends the next server soon after this one is back
 READ_AGAIN_SECONDS = 1.0  # between two reads of the list of servers
 LINKS = 8  # connections to each server: one for each lookup in progress, and for hedges
 DESCRIPTORS = 64  # most that a local server sends
