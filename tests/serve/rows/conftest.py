@@ -1,19 +1,11 @@
-"""Puts the helper modules of this folder on the path, and those of execution/ and online/; row servers for each test."""
+"""Puts the helper modules of execution/ and online/ on the path; the fixture of row_servers.py, for all tests here."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from row_servers import rows
 
-for folder in ("rows", "execution", "online"):
+for folder in ("execution", "online"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
-from row_servers import Rows
-
-
-@pytest.fixture
-def rows() -> Iterator[Rows]:
-    running = Rows()
-    yield running
-    running.close()
+__all__ = ["rows"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import hotrow as hr
@@ -55,6 +56,13 @@ class Rows:
     def close(self) -> None:
         for server in self.running:
             server.stop()
+
+
+@pytest.fixture
+def rows() -> Iterator[Rows]:
+    running = Rows()
+    yield running
+    running.close()
 
 
 def port_of(server: RowServerProcess) -> int:

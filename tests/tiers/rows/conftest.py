@@ -2,7 +2,9 @@
 
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,11 +12,9 @@ SERVE = Path(__file__).parent.parent.parent / "serve"
 for folder in (SERVE, SERVE / "rows"):
     sys.path.insert(0, str(folder))
 
-from row_servers import Rows
-
 
 @pytest.fixture
-def rows() -> Iterator[Rows]:
-    running = Rows()
+def rows() -> Iterator[Any]:
+    running = import_module("row_servers").Rows()
     yield running
     running.close()

@@ -182,7 +182,9 @@ class RowServers:
                     "shards": "" if server.shards is None else f"{server.shards[0]}:{server.shards[1]}",
                     "local": int(server.local),
                     "problem": server.problem,
-                    **{name: states[server.address][name] for name in ("publication", "in_flight", "seconds", "errors")},
+                    **{
+                        name: states[server.address][name] for name in ("publication", "in_flight", "seconds", "errors")
+                    },
                 }
                 for server in servers
             },
@@ -325,7 +327,9 @@ class RowServers:
         """The control socket and the descriptors of shared memory, if the server is on this machine."""
         if socket_path(address) is None:
             host = address.rpartition(":")[0]
-            if not (self.address.local and welcome.local and host in LOCAL_HOSTS) or not os.access(welcome.local, os.W_OK):
+            if not (self.address.local and welcome.local and host in LOCAL_HOSTS) or not os.access(
+                welcome.local, os.W_OK
+            ):
                 return None
             try:
                 control, _ = self._greet(f"unix:{welcome.local}")

@@ -25,7 +25,14 @@ import torch
 from torch import Tensor
 
 from hotrow.errors import LateError, OptionError
-from hotrow.tiers.batch_values import ALL_EXAMPLES, BatchUpdate, KeyRequest, ReceivedGradients, RoutedBatch, TransferStats
+from hotrow.tiers.batch_values import (
+    ALL_EXAMPLES,
+    BatchUpdate,
+    KeyRequest,
+    ReceivedGradients,
+    RoutedBatch,
+    TransferStats,
+)
 from hotrow.tiers.host.store import HostStore
 from hotrow.tiers.plan import ANY_PUBLICATION, RequestedRows
 from hotrow.tiers.rows.row_servers import RowServers
