@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-from row_servers import rows
+from row_servers import repository, rows
 
 for folder in ("execution", "online"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
-__all__ = ["rows"]
+__all__ = ["repository", "rows"]

@@ -6,15 +6,19 @@ import contextlib
 import json
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
+from small_models import trained
 
 import hotrow as hr
+from hotrow.errors import StorageError
 from hotrow.serve.execution.engine import Engine
 from hotrow.serve.repository.manifest import Version, open_version
 from hotrow.serve.rows.row_server_options import RowServerOptions
@@ -105,6 +109,73 @@ def connected(folder: Path, address: str, links: int = 2) -> Iterator[RowServers
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with version 1 of the model ctr."""
+    folder = tmp_path_factory.mktemp("repository")
+    hr.export(trained().model, folder / "ctr", policy="wait")
+    return folder
+
+
+def problem(folder: Path, address: str, said: str) -> str:
+    """Why a client cannot use the row servers; waits until the problem has `said` in it."""
+    with connected(folder, address) as servers:
+        until(lambda: said in servers.describe_problems(), said)
+        with pytest.raises(StorageError) as refused:
+            servers.wait_until_complete(0.0)
+    return str(refused.value)
+
+
+# --- processes and load ---
+
+
+class Load:
+    """Threads that ask without a pause; `end` fails for any wrong answer or error."""
+
+    def __init__(self, engine: Any, batch: hr.KeyedBatch, expected: torch.Tensor, threads: int = 2) -> None:
+        self.wrong: list[Any] = []
+        self.slowest = 0.0
+        self.asked = 0
+        self._stop = threading.Event()
+
+        def ask() -> None:
+            while not self._stop.is_set():
+                began = time.monotonic()
+                try:
+                    if not same_bits(engine.answer(batch, "wait", began + 5.0).logits, expected):
+                        self.wrong.append("other bits")
+                except Exception as error:
+                    self.wrong.append(error)
+                self.slowest = max(self.slowest, time.monotonic() - began)
+                self.asked += 1
+
+        self._threads = [threading.Thread(target=ask) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(30)
+        assert not self.wrong, self.wrong[:3]
+        assert self.asked > 10
+
+
+class RowsCommand:
+    """`hotrow rows` as a process."""
+
+    def __init__(self, log: Path, repository: Path, port: int = 0, *arguments: str) -> None:
+        given = ["--listen", f"127.0.0.1:{port}", "--metrics", "-1", *arguments]
+        self.process = forked.hotrow("rows", str(repository), *given, log=log, env={"COLUMNS": "300"})
+        until(lambda: "  127.0.0.1:" in self.process.text() or self.process.poll() is not None, "the row server")
+        assert self.process.poll() is None, self.process.text()
+        self.address = next(line.strip() for line in self.process.text().splitlines() if "  127.0.0.1:" in line)
+        self.port = int(self.address.rpartition(":")[2])
+
+    def end(self) -> None:
+        self.process.kill()
 
 
 # --- a peer that does as it likes ---
