@@ -100,7 +100,7 @@ TEST(every_malformed_lookup_is_refused) {
     put(changed = valid, 4, wire, 2);
     refuses(changed, "unknown wire type");
   }
-  for (const uint32_t flags : {2u, 3u, 0x8000u, 0xffffu}) {
+  for (const uint32_t flags : {3u, 4u, 0x8000u, 0xffffu}) {
     put(changed = valid, 6, flags, 2);
     refuses(changed, "unknown flags");
   }

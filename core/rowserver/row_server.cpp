@@ -360,9 +360,9 @@ class RowServer::Loop {
     if (found == connections_.end()) return;
     if (found->second->service) found->second->service->connections().fetch_sub(1);
     unwatch(epoll_.get(), found->second->socket.get());
+    counts_.connections.fetch_sub(1, std::memory_order_relaxed);  // before its peer can see that it is closed
     connections_.erase(found);
     std::erase(unproven_, serial);
-    counts_.connections.fetch_sub(1, std::memory_order_relaxed);
   }
 
   void close_late(Clock::time_point now) {

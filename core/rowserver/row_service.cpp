@@ -39,8 +39,7 @@ void pool(const float* rows, uint32_t pooling, const uint32_t* offsets, uint32_t
 }
 
 }  // namespace
-namespace {
-}
+namespace {}
 
 RowService::RowService(std::vector<std::shared_ptr<Table>> tables, int64_t publication, size_t history_entries,
                        size_t history_bytes)
