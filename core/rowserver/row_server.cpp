@@ -337,10 +337,10 @@ class RowServer::Loop {
   void close(uint64_t serial) {
     const auto found = connections_.find(serial);
     if (found == connections_.end()) return;
+    counts_.connections.fetch_sub(1, std::memory_order_relaxed);  // before the peer can see it
     unwatch(epoll_.get(), found->second->socket.get());
     connections_.erase(found);
     std::erase(unproven_, serial);
-    counts_.connections.fetch_sub(1, std::memory_order_relaxed);
   }
 
   void close_late(Clock::time_point now) {
@@ -671,12 +671,12 @@ class RowServer::Loop {
   }
 
   void close_local(std::unordered_map<uint64_t, uint64_t>::iterator control) {
+    counts_.connections.fetch_sub(1, std::memory_order_relaxed);
     const Local& local = locals_.at(control->second);
     unwatch(epoll_.get(), local.slots->request_event());
     unwatch(epoll_.get(), local.control->get());
     locals_.erase(control->second);
     local_of_control_.erase(control);
-    counts_.connections.fetch_sub(1, std::memory_order_relaxed);
   }
 
   RowServer& server_;
