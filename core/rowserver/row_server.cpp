@@ -696,13 +696,13 @@ class RowServer::Loop {
   }
 
   void close_local(std::unordered_map<uint64_t, uint64_t>::iterator control) {
+    counts_.connections.fetch_sub(1, std::memory_order_relaxed);
     const Local& local = locals_.at(control->second);
     local.service->connections().fetch_sub(1);
     unwatch(epoll_.get(), local.slots->request_event());
     unwatch(epoll_.get(), local.control->get());
     locals_.erase(control->second);
     local_of_control_.erase(control);
-    counts_.connections.fetch_sub(1, std::memory_order_relaxed);
   }
 
   RowServer& server_;
