@@ -19,7 +19,6 @@ import hotrow as hr
 from hotrow.bench.harness import Result, lower
 from hotrow.bench.serving import serve_model as model
 from hotrow.bench.serving.failover import measure_failover
-from hotrow.bench.serving.fleet_servers import check_nginx
 from hotrow.bench.serving.load_client import write_requests
 from hotrow.bench.serving.rolling_restart import measure_rolling
 from hotrow.bench.serving.serve import ROWS, scale
@@ -47,7 +46,6 @@ def failover(folder: Path) -> Iterator[Result | str]:
 
 def rolling(folder: Path) -> Iterator[Result | str]:
     """Restart every process of a fleet while rows are published."""
-    check_nginx()
     rounds = max(1, round(ROUNDS * scale()))
     yield f"a rolling restart of 4 row servers and 2 tower servers, {rounds} rounds"
     found = measure_rolling(folder / "rolling", rounds)

@@ -31,6 +31,7 @@ from hotrow.errors import OptionError
 HOST = "127.0.0.1"
 START_SECONDS = 300.0
 NOBODY = 65534
+WITHOUT = "leave it out with HOTROW_BENCH_ONLY=lookup,requests,memory,failover"
 NGINX = """
 pid {folder}/nginx.pid;
 error_log stderr warn;
@@ -111,10 +112,10 @@ def check_nginx() -> tuple[str, Path]:
     """nginx, and the configuration for it."""
     program = shutil.which("nginx") or "/usr/sbin/nginx"
     if not os.access(program, os.X_OK):
-        raise OptionError("split/rolling needs nginx: apt-get install nginx")
+        raise OptionError(f"split/rolling needs nginx: apt-get install nginx, or {WITHOUT}")
     config = Path(hotrow.__file__).parents[2] / "deploy" / "nginx.conf"
     if not config.is_file():
-        raise OptionError(f"split/rolling needs {config}: run it in a checkout of the repository")
+        raise OptionError(f"split/rolling needs {config}: run it in a checkout of the repository, or {WITHOUT}")
     return program, config
 
 

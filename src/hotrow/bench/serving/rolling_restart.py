@@ -1,8 +1,9 @@
 """A rolling restart of a fleet behind nginx while rows are published, and the check of every answer.
 
 Two row servers for each half of the shards, two tower servers that follow the same bus, nginx in front. Every server is
-ended with SIGTERM and started again when it has ended, one after another. Each restart is followed by a pause of SETTLE
-seconds, as `minReadySeconds` makes one on Kubernetes: a tower server notices within a second that a row server is back.
+ended with SIGTERM and started again when it has ended, one after another; replicas of a range directly so. A pause of
+SETTLE seconds follows each restart, as `minReadySeconds` makes one on Kubernetes: a tower server notices in a second
+that a row server is back.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def measure_rolling(folder: Path, rounds: int, settle: float = SETTLE) -> Rollin
         history = stack.enter_context(History(bus, folder / "spool"))
         rows = [
             stack.enter_context(RowServer(repository, "--shards", shards, "--bus", bus, port=port))
-            for shards, port in zip(RANGES * 2, steady_ports(4), strict=True)
+            for shards, port in zip(sorted(RANGES * 2), steady_ports(4), strict=True)
         ]
         cluster = folder / "cluster.toml"
         cluster.write_text(cluster_text(rows))
@@ -95,9 +96,9 @@ def roll(rows: list[RowServer], towers: list[Tower], settle: float) -> None:
 
 
 def cluster_text(rows: list[RowServer]) -> str:
-    """A cluster.toml of these servers, whose shards are RANGES in turns."""
+    """A cluster.toml of these servers."""
     parts = []
-    for number, shards in enumerate(RANGES):
-        servers = ", ".join(f'"{server.address}"' for server in rows[number :: len(RANGES)])
+    for shards in RANGES:
+        servers = ", ".join(f'"{server.address}"' for server in rows if shards in server.options)
         parts.append(f'[[range]]\nshards = "{shards}"\nservers = [{servers}]\n')
     return "\n".join(parts)

@@ -28,6 +28,7 @@ import hotrow as hr
 from hotrow.bench.harness import Result, higher, lower
 from hotrow.bench.serving import fleet, split_lookup
 from hotrow.bench.serving import serve_model as model
+from hotrow.bench.serving.fleet_servers import check_nginx
 from hotrow.bench.serving.load_client import write_requests
 from hotrow.bench.serving.row_server_process import RowServer, addresses
 from hotrow.bench.serving.serve import CONNECTIONS, ROUNDS, ROWS, SECONDS, Point, in_turns, scale
@@ -47,6 +48,8 @@ def results() -> Iterator[Result | str]:
     wanted = set(os.environ.get("HOTROW_BENCH_ONLY", ",".join(PARTS)).split(","))
     if not wanted <= set(PARTS):
         raise OptionError(f"HOTROW_BENCH_ONLY={','.join(sorted(wanted))}: give some of {','.join(PARTS)}")
+    if "rolling" in wanted:
+        check_nginx()
     with tempfile.TemporaryDirectory(prefix="hotrow-bench-") as folder:
         if "lookup" in wanted:
             yield from split_lookup.results(Path(folder))

@@ -89,9 +89,10 @@ class ServedVersion:
 
     @property
     def rows_up(self) -> bool:
-        """Whether every row can be read now: each shard has a row server."""
+        """Whether every row can be read now: each shard has a row server, and its history reaches back to the
+        publication in service here. A version that is too far behind its row servers catches up with the bus first."""
         remote = self.engine.embeddings.remote
-        return not (isinstance(remote, RowServerTables) and remote.servers.topology.missing)
+        return not isinstance(remote, RowServerTables) or remote.servers.can_read(self.publication)
 
     def run(self, batch: KeyedBatch, policy: str, until: float | None = None) -> tuple[Tensor, Any, bool, Freshness]:
         """Logits, late ids by row, whether compiled buckets computed all logits, and the freshness of the data."""

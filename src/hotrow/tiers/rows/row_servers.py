@@ -189,6 +189,11 @@ class RowServers:
         servers = self.topology.servers
         return min([max([self._publication(n) for n in numbers], default=-1) for numbers in servers], default=-1)
 
+    def can_read(self, publication: int) -> bool:
+        """Whether each range has a server whose history reaches back to this publication, as of their last answers."""
+        servers = self.topology.servers
+        return all(any(self.client.server(n)["oldest"] <= publication for n in numbers) for numbers in servers)
+
     def _publication(self, number: int) -> int:
         return int(self.client.server(number)["publication"])
 
