@@ -71,7 +71,7 @@ class EngineClient:
         ]
         if not able:
             raise self.no_model_error(request.model, request.version)
-        return await min(able, key=_rows_in_flight).infer(request)
+        return await min(able, key=_load).infer(request)
 
     def no_model_error(self, model: str, version: str | None) -> RefusedError:
         """The error when no ready engine has a model, or this version of it."""
@@ -113,8 +113,8 @@ class EngineClient:
         return add_statistics([entry for entries in there for entry in entries])
 
     async def ready(self) -> bool:
-        """Whether an engine is ready."""
-        return any(connection.ready for connection in self.connections)
+        """Whether an engine is ready and can read all rows."""
+        return any(connection.ready and connection.rows_up for connection in self.connections)
 
     async def live(self) -> bool:
         """Always true: a front end that answers is alive."""
@@ -177,8 +177,9 @@ class EngineClient:
         )
 
 
-def _rows_in_flight(connection: EngineConnection) -> int:
-    return connection.rows_in_flight
+def _load(connection: EngineConnection) -> tuple[bool, int]:
+    """Engines that can read all rows first, then those with the fewest rows in flight."""
+    return not connection.rows_up, connection.rows_in_flight
 
 
 def _no_engine() -> RefusedError:
