@@ -207,8 +207,8 @@ def test_a_damaged_model_beside_others_is_named_and_the_others_serve(
         path.write_bytes(data)
     with Server(tmp_path, "--processes", "2") as server:
         assert np.array_equal(server.ask()[0], np.arange(KEYS, dtype=np.float32) + 3)
-        assert "feed does not load" in server.text() and "is corrupt" in server.text()
+        assert "feed does not load" in server.text() and "is damaged in block" in server.text()
         request = urllib.request.Request(f"http://127.0.0.1:{server.ports['http']}/v2/repository/index", b"{}")
         with urllib.request.urlopen(request, timeout=30) as answer:
             index = {one["name"]: one for one in json.loads(answer.read())}
-        assert index["feed"]["state"] == "UNAVAILABLE" and "corrupt" in index["feed"]["reason"]
+        assert index["feed"]["state"] == "UNAVAILABLE" and "is damaged in block" in index["feed"]["reason"]
