@@ -114,8 +114,8 @@ class EngineClient:
         return add_statistics([entry for entries in there for entry in entries])
 
     async def ready(self) -> bool:
-        """Whether an engine is ready."""
-        return any(connection.ready for connection in self.connections)
+        """Whether an engine is ready and can read all rows."""
+        return any(connection.ready and connection.rows_up for connection in self.connections)
 
     async def live(self) -> bool:
         """Always true: a front end that answers is alive."""
@@ -178,8 +178,9 @@ class EngineClient:
         )
 
 
-def _order(connection: EngineConnection) -> tuple[int, float]:
-    return connection.rows_in_flight, connection.used
+def _order(connection: EngineConnection) -> tuple[bool, int, float]:
+    """Engines that can read all rows first, then those with the fewest rows in flight, then the least recently used."""
+    return not connection.rows_up, connection.rows_in_flight, connection.used
 
 
 def _no_engine() -> RefusedError:

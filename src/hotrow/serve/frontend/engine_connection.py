@@ -35,7 +35,8 @@ class EngineConnection(asyncio.BufferedProtocol):
 
     def __init__(self, backend: EngineClient, path: str) -> None:
         self.backend, self.path = backend, path
-        self.ready = False
+        self.ready = False  # it answers requests
+        self.rows_up = True  # it can read all rows; without them its policy answers
         self.rows_in_flight = 0
         self.used = 0.0  # when the last request was sent
         self.numbers: dict[tuple[str, str | None], tuple[int, int]] = {}  # model, version → number, fingerprint
@@ -176,6 +177,7 @@ class EngineConnection(asyncio.BufferedProtocol):
             self.figures = content["figures"]
             return
         self.ready, models = content["ready"], content["models"]
+        self.rows_up = content.get("rows_up", True)
         for model in models:
             self.names.update({v["number"]: (model["name"], v["name"]) for v in model["versions"]})
         if not self.ready:  # after a restart it may not have loaded all its models yet

@@ -208,8 +208,8 @@ class EngineProcess:
     # --- messages to front ends ---
 
     def _description(self) -> dict[str, Any]:
-        ready = self.loaded and not self.tensorbatch.draining and self.status.rows_up
-        return {"ready": ready, "models": self.status.describe_models()}
+        ready = self.loaded and not self.tensorbatch.draining
+        return {"ready": ready, "rows_up": self.status.rows_up, "models": self.status.describe_models()}
 
     def _models_changed(self) -> None:
         self.admission.clear_routes()

@@ -87,7 +87,7 @@ class RowServerOptions:
             raise OptionError("--register without --advertise: say which address tower servers should use: HOST:PORT")
         if self.advertise is not None:
             check_address(self.advertise)
-        self.memory("model", 1)
+        Memory(dram=self.dram, ssd=self.ssd)
         for address in self.buses().values():
             split_login(address)
 
