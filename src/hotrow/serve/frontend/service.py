@@ -46,7 +46,8 @@ class Service:
 
     def __init__(self, backend: Backend, limits: Limits, token: str | None = None, loopback: bool = True) -> None:
         self.backend, self.limits, self.counts = backend, limits, Counts()
-        self.draining = False
+        self.draining = False  # not ready, so that proxies send no more requests
+        self.refusing = False  # requests are refused
         self.load_shedder = LoadShedder(limits.in_flight)
         self.answer_bytes = AnswerBytes(limits)
         self._authorization = Authorization(token, loopback)
@@ -113,7 +114,7 @@ class Service:
             name, version = self.resolve(name, version)
         parser = self.parser(name, version)
         info = parser.info
-        if self.draining:
+        if self.refusing:
             raise RefusedError(503, "the server is shutting down; use another, or retry in a moment", _RETRY_SECONDS)
         shedder = self.load_shedder
         if shedder.at_limit:
