@@ -1,8 +1,13 @@
 // Bindings of rowserver/row_client.h. The Python caller (src/hotrow/tiers/rows/) has checked the addresses.
 #include "rowserver/row_client.h"
 
+#include <fcntl.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <poll.h>
+
+#include <cerrno>
+#include <utility>
 
 #include "bindings/bindings.h"
 
@@ -26,9 +31,86 @@ const char* name_of_error(RowError error) {
   }
 }
 
+// A TLS connection for the handshake of a row server, in Python; then it becomes a RowConnection.
+class TlsConnection {
+ public:
+  TlsConnection(int descriptor, const std::string& authorities, const std::string& host, double seconds)
+      : socket_(descriptor), seconds_(seconds) {
+    const int flags = fcntl(descriptor, F_GETFL);
+    fcntl(descriptor, F_SETFL, flags | O_NONBLOCK);
+    stream_ = std::make_unique<TlsStream>(TlsContext::for_client(authorities), descriptor, host);
+    while (true) {
+      const auto state = stream_->handshake();
+      if (state == TlsStream::Handshake::kDone) return;
+      if (state == TlsStream::Handshake::kFailed) throw std::runtime_error("TLS: " + stream_->error());
+      wait();
+    }
+  }
+  void send(const char* data, size_t bytes) {
+    while (bytes > 0) {
+      const ssize_t sent = stream_->send(data, bytes);
+      if (sent == 0 || (sent < 0 && errno != EAGAIN)) throw std::runtime_error("TLS: the peer closed the connection");
+      if (sent < 0) {
+        wait();
+        continue;
+      }
+      data += sent;
+      bytes -= static_cast<size_t>(sent);
+    }
+  }
+  std::string receive(size_t bytes) {
+    std::string out(bytes, '\0');
+    while (true) {
+      const ssize_t got = stream_->receive(out.data(), bytes);
+      if (got < 0 && errno == EAGAIN) {
+        wait();
+        continue;
+      }
+      out.resize(got > 0 ? static_cast<size_t>(got) : 0);
+      return out;
+    }
+  }
+  std::unique_ptr<RowConnection> detach() {
+    return RowConnection::over_socket(std::exchange(socket_, Descriptor()).release(), std::move(stream_));
+  }
+
+ private:
+  void wait() {
+    pollfd poll{socket_.get(), static_cast<short>(stream_->wants_write() ? POLLOUT : POLLIN), 0};
+    if (::poll(&poll, 1, static_cast<int>(seconds_ * 1000)) <= 0)
+      throw std::runtime_error("TLS: the peer does not answer");
+  }
+  Descriptor socket_;
+  std::unique_ptr<TlsStream> stream_;
+  const double seconds_;
+};
+
 }  // namespace
 
 void bind_row_client(nb::module_& m) {
+  nb::class_<TlsConnection>(m, "TlsConnection")
+      .def(nb::init<int, const std::string&, const std::string&, double>(), nb::arg("descriptor"),
+           nb::arg("authorities"), nb::arg("host"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "sendall",
+          [](TlsConnection& connection, nb::bytes data) {
+            const std::string copy(data.c_str(), data.size());
+            nb::gil_scoped_release release;
+            connection.send(copy.data(), copy.size());
+          },
+          nb::arg("data"))
+      .def(
+          "recv",
+          [](TlsConnection& connection, size_t bytes) {
+            std::string data;
+            {
+              nb::gil_scoped_release release;
+              data = connection.receive(bytes);
+            }
+            return nb::bytes(data.data(), data.size());
+          },
+          nb::arg("bytes"));
+
   nb::class_<RowClient>(m, "RowClient")
       .def(
           "__init__",
@@ -44,6 +126,12 @@ void bind_row_client(nb::module_& m) {
             client.add_connection(number, RowConnection::over_socket(descriptor), for_pings);
           },
           nb::arg("number"), nb::arg("descriptor"), nb::arg("for_pings"))
+      .def(
+          "add_tls",
+          [](RowClient& client, uint32_t number, TlsConnection& connection, bool for_pings) {
+            client.add_connection(number, connection.detach(), for_pings);
+          },
+          nb::arg("number"), nb::arg("connection"), nb::arg("for_pings"))
       .def(
           "add_slots",
           [](RowClient& client, uint32_t number, const std::vector<int>& descriptors) {

@@ -18,9 +18,11 @@ struct PreparedChanges {
 // A server whose threads may call Python. They end without the interpreter lock, or they would wait for it for ever.
 class PythonRowServer {
  public:
-  PythonRowServer(RowServerOptions options, nb::callable prove) : prove_(std::move(prove)) {
+  PythonRowServer(RowServerOptions options, nb::callable prove, std::shared_ptr<TlsContext> tls)
+      : prove_(std::move(prove)) {
     server_ = std::make_unique<RowServer>(
-        options, [this](std::string_view challenge, std::string_view hello) -> RowServer::Proven {
+        options,
+        [this](std::string_view challenge, std::string_view hello) -> RowServer::Proven {
           const nb::gil_scoped_acquire acquire;
           try {
             const auto [service, welcome] = nb::cast<std::tuple<std::shared_ptr<RowService>, nb::bytes>>(
@@ -29,7 +31,8 @@ class PythonRowServer {
           } catch (nb::python_error& error) {
             throw std::runtime_error(nb::str(error.value()).c_str());
           }
-        });
+        },
+        std::move(tls));
   }
   ~PythonRowServer() { close(0); }
   void close(double seconds) {
@@ -89,14 +92,16 @@ void bind_row_server(nb::module_& m) {
       .def(
           "__init__",
           [](PythonRowServer* self, nb::callable prove, int threads, int cold_threads, size_t most_connections,
-             size_t most_unproven, size_t most_waiting, double hello_seconds, double stall_seconds) {
+             size_t most_unproven, size_t most_waiting, double hello_seconds, double stall_seconds,
+             const std::string& certificate, const std::string& key) {
             const RowServerOptions options{threads,      cold_threads,  most_connections, most_unproven,
                                            most_waiting, hello_seconds, stall_seconds};
-            new (self) PythonRowServer(options, std::move(prove));
+            auto tls = certificate.empty() ? nullptr : TlsContext::for_server(certificate, key);
+            new (self) PythonRowServer(options, std::move(prove), std::move(tls));
           },
           nb::arg("prove"), nb::arg("threads") = 1, nb::arg("cold_threads") = 4, nb::arg("most_connections") = 16384,
           nb::arg("most_unproven") = 1024, nb::arg("most_waiting") = size_t{64} << 20, nb::arg("hello_seconds") = 10.0,
-          nb::arg("stall_seconds") = 30.0)
+          nb::arg("stall_seconds") = 30.0, nb::arg("certificate") = "", nb::arg("key") = "")
       .def(
           "listen", [](PythonRowServer& self, int descriptor) { self.server().listen(descriptor); },
           nb::arg("descriptor"))

@@ -19,6 +19,8 @@ class Descriptor {
     return *this;
   }
   int get() const { return fd_; }
+  // Gives it up without closing it.
+  int release() { return std::exchange(fd_, -1); }
 
  private:
   int fd_;

@@ -58,6 +58,13 @@ void PublicationHistory::clear() {
   bytes_ = 0;
 }
 
+bool PublicationHistory::reaches(int64_t publication, int64_t current) const {
+  if (publication == current) return true;
+  const auto entry = std::lower_bound(entries_.begin(), entries_.end(), publication,
+                                      [](const Entry& one, int64_t number) { return one.previous < number; });
+  return entry != entries_.end() && entry->previous == publication;
+}
+
 void PublicationHistory::restore(int64_t publication, uint32_t table, const int64_t* keys, size_t count, float* rows,
                                  bool* found) const {
   for (auto entry = entries_.rbegin(); entry != entries_.rend() && entry->number > publication; ++entry)

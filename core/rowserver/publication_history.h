@@ -40,12 +40,16 @@ class PublicationHistory {
  public:
   PublicationHistory(size_t most_entries, size_t most_bytes) : most_entries_(most_entries), most_bytes_(most_bytes) {}
 
-  // Publication `number` followed `previous` and changed these rows.
+  // Publication `number` followed `previous` and changed these rows. Requires: number > previous, which is the number
+  // of the last add() since clear(), if there was one.
   void add(int64_t number, int64_t previous, std::vector<ChangedRows> tables);
   void clear();
   // The oldest publication that can be read while `current` is in service.
   int64_t oldest(int64_t current) const { return entries_.empty() ? current : entries_.front().previous; }
-  // Turns current rows of a table into those of `publication`. Requires: publication >= oldest().
+  // Whether the rows of `publication` can be read while `current` is in service. One that was never in service by
+  // itself, because a cut-over took several at once, cannot.
+  bool reaches(int64_t publication, int64_t current) const;
+  // Turns current rows of a table into those of `publication`. Requires: reaches(publication).
   void restore(int64_t publication, uint32_t table, const int64_t* keys, size_t count, float* rows, bool* found) const;
 
   size_t entries() const { return entries_.size(); }

@@ -16,6 +16,7 @@ using Seconds = std::chrono::duration<double>;
 constexpr size_t kTimes = 256, kTimesPerUpdate = 32;
 constexpr size_t kMostKeys = 65536, kMostAnswer = size_t{4} << 20;  // of one frame, so that it fits a slot
 constexpr double kPause = 0.001, kLongPause = 0.02;                 // seconds before the same server is asked again
+constexpr int64_t kLongestPoll = 1000;                              // milliseconds
 constexpr double kFirstHedge = 0.005, kLongestHedge = 1.0, kNewTime = 0.1, kLeastTime = 20e-6;
 
 Clock::time_point after(Clock::time_point now, double seconds) {
@@ -63,6 +64,7 @@ struct RowClient::Server {
       idle.push_back(std::move(connection));
   }
 
+  // The publications that an answer tells.
   void note(const FrameHeader& header) {
     publication.store(
         header.kind == FrameKind::kRows ? std::max(header.publication, publication.load()) : header.publication,
@@ -77,10 +79,29 @@ struct RowClient::Server {
 };
 
 struct RowClient::Attempt {
+  Attempt(Server* to, uint32_t its_number, std::unique_ptr<RowConnection> leased, Clock::time_point now, bool hedges)
+      : server(to), number(its_number), connection(std::move(leased)), began(now), hedge(hedges) {}
+  Attempt(Attempt&&) = default;
+  Attempt& operator=(Attempt&&) = default;
+  ~Attempt() { release(); }
+
+  void release() {
+    if (!connection) return;
+    connection->abandon();
+    server->release(std::move(connection));
+  }
+  // Releases a connection whose answer is not there yet. The time so far counts, or a server that never answers would
+  // look fast.
+  void give_up(Clock::time_point now) {
+    server->note_time(Seconds(now - began).count());
+    release();
+  }
+
   Server* server;
   uint32_t number;
   std::unique_ptr<RowConnection> connection;
   Clock::time_point began;
+  bool hedge;
 };
 
 // Some keys of one range, and the requests for them in progress.
@@ -95,10 +116,11 @@ struct RowClient::Part {
 
   std::vector<Attempt> attempts;
   std::vector<std::pair<uint32_t, Clock::time_point>> avoid;  // servers, and until when
-  Clock::time_point hedge_at{}, retry_at{};
+  Clock::time_point hedge_at = Clock::time_point::max();  // when to ask one more server, with an attempt in progress
+  Clock::time_point retry_at{};                           // the same without one
   RowError error = RowError::kNone;
-  size_t too_new = 0;  // answers of servers that cannot read the publication any more
-  bool done = false, hedged = false, gave_up = false;
+  size_t too_new = 0;  // servers that cannot read the publication any more
+  bool done = false, gave_up = false;
 
   bool avoids(uint32_t number, Clock::time_point now) const {
     return std::any_of(avoid.begin(), avoid.end(),
@@ -145,10 +167,11 @@ void RowClient::disconnect(uint32_t number) {
     for (RowConnection* connection : server.leased) connection->shut_down();
     server.connections.fetch_sub(server.idle.size(), std::memory_order_relaxed);
     server.idle.clear();
-    if (server.for_pings) server.for_pings->shut_down();
+    if (server.for_pings) server.for_pings->shut_down();  // a ping in progress ends
   }
   const std::lock_guard pinging(server.ping_mutex);
-  server.for_pings.reset();
+  const std::lock_guard lock(server.mutex);
+  if (server.for_pings && server.for_pings->is_broken()) server.for_pings.reset();
 }
 
 bool RowClient::ping(uint32_t number, double seconds) {
@@ -163,13 +186,17 @@ bool RowClient::ping(uint32_t number, double seconds) {
     if (progress == RowConnection::Progress::kBroken) return false;
     if (progress == RowConnection::Progress::kComplete) break;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
-    if (left <= 0) return false;
+    if (left <= 0) {
+      connection.abandon();
+      return false;
+    }
     pollfd wait{connection.descriptor(), connection.events(), 0};
-    ::poll(&wait, 1, static_cast<int>(left));
+    ::poll(&wait, 1, static_cast<int>(std::min<int64_t>(left, kLongestPoll)));
   }
+  if (connection.header().kind != FrameKind::kPong) return false;
   server.note(connection.header());
   server.note_time(Seconds(Clock::now() - began).count());
-  return connection.header().kind == FrameKind::kPong;
+  return true;
 }
 
 RowClient::ServerState RowClient::server(uint32_t number) const {
@@ -187,7 +214,7 @@ RowClient::ServerState RowClient::server(uint32_t number) const {
 
 // --- a lookup ---
 
-RowLookupResult RowClient::lookup(const RowLookup& lookup) {
+RowLookupResult RowClient::lookup(const Lookup& lookup) {
   RowLookupResult result;
   result.late.assign(lookup.servers->size(), 0);
   result.errors.assign(lookup.servers->size(), RowError::kNone);
@@ -202,7 +229,7 @@ RowLookupResult RowClient::lookup(const RowLookup& lookup) {
       if (part.done) continue;
       for (const Attempt& attempt : part.attempts)
         waits.push_back({attempt.connection->descriptor(), attempt.connection->events(), 0});
-      next = std::min(next, part.attempts.empty() ? part.retry_at : part.hedged ? deadline : part.hedge_at);
+      next = std::min(next, part.attempts.empty() ? part.retry_at : part.hedge_at);
     }
     const bool done = std::all_of(parts.begin(), parts.end(), [](const Part& part) { return part.done; });
     auto now = Clock::now();
@@ -215,11 +242,7 @@ RowLookupResult RowClient::lookup(const RowLookup& lookup) {
       if (!part.done) advance(part, lookup, now, result);
   }
   for (Part& part : parts) {
-    for (Attempt& attempt : part.attempts) {
-      attempt.connection->abandon();
-      attempt.server->note_time(Seconds(Clock::now() - attempt.began).count());
-      attempt.server->release(std::move(attempt.connection));
-    }
+    for (Attempt& attempt : part.attempts) attempt.give_up(Clock::now());
     if (part.done && !part.gave_up) continue;
     result.late[part.range] = 1;
     result.errors[part.range] = part.error;
@@ -227,8 +250,8 @@ RowLookupResult RowClient::lookup(const RowLookup& lookup) {
   return result;
 }
 
-// Frames of at most kMostKeys keys and kMostAnswer bytes.
-std::vector<RowClient::Part> RowClient::split(const RowLookup& lookup) const {
+// Frames of at most kMostKeys keys, kMostAnswer bytes (or one row) and kMostTables tables.
+std::vector<RowClient::Part> RowClient::split(const Lookup& lookup) const {
   std::vector<Part> parts;
   const int64_t* keys = lookup.keys;
   float* out = lookup.out;
@@ -242,8 +265,9 @@ std::vector<RowClient::Part> RowClient::split(const RowLookup& lookup) const {
       const int dim = dims_.at(table);
       const size_t row = static_cast<size_t>(words_of(options_.wire, dim)) * sizeof(uint32_t) + (found ? 1 : 0);
       for (size_t left = counts.at(i); left > 0;) {
-        const size_t fits =
-            part ? std::min(kMostKeys - part->count, (kMostAnswer - std::min(answer, kMostAnswer)) / row) : 0;
+        const size_t fits = part && part->tables.size() < kMostTables
+                                ? std::min(kMostKeys - part->count, (kMostAnswer - std::min(answer, kMostAnswer)) / row)
+                                : 0;
         if (fits == 0 && (!part || part->count > 0)) {
           parts.emplace_back();
           part = &parts.back();
@@ -269,13 +293,17 @@ std::vector<RowClient::Part> RowClient::split(const RowLookup& lookup) const {
   return parts;
 }
 
-// Sends a part to the best server that has not been asked yet. Returns false if there is none now.
-bool RowClient::start(Part& part, const RowLookup& lookup, Clock::time_point now, RowLookupResult& result) {
+// Sends a part to the best server that is not asked yet and has a free connection. Returns false if there is none now.
+bool RowClient::start(Part& part, const Lookup& lookup, Clock::time_point now, RowLookupResult& result) {
   const auto& servers = (*lookup.servers)[part.range];
   const uint32_t turn = turn_.fetch_add(1, std::memory_order_relaxed);
-  Server* best = nullptr;
-  uint32_t chosen = 0;
-  double least = 0;
+  const bool more = !part.attempts.empty();  // one more server, beside those that are asked already
+  struct Candidate {
+    Server* server;
+    uint32_t number;
+    double load;
+  };
+  std::vector<Candidate> candidates;
   for (size_t i = 0; i < servers.size(); ++i) {
     const uint32_t number = servers[(i + turn) % servers.size()];
     Server& server = at(number);
@@ -283,28 +311,34 @@ bool RowClient::start(Part& part, const RowLookup& lookup, Clock::time_point now
       continue;
     double load = (server.in_flight.load(std::memory_order_relaxed) + 1) *
                   std::max(kLeastTime, server.seconds.load(std::memory_order_relaxed));
-    const int64_t at_publication = server.publication.load(std::memory_order_relaxed);
-    if (at_publication >= 0 && at_publication < lookup.publication) load += 1e6;  // after all others
-    if (best && load >= least) continue;
-    best = &server;
-    chosen = number;
-    least = load;
+    const int64_t newest = server.publication.load(std::memory_order_relaxed);
+    if (newest >= 0 && (newest < lookup.publication || lookup.publication < server.oldest.load())) {
+      if (more) continue;
+      load += 1e6;  // after all others
+    }
+    candidates.push_back({&server, number, load});
   }
-  auto connection = best ? best->lease() : nullptr;
-  if (!connection) {
-    part.retry_at = after(now, kPause);
-    return false;
+  while (!candidates.empty()) {
+    const auto best = std::min_element(candidates.begin(), candidates.end(),
+                                       [](const Candidate& a, const Candidate& b) { return a.load < b.load; });
+    if (auto connection = best->server->lease()) {
+      part.attempts.emplace_back(best->server, best->number, std::move(connection), now, more);
+      part.attempts.back().connection->begin({FrameKind::kLookup, lookup.publication, part.head.data(),
+                                              part.head.size(), part.keys, part.count * sizeof(int64_t)});
+      result.bytes += part.head.size() + part.count * sizeof(int64_t);
+      part.hedge_at = more || !options_.hedges || servers.size() == 1
+                          ? Clock::time_point::max()
+                          : after(now, hedge_after_.load(std::memory_order_relaxed));
+      return true;
+    }
+    candidates.erase(best);
   }
-  connection->begin({FrameKind::kLookup, lookup.publication, part.head.data(), part.head.size(), part.keys,
-                     part.count * sizeof(int64_t)});
-  result.bytes += part.head.size() + part.count * sizeof(int64_t);
-  part.attempts.push_back({best, chosen, std::move(connection), now});
-  part.hedge_at = after(now, hedge_after_.load(std::memory_order_relaxed));
-  if (!options_.hedges || servers.size() == 1) part.hedged = true;
-  return true;
+  part.retry_at = after(now, kPause);
+  if (more) part.hedge_at = part.retry_at;
+  return false;
 }
 
-void RowClient::advance(Part& part, const RowLookup& lookup, Clock::time_point now, RowLookupResult& result) {
+void RowClient::advance(Part& part, const Lookup& lookup, Clock::time_point now, RowLookupResult& result) {
   for (size_t i = 0; i < part.attempts.size() && !part.done;) {
     Attempt& attempt = part.attempts[i];
     const auto progress = attempt.connection->advance();
@@ -314,50 +348,44 @@ void RowClient::advance(Part& part, const RowLookup& lookup, Clock::time_point n
     }
     const bool complete = progress == RowConnection::Progress::kComplete;
     if (complete) attempt.server->note(attempt.connection->header());
-    if (complete && consume(part, *attempt.connection, result)) {
+    if (complete && consume(part, lookup, *attempt.connection, result)) {
       const double took = Seconds(now - attempt.began).count();
       attempt.server->note_time(took);
       attempt.server->answers.fetch_add(1, std::memory_order_relaxed);
       note_time(took);
-      if (i > 0) ++result.hedges_won;
+      if (attempt.hedge) ++result.hedges_won;
       part.done = true;
     } else {
       attempt.server->errors.fetch_add(1, std::memory_order_relaxed);
       part.error = complete ? attempt.connection->header().error : RowError::kNone;
       part.too_new += part.error == RowError::kTooNew;
-      part.avoid.emplace_back(attempt.number, after(now, part.error == RowError::kBehind ? kPause : kLongPause));
+      part.avoid.emplace_back(attempt.number, part.error == RowError::kTooNew   ? Clock::time_point::max()
+                                              : part.error == RowError::kBehind ? after(now, kPause)
+                                                                                : after(now, kLongPause));
+      part.hedge_at = now;  // another one at once, if others are asked already
       ++result.retries;
     }
-    attempt.server->release(std::move(attempt.connection));
+    attempt.release();
     part.attempts.erase(part.attempts.begin() + static_cast<std::ptrdiff_t>(i));
   }
   if (part.done) {
-    for (Attempt& attempt : part.attempts) {  // the loser of a hedge
-      attempt.connection->abandon();
-      attempt.server->note_time(Seconds(now - attempt.began).count());
-      attempt.server->release(std::move(attempt.connection));
-    }
+    for (Attempt& attempt : part.attempts) attempt.give_up(now);  // the loser of a hedge
     part.attempts.clear();
-    return;
-  }
-  if (part.attempts.empty() && part.too_new >= (*lookup.servers)[part.range].size()) {
+  } else if (part.attempts.empty() && part.too_new == (*lookup.servers)[part.range].size()) {
     part.done = part.gave_up = true;  // no server will have it again
-    return;
-  }
-  if (part.attempts.empty() && (now >= part.retry_at || part.error != RowError::kBehind)) {
-    part.hedged = false;
-    start(part, lookup, now, result);
-  } else if (!part.hedged && !part.attempts.empty() && now >= part.hedge_at) {
-    part.hedged = true;
+  } else if (part.attempts.empty()) {
+    if (now >= part.retry_at || part.error != RowError::kBehind) start(part, lookup, now, result);
+  } else if (now >= part.hedge_at) {
     if (start(part, lookup, now, result)) ++result.hedges;
-    part.hedged = true;
   }
 }
 
 // Puts an answer's rows in their places. Returns false for an error or an answer that does not fit the request.
-bool RowClient::consume(Part& part, const RowConnection& connection, RowLookupResult& result) const {
+bool RowClient::consume(Part& part, const Lookup& lookup, const RowConnection& connection,
+                        RowLookupResult& result) const {
   const FrameHeader& header = connection.header();
   if (header.kind != FrameKind::kRows || header.error != RowError::kNone) return false;
+  if (header.publication != lookup.publication) return false;
   size_t expected = part.found ? part.count : 0;
   for (const TableKeys& table : part.tables)
     expected +=
@@ -387,7 +415,8 @@ void RowClient::note_time(double seconds) {
   std::vector<float> sorted = times_;
   const size_t rank = sorted.size() * 95 / 100;
   std::nth_element(sorted.begin(), sorted.begin() + static_cast<std::ptrdiff_t>(rank), sorted.end());
-  hedge_after_.store(std::clamp<double>(sorted[rank], options_.hedge_least, kLongestHedge), std::memory_order_relaxed);
+  hedge_after_.store(std::max(options_.hedge_least, std::min<double>(sorted[rank], kLongestHedge)),
+                     std::memory_order_relaxed);
 }
 
 }  // namespace hotrow

@@ -8,8 +8,8 @@
 //   hedge          after the 95th percentile of recent times the frame also goes to another server; the first answer
 //                  wins
 //   error          a broken connection, or a server that is behind, closes or fails: another server at once; the same
-//                  one again after a pause
-//   deadline       a range without an answer is late
+//                  one again after a pause. A server that cannot read the publication any more is not asked again
+//   deadline       a range without an answer is late; a range that no server can read any more is late at once
 //
 // Python connects, proves the token, and adds the connections; it also pings each server on a connection of its own.
 // Servers are numbered in the order in which they were added, and numbers are not reused.
@@ -29,18 +29,6 @@
 
 namespace hotrow {
 
-struct RowLookup {
-  // Servers by range. Keys are sorted by range, then by table.
-  const std::vector<std::vector<uint32_t>>* servers;
-  const std::vector<uint32_t>* tables;               // the tables' numbers
-  const std::vector<std::vector<uint32_t>>* counts;  // keys by range and table
-  const int64_t* keys;
-  int64_t publication;
-  double seconds;  // until the deadline
-  float* out;      // the rows, in the order of the keys; undefined for late ranges
-  bool* found;     // by key; may be null
-};
-
 struct RowLookupResult {
   std::vector<uint8_t> late;     // by range
   std::vector<RowError> errors;  // by range: the last error, of a late one
@@ -57,6 +45,18 @@ class RowClient {
     RowType wire = RowType::kFloat;
   };
 
+  struct Lookup {
+    // Servers by range, each once. Keys are sorted by range, then by table.
+    const std::vector<std::vector<uint32_t>>* servers;
+    const std::vector<uint32_t>* tables;               // the tables' numbers
+    const std::vector<std::vector<uint32_t>>* counts;  // keys by range and table
+    const int64_t* keys;
+    int64_t publication;
+    double seconds;  // until the deadline
+    float* out;      // the rows, in the order of the keys; undefined for late ranges
+    bool* found;     // by key; may be null
+  };
+
   RowClient(std::vector<int> dims, Options options);
   ~RowClient();
 
@@ -68,7 +68,7 @@ class RowClient {
   // Asks for the server's publication. Returns false if it does not answer in time; then call disconnect().
   bool ping(uint32_t number, double seconds);
 
-  RowLookupResult lookup(const RowLookup& lookup);
+  RowLookupResult lookup(const Lookup& lookup);
 
   struct ServerState {
     size_t connections;
@@ -87,10 +87,10 @@ class RowClient {
   struct Part;
 
   Server& at(uint32_t number) const;
-  std::vector<Part> split(const RowLookup& lookup) const;
-  bool start(Part& part, const RowLookup& lookup, Clock::time_point now, RowLookupResult& result);
-  void advance(Part& part, const RowLookup& lookup, Clock::time_point now, RowLookupResult& result);
-  bool consume(Part& part, const RowConnection& connection, RowLookupResult& result) const;
+  std::vector<Part> split(const Lookup& lookup) const;
+  bool start(Part& part, const Lookup& lookup, Clock::time_point now, RowLookupResult& result);
+  void advance(Part& part, const Lookup& lookup, Clock::time_point now, RowLookupResult& result);
+  bool consume(Part& part, const Lookup& lookup, const RowConnection& connection, RowLookupResult& result) const;
   void note_time(double seconds);
 
   const std::vector<int> dims_;

@@ -18,7 +18,7 @@ constexpr size_t kHeader = sizeof(FrameHeader), kSkip = 256 << 10;
 
 class SocketConnection final : public RowConnection {
  public:
-  explicit SocketConnection(int descriptor) : socket_(descriptor) {
+  SocketConnection(int descriptor, std::unique_ptr<TlsStream> tls) : socket_(descriptor), tls_(std::move(tls)) {
     const int one = 1, flags = fcntl(descriptor, F_GETFL);
     if (flags < 0 || fcntl(descriptor, F_SETFL, flags | O_NONBLOCK) != 0) broken_ = true;
     setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
@@ -92,10 +92,7 @@ class SocketConnection final : public RowConnection {
       add(&out_, kHeader);
       add(request_.head, request_.head_bytes);
       add(request_.keys, request_.keys_bytes);
-      msghdr message{};
-      message.msg_iov = parts;
-      message.msg_iovlen = static_cast<size_t>(count);
-      const ssize_t sent = sendmsg(socket_.get(), &message, MSG_NOSIGNAL);
+      const ssize_t sent = send_to(socket_.get(), tls_.get(), parts, count);
       if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
       if (sent <= 0) broken_ = true;
       if (sent > 0) sent_ += static_cast<size_t>(sent);
@@ -104,7 +101,7 @@ class SocketConnection final : public RowConnection {
 
   // Returns how many bytes arrived, 0 for none now.
   size_t receive(char* out, size_t bytes) {
-    const ssize_t got = recv(socket_.get(), out, bytes, 0);
+    const ssize_t got = receive_from(socket_.get(), tls_.get(), out, bytes);
     if (got > 0) return static_cast<size_t>(got);
     if (got == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) broken_ = true;
     return 0;
@@ -145,6 +142,7 @@ class SocketConnection final : public RowConnection {
   }
 
   Descriptor socket_;
+  const std::unique_ptr<TlsStream> tls_;
   FrameHeader out_{};
   Request request_{};
   size_t sent_ = 0, in_header_ = 0, received_ = 0;
@@ -160,20 +158,20 @@ class SlotConnection final : public RowConnection {
     const FrameHeader header{
         kRowsMagic, request.kind, RowError::kNone, ++id_, request.head_bytes + request.keys_bytes, request.publication,
         0};
-    if (kHeader + header.bytes > SharedSlots::kRequestBytes || !free_slot()) {
-      broken_ = kHeader + header.bytes > SharedSlots::kRequestBytes;
-      waits_ = true;
+    waits_ = true;
+    if (kHeader + header.bytes > SharedSlots::kRequestBytes) {
+      broken_ = true;
+    } else if (free_slot()) {
+      write(request, header);
+    } else {
       pending_ = request;  // the slot still has an abandoned request
       has_pending_ = true;
-      return;
     }
-    write(request, header);
-    waits_ = true;
   }
 
   Progress advance() override {
-    if (is_broken()) return Progress::kBroken;
     SharedSlots::clear(slots_->answer_event(slot_));
+    if (is_broken()) return Progress::kBroken;  // read after the event was reset, or shut_down()'s could be lost
     if (has_pending_) {
       if (!free_slot()) return Progress::kWaits;
       has_pending_ = false;
@@ -209,7 +207,6 @@ class SlotConnection final : public RowConnection {
   bool free_slot() {
     const uint32_t state = slots_->state(slot_).load(std::memory_order_acquire);
     if (state == SharedSlots::kSubmitted || state == SharedSlots::kWorking) return false;
-    SharedSlots::clear(slots_->answer_event(slot_));
     owed_ = 0;
     return true;
   }
@@ -230,8 +227,8 @@ class SlotConnection final : public RowConnection {
 
 }  // namespace
 
-std::unique_ptr<RowConnection> RowConnection::over_socket(int descriptor) {
-  return std::make_unique<SocketConnection>(descriptor);
+std::unique_ptr<RowConnection> RowConnection::over_socket(int descriptor, std::unique_ptr<TlsStream> tls) {
+  return std::make_unique<SocketConnection>(descriptor, std::move(tls));
 }
 
 std::unique_ptr<RowConnection> RowConnection::over_slot(std::shared_ptr<SharedSlots> slots, size_t slot) {

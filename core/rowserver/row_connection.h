@@ -16,6 +16,7 @@
 #include "memory/buffer.h"
 #include "rowserver/row_protocol.h"
 #include "rowserver/shared_slots.h"
+#include "rowserver/tls.h"
 
 namespace hotrow {
 
@@ -47,8 +48,8 @@ class RowConnection {
   const FrameHeader& header() const { return header_; }
   virtual const char* payload() const = 0;
 
-  // From a connected, proven socket; takes ownership.
-  static std::unique_ptr<RowConnection> over_socket(int descriptor);
+  // From a connected, proven socket; takes ownership. `tls` may be null.
+  static std::unique_ptr<RowConnection> over_socket(int descriptor, std::unique_ptr<TlsStream> tls = nullptr);
   static std::unique_ptr<RowConnection> over_slot(std::shared_ptr<SharedSlots> slots, size_t slot);
 
  protected:

@@ -25,6 +25,7 @@
 
 #include "rowserver/row_service.h"
 #include "rowserver/shared_slots.h"
+#include "rowserver/tls.h"
 
 namespace hotrow {
 
@@ -50,7 +51,8 @@ class RowServer {
   };
   using Prove = std::function<Proven(std::string_view challenge, std::string_view hello)>;
 
-  RowServer(RowServerOptions options, Prove prove);
+  // With `tls`, connections over TCP use it.
+  RowServer(RowServerOptions options, Prove prove, std::shared_ptr<TlsContext> tls = nullptr);
   ~RowServer();
   RowServer(const RowServer&) = delete;
   RowServer& operator=(const RowServer&) = delete;
@@ -71,6 +73,7 @@ class RowServer {
   struct Counts;
   const RowServerOptions options_;
   const Prove prove_;
+  const std::shared_ptr<TlsContext> tls_;
   std::unique_ptr<Counts> counts_;
   std::unique_ptr<ColdThreads> cold_;
   std::vector<std::unique_ptr<Loop>> loops_;

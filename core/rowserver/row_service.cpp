@@ -1,8 +1,12 @@
 #include "rowserver/row_service.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace hotrow {
+namespace {
+constexpr size_t kBlock = 16384;  // rows that are encoded at once, so that scratch memory stays small
+}
 
 RowService::RowService(std::vector<std::shared_ptr<Table>> tables, int64_t publication, size_t history_entries,
                        size_t history_bytes)
@@ -18,24 +22,28 @@ RowService::Reply RowService::read(const ParsedLookup& lookup, int64_t publicati
   const std::shared_lock shared(gate_);
   const int64_t current = publication_.load(std::memory_order_relaxed), oldest = history_.oldest(current);
   if (publication > current) return {RowError::kBehind, current, oldest};
-  if (publication < oldest) return {RowError::kTooNew, current, oldest};
+  if (!history_.reaches(publication, current)) return {RowError::kTooNew, current, oldest};
   auto* found = lookup.want_found ? reinterpret_cast<bool*>(out + answer_bytes(lookup, dims_) - lookup.count) : nullptr;
   const int64_t* keys = lookup.keys;
   for (const TableKeys& part : lookup.tables) {
     const int dim = dims_[part.table], words = words_of(lookup.wire, dim);
     const bool encode = lookup.wire != RowType::kFloat;
-    auto* rows = encode ? scratch.rows.resize(size_t{part.keys} * dim) : reinterpret_cast<float*>(out);
-    tables_[part.table]->read(keys, nullptr, part.keys, rows, found);
-    if (publication < current) {
-      history_.restore(publication, part.table, keys, part.keys, rows, found);
-      restored_.fetch_add(part.keys, std::memory_order_relaxed);
+    for (size_t left = part.keys; left > 0;) {
+      const size_t count = encode ? std::min(left, kBlock) : left;
+      auto* rows = encode ? scratch.rows.resize(count * dim) : reinterpret_cast<float*>(out);
+      tables_[part.table]->read(keys, nullptr, count, rows, found);
+      if (publication < current) {
+        history_.restore(publication, part.table, keys, count, rows, found);
+        restored_.fetch_add(count, std::memory_order_relaxed);
+      }
+      auto* encoded = reinterpret_cast<uint32_t*>(out);
+      if (encode)
+        for (size_t i = 0; i < count; ++i) encode_row(lookup.wire, rows + i * dim, dim, encoded + i * words);
+      out += count * words * sizeof(uint32_t);
+      keys += count;
+      left -= count;
+      if (found) found += count;
     }
-    auto* encoded = reinterpret_cast<uint32_t*>(out);
-    if (encode)
-      for (size_t i = 0; i < part.keys; ++i) encode_row(lookup.wire, rows + i * dim, dim, encoded + i * words);
-    out += size_t{part.keys} * words * sizeof(uint32_t);
-    keys += part.keys;
-    if (found) found += part.keys;
   }
   lookups_.fetch_add(1, std::memory_order_relaxed);
   keys_.fetch_add(lookup.count, std::memory_order_relaxed);
@@ -73,8 +81,9 @@ void RowService::begin_cut_over() {
 }
 
 void RowService::end_cut_over(int64_t publication, std::vector<ChangedRows>* before) {
-  if (before)
-    history_.add(publication, publication_.load(std::memory_order_relaxed), std::move(*before));
+  const int64_t previous = publication_.load(std::memory_order_relaxed);
+  if (before && publication > previous)
+    history_.add(publication, previous, std::move(*before));
   else
     history_.clear();
   publication_.store(publication, std::memory_order_release);

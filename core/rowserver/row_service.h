@@ -28,7 +28,6 @@ class RowService {
   };
   struct Scratch {  // of one thread
     Buffer<float> rows;
-    Buffer<bool> found;
   };
 
   RowService(std::vector<std::shared_ptr<Table>> tables, int64_t publication, size_t history_entries,
@@ -58,7 +57,7 @@ class RowService {
   std::vector<ChangedRows> prepare(const std::vector<Change>& changes) const;
   void begin_cut_over();
   // `publication` is in service from now on. With `before`, it followed the one in service and changed these rows;
-  // without, everything may have changed and the history begins anew.
+  // without, or if its number is not larger, everything may have changed and the history begins anew.
   void end_cut_over(int64_t publication, std::vector<ChangedRows>* before);
   // Nothing has changed.
   void abandon_cut_over();

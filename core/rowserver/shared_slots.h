@@ -4,8 +4,9 @@
 // The client leases a slot, writes a frame into its request area, sets the state to kSubmitted and signals the request
 // eventfd. The server sets kWorking, writes the answer's frame into the answer area, sets kAnswered and signals the
 // slot's answer eventfd. So no byte of a lookup passes a socket, and a waiting client polls a descriptor as it does for
-// a socket. A segment belongs to one client: if the client misbehaves, it harms itself alone; the server checks a copy
-// of what it uses for addressing.
+// a socket. A segment belongs to one client: whatever it writes into the memory harms itself alone; the server checks a
+// copy of what it uses for addressing. The eventfds' flags are common to both sides, so a client could make them block
+// the server: it must have proven the token before it gets them.
 //
 // Threads: a slot belongs to one side at a time, by its state.
 #pragma once

@@ -2,6 +2,7 @@
 
 #include <arpa/inet.h>
 #include <dlfcn.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -44,7 +45,8 @@ struct OpenSsl {
   void (*err_clear)();
 
   static constexpr int kPem = 1, kVerifyPeer = 1;
-  static constexpr int kMinimumVersion = 123, kTls12 = 0x0303, kMode = 33, kPartialMovingWrites = 1 | 2, kServerName = 55;
+  static constexpr int kMinimumVersion = 123, kTls12 = 0x0303, kMode = 33, kPartialMovingWrites = 1 | 2,
+                       kServerName = 55;
   static constexpr int kWantRead = 2, kWantWrite = 3, kZeroReturn = 6;
 };
 
@@ -205,6 +207,29 @@ ssize_t TlsStream::receive(char* out, size_t bytes) {
 ssize_t TlsStream::send(const char* data, size_t bytes) {
   const int sent = open_ssl().write(stream_, data, static_cast<int>(std::min<size_t>(bytes, INT_MAX)));
   return sent > 0 ? sent : failed(sent);
+}
+
+ssize_t TlsStream::send(const iovec* parts, int count) {
+  ssize_t sent = 0;
+  for (int i = 0; i < count; ++i) {
+    const ssize_t some = send(static_cast<const char*>(parts[i].iov_base), parts[i].iov_len);
+    if (some <= 0) return sent > 0 ? sent : some;
+    sent += some;
+    if (static_cast<size_t>(some) < parts[i].iov_len) break;
+  }
+  return sent;
+}
+
+ssize_t receive_from(int socket, TlsStream* tls, char* out, size_t bytes) {
+  return tls ? tls->receive(out, bytes) : recv(socket, out, bytes, 0);
+}
+
+ssize_t send_to(int socket, TlsStream* tls, iovec* parts, int count) {
+  if (tls) return tls->send(parts, count);
+  msghdr message{};
+  message.msg_iov = parts;
+  message.msg_iovlen = static_cast<size_t>(count);
+  return sendmsg(socket, &message, MSG_NOSIGNAL);
 }
 
 bool TlsStream::has_pending() const { return open_ssl().pending(stream_) > 0; }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <sys/types.h>
+#include <sys/uio.h>
 
 #include <memory>
 #include <string>
@@ -43,6 +44,8 @@ class TlsStream {
   // As recv() and send(): bytes, 0 at the end, or -1 with errno, which is EAGAIN when the socket must be polled.
   ssize_t receive(char* out, size_t bytes);
   ssize_t send(const char* data, size_t bytes);
+  // As sendmsg(): sends the parts, or the beginning of them. The first one is not empty.
+  ssize_t send(const iovec* parts, int count);
   // Whether the last call that returned EAGAIN waits for the socket to take bytes.
   bool wants_write() const { return wants_write_; }
   // Whether bytes were decrypted and not received yet. Polling the socket does not tell of them.
@@ -57,5 +60,9 @@ class TlsStream {
   bool wants_write_ = false;
   std::string error_;
 };
+
+// recv() and sendmsg() on a socket, through `tls` unless it is null.
+ssize_t receive_from(int socket, TlsStream* tls, char* out, size_t bytes);
+ssize_t send_to(int socket, TlsStream* tls, iovec* parts, int count);
 
 }  // namespace hotrow

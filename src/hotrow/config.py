@@ -6,7 +6,7 @@ Each is a frozen dataclass that checks its values when it is made, so code that 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,11 +27,14 @@ class Memory:
     `ssd` is a folder for the rows that exceed `dram`. It belongs to one process at a time, and its contents are needed
     only while that process runs; durable state is in checkpoints.
 
+    `ssd_limit` bounds that folder where it is a cache over `remote`; without `remote` the folder has all rows.
+
     `remote` is a store outside the process (`redis://host:6379`, `rocksdb:/folder`, docs/remote.md) that has all rows;
-    `dram` is a cache over it. Rows are then read-only, so `remote` is for serving.
+    `dram` is a cache over it. Rows are then read-only, so `remote` is for serving. A list names several stores of the
+    same rows: when one fails, the next is read. `export:` is the served version's own files, and the last of them.
 
     `rows` names row servers (`hotrow rows`) that have all rows: addresses, a cluster.toml, or another list of them
-    (docs/fleet.md). They are read-only too; with `dram` there is a cache over them.
+    (docs/fleet.md). They are read-only too. With `dram` there is a cache over them; `remote` is read when they fail.
 
     >>> Memory(dram="4GiB").dram_bytes
     4294967296
@@ -40,9 +43,10 @@ class Memory:
     dram: str | int | None = None
     hbm: str | int | None = None
     ssd: str | os.PathLike[str] | None = None
-    remote: str | None = None
+    remote: str | Sequence[str] | None = None
     hbm_policy: str = "lfu"
     rows: str | None = None
+    ssd_limit: str | int | None = None
 
     def __post_init__(self) -> None:
         if self.hbm_policy not in HBM_POLICIES:
@@ -59,19 +63,51 @@ class Memory:
             raise OptionError(
                 "remote= without dram=: say how much DRAM the cache over it may take, such as dram='4GiB'"
             )
-        if self.rows is not None and self.remote is not None:
-            raise OptionError("rows= with remote=: both have all rows; leave one of them out")
-        for tier in ("hbm", "ssd"):
-            if self.remote is not None and getattr(self, tier) is not None:
+        if self.rows is not None and self.dram is None:
+            for tier in ("hbm", "ssd", "remote"):
+                if getattr(self, tier) is not None:
+                    raise OptionError(
+                        f"{tier}= with rows= and without dram=: the cache over the row servers needs memory; give dram="
+                    )
+        self._check_remote()
+        if self.ssd_limit is not None:
+            parse_size(self.ssd_limit, "ssd_limit")
+            if self.ssd is None or (self.remote is None and self.rows is None):
                 raise OptionError(
-                    f"{tier}={getattr(self, tier)!r} with remote=: over a remote store DRAM is the cache; "
-                    "leave one of them out"
+                    f"ssd_limit={self.ssd_limit!r} without ssd= and remote=: the SSD folder is a cache only over a "
+                    "remote store; without one it has all rows that exceed dram=, and none can be dropped"
                 )
+
+    def _check_remote(self) -> None:
+        urls = self.remotes
+        if self.remote is not None and (not urls or not all(isinstance(url, str) and url for url in urls)):
+            raise OptionError("remote= names no store; give an address such as redis://host:6379, or a list of them")
+        for url in urls:
+            if urls.count(url) > 1:
+                raise OptionError("remote= names one store twice; name each store once")
+        for url in urls[:-1]:
+            if url.startswith("export:"):
+                raise OptionError(
+                    f"remote= has {url!r} before other stores; put it last: its rows do not change, so the stores "
+                    "behind it would never be read"
+                )
+
+    @property
+    def remotes(self) -> tuple[str, ...]:
+        """The remote stores in the order in which they are read."""
+        if self.remote is None:
+            return ()
+        return (self.remote,) if isinstance(self.remote, str) else tuple(self.remote)
 
     @property
     def hbm_bytes(self) -> int:
         """The HBM budget in bytes; 0 means that HBM is not used."""
         return 0 if self.hbm is None else parse_size(self.hbm, "hbm")
+
+    @property
+    def ssd_limit_bytes(self) -> int:
+        """The limit of the SSD folder in bytes; 0 means none."""
+        return 0 if self.ssd_limit is None else parse_size(self.ssd_limit, "ssd_limit")
 
     @property
     def dram_bytes(self) -> int:

@@ -23,7 +23,7 @@ from urllib.parse import quote, unquote, unquote_plus
 
 from hotrow.errors import OptionError
 
-_FOLDERS = ("dir", "rocksdb")  # schemes of paths, which have no login
+_FOLDERS = ("dir", "rocksdb", "export")  # schemes of paths, which have no login
 # Keeps a model's name and the scheme. The login ends at the last @, because a password may contain one.
 _LOGIN = re.compile(r"^((?:[\w.-]+=)?[a-z][a-z0-9+]*://|(?:redis|rediss|kafka)\b[a-z+]*:/*)?.*@", re.DOTALL)
 _SECRET_OPTION = re.compile(r"pass|secret|token|username", re.IGNORECASE)

@@ -38,6 +38,7 @@ BENCHES = {
     "roles": "row ranks beside the store in process; a tower and a row rank beside one process; over a link (as root)",
     "read": "decoding and features on Ray workers against in-process (needs the extra ray)",
     "online": "live against frozen on a drifting log; freshness on each bus; rows from a Redis cluster",
+    "transports": "batched row lookups over Arrow Flight, gRPC, Gloo, ZeroMQ and plain sockets: a server on one core",
     "eviction": "which rows to keep in DRAM: hit rates of eviction policies on Zipf traces",
 }
 MODULES = {  # the module of each benchmark, below hotrow.bench
@@ -54,6 +55,7 @@ MODULES = {  # the module of each benchmark, below hotrow.bench
     "roles": "training.roles",
     "read": "storage.read",
     "online": "serving.online",
+    "transports": "transports.row_transports",
     "eviction": "storage.eviction",
 }
 

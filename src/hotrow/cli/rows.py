@@ -10,8 +10,8 @@ from hotrow.cli.terminal import warn_of_passwords
 
 ROWS_HELP = """Serve the rows of exported models to tower servers (`hotrow serve --rows`).
 
-A row server holds the rows of some of the 1,024 shards, in DRAM over SSD, and follows the trainer's bus. Several of them
-hold all shards together; several with the same shards are replicas of each other.
+A row server holds the rows of some of the 1,024 shards, in DRAM over SSD, and follows the trainer's bus. Several of
+them hold all shards together; several with the same shards are replicas of each other.
 
 Examples:
 
@@ -23,7 +23,8 @@ Examples:
 
     hotrow rows repository/ --listen unix:/run/hotrow/rows.sock                # clients of this machine alone
 
-    hotrow rows repository/ --listen 10.0.0.1:8010 --token-file rows.token --register redis://10.0.0.9/0?set=rows --advertise 10.0.0.1:8010
+    hotrow rows repository/ --listen 0.0.0.0:8010 --token-file rows.token --register redis://10.0.0.9/0?set=rows \\
+        --advertise 10.0.0.1:8010
 
 Ctrl-C or SIGTERM hands the lookups to the replicas, and ends.
 """
@@ -38,7 +39,10 @@ def rows(
         typer.Option(help="HOST:PORT or unix:/path; may be given several times; default 127.0.0.1:8010"),
     ] = None,
     metrics: Annotated[
-        int, typer.Option(min=-1, max=65535, help="port of /metrics, /live and /ready; 0 lets the system choose, -1 is none")
+        int,
+        typer.Option(
+            min=-1, max=65535, help="port of /metrics, /live and /ready; 0 lets the system choose, -1 is none"
+        ),
     ] = 8012,
     dram: Annotated[str | None, typer.Option(help="memory for rows, such as 8GiB; with --ssd a cache over it")] = None,
     ssd: Annotated[str | None, typer.Option(help="a folder for rows that do not fit --dram")] = None,
@@ -49,6 +53,8 @@ def rows(
     token_file: Annotated[
         str | None, typer.Option(metavar="PATH", help="a file with the token that tower servers prove, in one line")
     ] = None,
+    tls_cert: Annotated[str | None, typer.Option(metavar="PATH", help="the certificate for TLS, PEM")] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="PATH", help="its key, PEM")] = None,
     threads: Annotated[int, typer.Option(min=1, help="threads that answer lookups")] = 1,
     history: Annotated[
         str, typer.Option(help="memory for old values of rows that changed recently, for tower servers that are behind")
@@ -77,6 +83,8 @@ def rows(
         ssd=ssd,
         bus=tuple(bus or ()),
         token=None if token_file is None else read_secret(token_file, "--token-file "),
+        tls_cert=tls_cert,
+        tls_key=tls_key,
         threads=threads,
         history=history,
         register=register,

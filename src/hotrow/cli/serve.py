@@ -56,6 +56,10 @@ def serve(
     frontends: Annotated[int, typer.Option(min=1, help="processes that speak HTTP and gRPC")] = 1,
     dram: Annotated[str | None, typer.Option(help="memory for rows, such as 8GiB; with --ssd a cache over it")] = None,
     ssd: Annotated[str | None, typer.Option(help="a folder for rows that do not fit --dram")] = None,
+    ssd_limit: Annotated[
+        str | None,
+        typer.Option(help="with --remote: the most that the --ssd folder of a version may take, such as 200GiB"),
+    ] = None,
     hbm: Annotated[str | None, typer.Option(help="GPU memory for hot rows, such as 4GiB")] = None,
     deadline: Annotated[
         str | None, typer.Option(help="deadline of requests without one, such as 50ms; default: the version's, or 1s")
@@ -79,7 +83,8 @@ def serve(
         list[str] | None,
         typer.Option(
             help="the store that has all rows, with --dram a cache over it: redis://host:6379, "
-            "redis+cluster://host:port,host:port, rediss..., rocksdb:/folder, or model=address"
+            "redis+cluster://host:port,host:port, rediss..., rocksdb:/folder, or model=address; repeat it for stores "
+            "that are read when the ones before fail, the last one perhaps export: (the version's own files)"
         ),
     ] = None,
     rows: Annotated[
@@ -91,6 +96,9 @@ def serve(
     ] = None,
     rows_token_file: Annotated[
         str | None, typer.Option(metavar="PATH", help="the token of the row servers, in one line of a file")
+    ] = None,
+    rows_ca: Annotated[
+        str | None, typer.Option(metavar="PATH", help="TLS to the row servers: the authorities of their certificates")
     ] = None,
     rows_wire: Annotated[str | None, typer.Option(help="how rows are sent: fp32 (the default), fp16 or int8")] = None,
     stale_after: Annotated[
@@ -139,6 +147,7 @@ def serve(
         frontends=frontends,
         dram=dram,
         ssd=ssd,
+        ssd_limit=ssd_limit,
         hbm=hbm,
         deadline=None if deadline is None else parse_seconds(deadline, "--deadline"),
         policy=policy,
@@ -150,7 +159,9 @@ def serve(
         poll=parse_seconds(poll, "--poll"),
         bus=tuple(bus or ()),
         remote=tuple(remote or ()),
-        rows=tuple(_with_options(address, token_file=rows_token_file, wire=rows_wire) for address in rows or ()),
+        rows=tuple(
+            _with_options(address, token_file=rows_token_file, ca=rows_ca, wire=rows_wire) for address in rows or ()
+        ),
         stale_after=None if stale_after is None else parse_seconds(stale_after, "--stale-after"),
         token=token,
         drain=parse_seconds(drain, "--drain"),

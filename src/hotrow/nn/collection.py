@@ -39,6 +39,7 @@ from hotrow.tiers.host.client import HostClient
 from hotrow.tiers.host.plan import HostPlan
 from hotrow.tiers.host.store import Budget
 from hotrow.tiers.plan import Plan
+from hotrow.tiers.remote.below_hbm import RemoteBelow
 from hotrow.tiers.remote.owner import RemoteOwner
 from hotrow.tiers.remote.tables import RemoteTables
 from hotrow.tiers.rows.row_servers import RowServers
@@ -77,10 +78,10 @@ class EmbeddingCollection(nn.Module):
         self.seed = seed
         self.budget = Budget(self.memory.dram_bytes)
         self.tables = [TableRows(table, self.optimizer, seed, self.budget) for table in tables]
+        self._ssd = SsdFolder(self.memory, self.tables) if self.memory.ssd is not None else None
         self.remote: RemoteTables | RowServerTables | None = _remote(self.memory, self.tables, seed, ranks)
         if row_servers is not None:
             self.remote = _over_row_servers(row_servers, self.tables)
-        self._ssd = SsdFolder(self.memory, self.tables) if self.memory.ssd is not None else None
         self.steps = 0
         self.watermark: int | None = None  # the latest event time that was trained on, in milliseconds
         self.device = _device(self.memory, device, ranks)
@@ -377,13 +378,15 @@ def _plan_over_row_servers(remote: RowServerTables) -> Plan:
 def _plans(hot: HbmCache | None, remote: RemoteTables | RowServerTables | None) -> Callable[[], Plan]:
     if isinstance(remote, RowServerTables):
         return partial(_plan_over_row_servers, remote)
-    if remote is not None:
+    if remote is not None and hot is None:
         part_of, transport = [0] * len(remote.rows), LocalTransport()
         return lambda: ShardedPlan([ClientTables(HostClient())], part_of, RemoteOwner(remote), transport)
     if hot is None:
         return HostPlan
     from hotrow.tiers.hbm.plan import HbmPlan
 
+    if remote is not None:
+        hot.below = RemoteBelow(remote)
     return lambda: HbmPlan(hot)
 
 

@@ -23,6 +23,7 @@ from hotrow.units import parse_milliseconds
 
 if TYPE_CHECKING:
     from hotrow.tiers.remote.cached_rows import CachedTable
+    from hotrow.tiers.rows.tables import RemoteRows
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class TableRows:
         if table.default is not None:
             self.store.default_row = torch.tensor(table.default)
         self.budget = budget
-        self.remote: CachedTable | None = None  # the cache over a remote store, if there is one; set by the collection
+        # The cache over a remote store, or that rows are on row servers; set by the collection.
+        self.remote: CachedTable | RemoteRows | None = None
         self.clock = Clock(self._span())
         self.hbm_cache: Hot | None = None  # set by the collection
         # With ranks, set by the collection: adds up one number of each rank.

@@ -16,14 +16,16 @@ from typing import Any
 from hotrow import _core
 from hotrow.checksummed_json import FileFormat, OtherFormatError
 from hotrow.config import Memory
-from hotrow.errors import CheckpointError, MemoryBudgetError
+from hotrow.errors import CheckpointError, MemoryBudgetError, OptionError
 from hotrow.table.rows import TableRows
 from hotrow.tiers.host.core_errors import core_errors
+from hotrow.tiers.host.store import SEGMENT
 from hotrow.tiers.host.stored_table import SMALLEST_BUFFER, smallest_dram_bytes
 from hotrow.units import format_size, round_up_size
 
 DESCRIPTION, FORMAT, VERSION = "table.json", "hotrow-ssd-table", 1
 LARGEST_BUFFER = 1 << 20  # bytes of a table's write buffer
+SEGMENTS_OF_TABLE, SMALLEST_SEGMENT = 16, 128 << 10  # with a limit: files of a table, and bytes of one
 
 
 class SsdFolder:
@@ -41,10 +43,18 @@ class SsdFolder:
             lock = _core.lock_folder(self.path)
         # Write buffers are part of the budget: a hundredth of it for all of them.
         buffer = min(LARGEST_BUFFER, max(SMALLEST_BUFFER, memory.dram_bytes // 100 // len(tables) // 4096 * 4096))
+        segment = SEGMENT
+        if limit := memory.ssd_limit_bytes:
+            if limit < (smallest := SEGMENTS_OF_TABLE * SMALLEST_SEGMENT * len(tables)):
+                raise OptionError(
+                    f"ssd_limit={format_size(limit)} is too small for {len(tables)} tables; give at least "
+                    f"{round_up_size(smallest)}"
+                )
+            segment = min(segment, limit // SEGMENTS_OF_TABLE // len(tables) // 4096 * 4096)
         _allow_many_files()
         for rows in tables:
             folder = os.path.join(self.path, rows.table.name)
-            rows.store.attach(folder, evicts=True, buffer=buffer, lock=lock)
+            rows.store.attach(folder, evicts=True, buffer=buffer, lock=lock, segment=segment)
             with core_errors():
                 _core.replace_file(os.path.join(folder, DESCRIPTION), describe(rows))
 

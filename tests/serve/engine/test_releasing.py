@@ -298,7 +298,7 @@ def test_shadow_finds_rows_on_ssd_before_it_is_compared(
     monkeypatch.setattr(
         "engines.load", lambda folder, options: load(folder, {**options, "ssd": str(tmp_path / folder.name)})
     )
-    options = {"dram": "4MiB", "ssd": "yes"}
+    options = {"dram": "6MiB", "ssd": "yes"}
     engine = start_engine(repository, options=options, policy="wait", deadline=30.0)
     shadow = engine.models.by_name["ctr"].versions.get("2")
     assert shadow is not None and shadow.can_be_cold

@@ -229,8 +229,8 @@ def test_default_rows_and_deadline_are_kept(tmp_path: Path) -> None:
 def found(engine: hr.Engine, batch: hr.KeyedBatch, policy: str) -> dict[str, torch.Tensor]:
     """The tower's inputs under a policy."""
     live = engine._open()
-    with torch.inference_mode(), engine._lookup_lock(), ExitStack() as held:
-        return engine._pool(live, engine._read_here(live, batch, policy, held))[0]
+    with torch.inference_mode(), ExitStack() as held, ExitStack() as locked:
+        return engine._pool(live, engine._read_here(live, batch, policy, held, locked))[0]
 
 
 def test_rows_on_disk_are_answered_by_policy_until_they_are_warm(tmp_path: Path) -> None:

@@ -237,12 +237,11 @@ def test_options_of_the_server_that_do_not_go_together(tmp_path: Path) -> None:
     def options(*remote: str, **more: Any) -> ServeOptions:
         return ServeOptions(str(tmp_path), remote=remote, **{"models": ("ctr",), "dram": "4GiB", **more})
 
-    assert options(redis).remotes() == {"ctr": redis}
+    assert options(redis).remotes() == {"ctr": [redis]}
     both = options(f"ctr={redis}", "feed=rocksdb:/data/feed", models=("ctr", "feed"))
-    assert both.remotes() == {"ctr": redis, "feed": "rocksdb:/data/feed"}
+    assert both.remotes() == {"ctr": [redis], "feed": ["rocksdb:/data/feed"]}
     for words, remote, more in (
         ("--remote without --dram", redis, {"dram": None}),
-        ("--ssd with --remote", redis, {"ssd": "/data/rows"}),
         ("say which model follows it, such as --remote ctr=redis", redis, {"models": ("ctr", "feed")}),
         ("there is no model 'cart'", f"cart={redis}", {}),
         ("did you mean 'redis'", "redi://10.0.0.1", {}),
@@ -262,8 +261,8 @@ def test_impossible_configurations_are_refused_with_the_cure(tmp_path: Path, url
         hr.Engine(tmp_path / "ctr", memory=hr.Memory(dram="1MiB", remote=url))
     with pytest.raises(OptionError, match="remote= without dram="):
         hr.Memory(remote=url)
-    with pytest.raises(OptionError, match="leave one of them out"):
-        hr.Memory(dram="3MiB", ssd=str(tmp_path), remote=url)
+    with pytest.raises(OptionError, match="ssd_limit='1GiB' without ssd= and remote="):
+        hr.Memory(dram="3MiB", ssd=str(tmp_path), ssd_limit="1GiB")
     tables = [hr.Table("user", 4), hr.Table("item", 4), hr.Table("tags", 4, {"tags": "mean"})]
     embeddings = hr.EmbeddingCollection(tables, memory=hr.Memory(dram="3MiB", remote=url))
     with pytest.raises(OptionError, match="are only read"):

@@ -8,8 +8,8 @@
     split/memory                 MiB for rows with `--processes 4`, against four copies; and against one copy
     split/failover, split/rolling   servers that die and restart under load (fleet.py)
 
-The compared servers run at the same time and get the load in turns. HOTROW_BENCH_SCALE scales the seconds of every load,
-HOTROW_BENCH_ONLY selects rows by the name after the slash.
+The compared servers run at the same time and get the load in turns. HOTROW_BENCH_SCALE scales the seconds of every
+load, HOTROW_BENCH_ONLY selects rows by the name after the slash.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from hotrow.bench.serving import serve_model as model
 from hotrow.bench.serving.load_client import write_requests
 from hotrow.bench.serving.row_server_process import RowServer, addresses
 from hotrow.bench.serving.serve import CONNECTIONS, ROUNDS, ROWS, SECONDS, Point, in_turns, scale
+from hotrow.bench.serving.serve_peers import DENSE
 from hotrow.bench.serving.serve_process import ServerProcess, hotrow_serve, load
 from hotrow.errors import OptionError
 
@@ -89,7 +90,11 @@ def requests(folder: Path) -> Iterator[Result | str]:
             row = "split/requests" + ("" if name == "shared" else f"/{name}")
             yield higher(row, "requests/s", best[name].rate, "together", best["together"].rate, best[name].spread)
         yield "the same rate to each in turns"
-        steady = {"connections": STEADY_CONNECTIONS, "seconds": SECONDS * scale(), "rate": STEADY * best["together"].rate}
+        steady = {
+            "connections": STEADY_CONNECTIONS,
+            "seconds": SECONDS * scale(),
+            "rate": STEADY * best["together"].rate,
+        }
         medians: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(ROUNDS):
             for name, (server, requests_file) in sides.items():
@@ -120,10 +125,10 @@ def memory(folder: Path) -> Iterator[Result | str]:
 
 def export_rows(folder: Path, rows: int) -> tuple[Path, bytes]:
     """A repository with W-serve's features, all in one table of `rows` rows; and a request."""
-    features = {name: "sum" for name in model.NAMES}
+    features = dict.fromkeys(model.NAMES, "sum")
     embeddings = hr.EmbeddingCollection([hr.Table("all", MEMORY_DIM, features)], optimizer=hr.optim.SGD(lr=0.1))
     embeddings.tables[0].store.assign(torch.arange(rows), torch.zeros(rows, MEMORY_DIM))
-    tower = hr.models.DLRM(embeddings.features, dense_features=model.DENSE, bottom=(16,), top=(16,))
+    tower = hr.models.DLRM(embeddings.features, dense_features=DENSE, bottom=(16,), top=(16,))
     hr.export(hr.Recommender(embeddings, tower), folder / "ctr")
     return folder, model.for_hotrow(model.questions(ROWS, 1))[0]
 

@@ -35,6 +35,7 @@ from hotrow.kernels.launch import cdiv
 from hotrow.kernels.rows.serving_lookup import StagedRows
 from hotrow.nn import EmbeddingCollection
 from hotrow.serve.graph.tower import OriginalTower
+from hotrow.tiers.hbm.rows_below import BatchBelow
 from hotrow.tiers.hbm.serving_reader import ServingReader
 from hotrow.tiers.host.store import LATE
 
@@ -78,13 +79,16 @@ class DeviceLane:
         for turn in range(1, RUNNERS_IN_FLIGHT):
             self._runner(self.piece_rows, turn)
 
-    def run(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, Tensor | None, int]:
+    def run(
+        self, batch: KeyedBatch, policy: str = "wait", below: BatchBelow | None = None
+    ) -> tuple[Tensor, Tensor | None, int]:
         """Logits on the host, the ids of each example that a policy answered (int32; None: none), and their total.
 
-        Requires: `reader.supports(batch)`.
+        Over a remote store the missing rows are read through `below`, and LeftError says that some must be loaded
+        first. Requires: `reader.supports(batch)`.
         """
         if batch.size <= self.piece_rows:
-            return self._runner(next(size for size in self.ladder if size >= batch.size)).run(batch, policy)
+            return self._runner(next(size for size in self.ladder if size >= batch.size)).run(batch, policy, below)
         count = cdiv(batch.size, self.piece_rows)
         size = cdiv(batch.size, count)
         runners = [self._runner(self.piece_rows, n % RUNNERS_IN_FLIGHT) for n in range(count)]
@@ -95,7 +99,7 @@ class DeviceLane:
                 parts.append(runners[n - RUNNERS_IN_FLIGHT + 1].copy_logits())
             if n + 1 < count:
                 runners[n + 1].enqueue_lookup(_cut(batch, (n + 1) * size, (n + 2) * size))
-            runners[n].fill_misses_and_enqueue_tower(policy)
+            runners[n].fill_misses_and_enqueue_tower(policy, below)
         parts += [runner.copy_logits() for runner in runners[max(0, count - RUNNERS_IN_FLIGHT + 1) :]]
         logits, late, ids = zip(*parts, strict=True)
         return torch.cat(logits), _join_late(late, logits), sum(ids)
@@ -126,13 +130,14 @@ class BucketRunner:
         self.host_logits = torch.empty(logits.shape, dtype=torch.float32, pin_memory=True)
         lane.stream.synchronize()
         self._done = torch.cuda.Event()
+        self._graph: Any = None
         self._core: Any = self._capture() if lane.graphs else None
 
-    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Tensor | None, int]:
+    def run(self, batch: KeyedBatch, policy: str, below: BatchBelow | None = None) -> tuple[Tensor, Tensor | None, int]:
         """As DeviceLane.run."""
         if self._core is None:
             self.enqueue_lookup(batch)
-            self.fill_misses_and_enqueue_tower(policy)
+            self.fill_misses_and_enqueue_tower(policy, below)
             return self.copy_logits()
         keys, dense = self._inputs(batch)
         logits = torch.empty(self.count, *self.host_logits.shape[1:])
@@ -151,15 +156,20 @@ class BucketRunner:
                 self.dense_in[: self.count] = dense
             self.reader.enqueue_lookup(batch)
 
-    def fill_misses_and_enqueue_tower(self, policy: str) -> None:
+    def fill_misses_and_enqueue_tower(self, policy: str, below: BatchBelow | None = None) -> None:
         """Wait for the lookup, read the missing rows and enqueue the tower."""
         self.policy = policy
         if self._core is not None:
             self._core.fill_misses_and_enqueue_tower(LATE[policy])
             return
         with torch.cuda.stream(self.lane.stream), torch.inference_mode():
-            self.reader.fill_misses(policy)
-            self._tower_and_copy_logits()
+            if self._graph is None:
+                self.reader.fill_misses(policy, below)
+                self._tower_and_copy_logits()
+            else:  # over a remote store, whose rows the core does not know
+                self.reader.read_misses(policy, below)
+                self._graph.replay()
+                self.reader.offer()
             self._done.record()
 
     def copy_logits(self) -> tuple[Tensor, Tensor | None, int]:
@@ -194,6 +204,8 @@ class BucketRunner:
         with torch.cuda.graph(self._graph, pool=lane.pool, stream=lane.stream, capture_error_mode="thread_local"):
             reader.insert_staged()
             self._tower_and_copy_logits()
+        if reader.reader.cache.below is not None:
+            return None
         return _core.GraphRunner(
             lane.reader.gate.core, lane.number, lane.stream.cuda_stream, reader.graph.raw_cuda_graph(),
             self._graph.raw_cuda_graph(), capacity=self.size, features=len(reader.names), dense=lane.dense,
@@ -238,11 +250,11 @@ class DeviceLanes:
         """Whether the lanes can run this batch."""
         return batch.size > 0 and not (batch.dense is not None and batch.dense.is_cuda) and self.reader.supports(batch)
 
-    def run(self, batch: KeyedBatch, policy: str) -> tuple[Tensor, Tensor | None, int]:
+    def run(self, batch: KeyedBatch, policy: str, below: BatchBelow | None = None) -> tuple[Tensor, Tensor | None, int]:
         """As DeviceLane.run, on a free lane."""
         lane = self.free.get()
         try:
-            return lane.run(batch, policy)
+            return lane.run(batch, policy, below)
         finally:
             self.free.put(lane)
 

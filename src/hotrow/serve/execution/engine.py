@@ -26,7 +26,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,6 +62,8 @@ from hotrow.serve.updates.freshness import Freshness
 from hotrow.serve.updates.remote_fill import fill_local, is_local
 from hotrow.table import Lookup
 from hotrow.tiers.host.store import HostStore, count_cold, prefetch_all
+from hotrow.tiers.remote.row_server_store import RowServerStore, url_of
+from hotrow.tiers.remote.tables import RemoteTables
 from hotrow.tiers.rows.cluster_file import RowsAddress
 from hotrow.tiers.rows.handshake import Model, fingerprint
 from hotrow.tiers.rows.row_servers import RowServers
@@ -206,8 +209,8 @@ class Engine:
     def lookup(self, batch: KeyedBatch | Columns) -> dict[str, Tensor]:
         """The tower's input vectors: [rows, dim], or for a sequence [rows, length, dim] and its mask."""
         live, keyed = self._open(), self.keyed(batch)
-        with torch.inference_mode(), self._lookup_lock(), ExitStack() as held:
-            return self._pool(live, self._read(live, keyed, "wait", None, held)[0])[0]
+        with torch.inference_mode(), ExitStack() as held, ExitStack() as locked:
+            return self._pool(live, self._read(live, keyed, "wait", None, held, locked)[0])[0]
 
     def answer_lookup(
         self, batch: KeyedBatch, policy: str = "wait", tower: bool = False, most_rows: int = 1024
@@ -219,8 +222,8 @@ class Engine:
             if tower:
                 self._check_dense(batch)
             dense = self._dense(batch)
-            with self._lookup_lock():
-                lookup, fresh, weights = self._read(live, batch, policy, None, held)
+            with ExitStack() as locked:
+                lookup, fresh, weights = self._read(live, batch, policy, None, held, locked)
                 vectors, late = self._pool(live, lookup)
                 # With a tower they are copied on a CPU too, because a tower may write into its inputs.
                 on_host = {name: vector.to("cpu", copy=tower) for name, vector in vectors.items()}
@@ -246,18 +249,16 @@ class Engine:
         return answered.logits, answered.late
 
     def answer(self, batch: KeyedBatch, policy: str = "wait", until: float | None = None) -> Answer:
-        """As `run`, with the other fields of Answer. `until` (time.monotonic()) is when rows of row servers are late."""
+        """As `run`, with the other fields of Answer. `until` (time.monotonic()): when rows of row servers are late."""
         live = self._open()
         with torch.inference_mode(), ExitStack() as held:
             self._check_dense(batch)
             lanes = self._lanes
             if lanes is not None and lanes.supports(batch):
-                with self._gate.shared():
-                    logits, by_row, ids = lanes.run(batch, policy)
-                    return Answer(logits, LateIds(ids, by_row), True, self.fresh)
+                return self._run_lane(live, lanes, batch, policy)
             dense = self._dense(batch)
-            with self._lookup_lock():
-                lookup, fresh, weights = self._read(live, batch, policy, until, held)
+            with ExitStack() as locked:
+                lookup, fresh, weights = self._read(live, batch, policy, until, held, locked)
                 vectors, late = self._pool(live, lookup)
             if self._tower_outside_gate:
                 held.close()
@@ -317,8 +318,8 @@ class Engine:
                 "service; apply those between first"
             )
         update = prepare(publication, live.embeddings)
-        if isinstance(live.embeddings.remote, RowServerTables):
-            live.embeddings.remote.servers.wait_for(publication.number, SERVERS_CATCH_UP)
+        for servers in _row_servers(live.embeddings):
+            servers.wait_for(publication.number, SERVERS_CATCH_UP)
         if live.embeddings.remote is not None:
             live.embeddings.remote.write_if_local(publication.number, publication.previous, update.changes())
         set_weights = None if publication.dense is None else self._prepare_weights(live, publication.dense)
@@ -330,6 +331,11 @@ class Engine:
             refresh_hbm = None
             if self._lanes is not None:
                 refresh_hbm = exclusive.enter_context(self._lanes.reader.refreshing(update.changed_keys))
+            elif (hbm_cache := self._open().embeddings.hbm_cache) is not None:
+                from hotrow.tiers.hbm.serving_reader import ReaderWriterGate, prepare_refresh
+
+                gate = ReaderWriterGate(hbm_cache.device)
+                refresh_hbm = partial(prepare_refresh(hbm_cache, update.changed_keys), gate)
             exclusive.enter_context(self._gate.exclusive())
             update.apply_rows()
             if refresh_hbm is not None:
@@ -337,6 +343,8 @@ class Engine:
             if set_weights is not None:
                 set_weights()
             self.fresh = update.fresh
+            if isinstance(remote := self._open().embeddings.remote, RemoteTables):
+                remote.follow(update.fresh.publication)
             self._watermarks.append((update.fresh.publication, update.fresh.watermark))
 
     def _set_watermark(self, publication: Publication) -> None:
@@ -382,33 +390,61 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({str(self.source.path)!r})"
 
+    def _run_lane(self, live: _Live, lanes: DeviceLanes, batch: KeyedBatch, policy: str) -> Answer:
+        """A batch on a lane of captured graphs. Rows that a remote store must be asked for are loaded outside the
+        gate."""
+        cache = live.embeddings.hbm_cache
+        below = None if cache is None or cache.below is None else cache.below.batch()
+        for tries_left in reversed(range(READ_ATTEMPTS)):
+            try:
+                with self._gate.shared():
+                    if below is not None:
+                        below.begin()
+                    logits, by_row, ids = lanes.run(batch, policy, below)
+                    fresh = self.fresh if below is None else self._fresh_of(below.publications)
+                    return Answer(logits, LateIds(ids, by_row), True, fresh)
+            except LeftError:
+                if below is None or not tries_left:
+                    raise
+                below.load()
+        raise AssertionError
+
     def _read(
-        self, live: _Live, batch: KeyedBatch, policy: str, until: float | None, held: ExitStack
+        self, live: _Live, batch: KeyedBatch, policy: str, until: float | None, held: ExitStack, locked: ExitStack
     ) -> tuple[Lookup, Freshness, Any]:
-        """Rows of a batch, their publication, and the weights that go with them. The gate is entered shared, and `held`
-        leaves it. Requires: `_lookup_lock` is held."""
+        """Rows of a batch, their publication, and the weights that go with them. Enters the gate shared, which `held`
+        leaves, and takes `_lookup_lock`, which `locked` releases. Rows elsewhere are read before both, so an update
+        never waits for them."""
         if isinstance(live.embeddings.remote, RowServerTables):
             return self._read_from_servers(live, batch, policy, until, held)
-        lookup = self._read_here(live, batch, policy, held)
-        fresh = self.fresh if live.embeddings.remote is None else self._fresh_of(lookup)
+        lookup = self._read_here(live, batch, policy, held, locked)
+        fresh = self.fresh if live.embeddings.remote is None else self._fresh_of(lookup.publications)
         return lookup, fresh, self._weights(live)
 
-    def _read_here(self, live: _Live, batch: KeyedBatch, policy: str, held: ExitStack) -> Lookup:
-        """Rows of a batch; enters the gate shared, and `held` leaves it. A remote store is read before the gate is
-        entered, so an update never waits for it. Requires: `_lookup_lock` is held."""
+    def _read_here(self, live: _Live, batch: KeyedBatch, policy: str, held: ExitStack, locked: ExitStack) -> Lookup:
+        """Rows of a batch through the tiers of this process. HBM is looked up first: rows that it has are not asked for
+        below."""
         embeddings = live.embeddings
         if embeddings.remote is None:
+            locked.enter_context(self._lookup_lock())
             held.enter_context(self._gate.shared())
             return embeddings.route(batch, ahead=False).read(policy)
         lookup = embeddings.route(batch, ahead=False)
         for tries_left in reversed(range(READ_ATTEMPTS)):
-            if policy == "wait":
+            if policy == "wait" and (embeddings.hbm_cache is None or tries_left < READ_ATTEMPTS - 1):
                 lookup.prefetch()
+            locked.enter_context(self._lookup_lock())
             held.enter_context(self._gate.shared())
             try:
-                return lookup.read(policy)
-            except LeftError:  # a small cache evicted some of the rows
+                lookup.read(policy)
+                mixed = embeddings.remote.is_exact and lookup.publications[0] < self.fresh.publication
+                if not (mixed and tries_left):
+                    return lookup
+                held.close()  # there was an update between loading rows and reading them
+                locked.close()
+            except LeftError:  # a small cache evicted some of the rows, or HBM lacks rows that must be loaded
                 held.close()
+                locked.close()
                 if not tries_left:
                     raise
         raise AssertionError
@@ -442,10 +478,10 @@ class Engine:
             live.embeddings.release(lookup)
         raise AssertionError
 
-    def _fresh_of(self, lookup: Lookup) -> Freshness:
+    def _fresh_of(self, publications: tuple[int, int]) -> Freshness:
         """The freshness of an answer over a remote store, whose rows may be older or newer than the publication in
         service here."""
-        lowest, highest = lookup.publications
+        lowest, highest = publications
         fresh = self.fresh
         highest = max(fresh.publication, highest)
         if lowest >= fresh.publication:
@@ -518,11 +554,17 @@ def _open(
 def _load_rows(version: Version, memory: Memory | None, device: str | torch.device | None) -> EmbeddingCollection:
     """The version's rows as a read-only collection."""
     memory = memory or Memory()
-    if memory.rows is not None:
-        return _open_row_servers(version, memory.rows)
     tables = version.tables
-    if memory.remote is not None and is_local(memory.remote):
-        fill_local(version, memory.remote)
+    if memory.rows is not None:
+        model, definitions = _model_of(version), [on_disk.table for on_disk in tables]
+        if memory.dram is None:
+            return _open_row_servers(version, memory.rows, model)
+        memory = replace(memory, rows=None, remote=[url_of(memory.rows, model, definitions), *memory.remotes])
+    if memory.remote is not None:
+        own = f"export:{version.path.resolve()}"
+        memory = replace(memory, remote=[own if url == "export:" else url for url in memory.remotes])
+    for url in filter(is_local, memory.remotes):
+        fill_local(version, url)
     embeddings = EmbeddingCollection(
         [on_disk.table for on_disk in tables],
         optimizer=SGD(),
@@ -535,10 +577,25 @@ def _load_rows(version: Version, memory: Memory | None, device: str | torch.devi
     return embeddings.eval()
 
 
-def _open_row_servers(version: Version, address: str) -> EmbeddingCollection:
+def _row_servers(embeddings: EmbeddingCollection) -> list[RowServers]:
+    """The row servers below a collection, with a cache or without."""
+    remote = embeddings.remote
+    if isinstance(remote, RowServerTables):
+        return [remote.servers]
+    if isinstance(remote, RemoteTables) and isinstance(remote.store, RowServerStore):
+        return [remote.store.servers]
+    return []
+
+
+def _model_of(version: Version) -> Model:
+    """What row servers must have."""
+    tables = [on_disk.table for on_disk in version.tables]
+    return Model(version.model, version.number, fingerprint(tables, int(version.manifest["seed"])))
+
+
+def _open_row_servers(version: Version, address: str, model: Model) -> EmbeddingCollection:
     """The version's tables over row servers: no row is loaded here."""
     tables, seed = [on_disk.table for on_disk in version.tables], int(version.manifest["seed"])
-    model = Model(version.model, version.number, fingerprint(tables, seed))
     servers = RowServers(RowsAddress.parse(address), model, [table.dim for table in tables])
     try:
         servers.wait_until_complete(SERVERS_START)

@@ -93,9 +93,7 @@ class ServedVersion:
         remote = self.engine.embeddings.remote
         return not (isinstance(remote, RowServerTables) and remote.servers.topology.missing)
 
-    def run(
-        self, batch: KeyedBatch, policy: str, until: float | None = None
-    ) -> tuple[Tensor, Any, bool, Freshness]:
+    def run(self, batch: KeyedBatch, policy: str, until: float | None = None) -> tuple[Tensor, Any, bool, Freshness]:
         """Logits, late ids by row, whether compiled buckets computed all logits, and the freshness of the data."""
         try:
             logits, late, compiled, fresh = self.engine.answer(batch, policy, until)
@@ -216,6 +214,8 @@ def _open_engine(folder: Path, name: str, options: Mapping[str, Any]) -> Engine:
     rows = options.get("rows") or {}
     if (row_servers := rows.get(folder.parent.name, rows.get(""))) is not None:  # "": of all models
         tiers["rows"] = row_servers
+    if {"remote", "rows"} & tiers.keys() and "ssd" in tiers and options.get("ssd_limit") is not None:
+        tiers["ssd_limit"] = options["ssd_limit"]
     if "ssd" in tiers:  # each version of each model has its own folder there
         tiers["ssd"] = str(Path(tiers["ssd"]) / folder.parent.name / name)
     precision, most = options.get("precision", "fp32"), int(options.get("max_rows", 1024))

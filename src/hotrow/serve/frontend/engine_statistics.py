@@ -52,6 +52,7 @@ _REMOTE = {  # a remote store's figure → the metric's name
     "late": "hotrow_remote_late_total",
     "bytes": "hotrow_remote_bytes_total",
     "rows": "hotrow_remote_cached_rows",
+    "fallback": "hotrow_remote_fallback_total",
     "up": "hotrow_remote_up",
 }
 

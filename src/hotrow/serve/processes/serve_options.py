@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from hotrow.config import check_options
+from hotrow.config import Memory, check_options
 from hotrow.credentials import public, split_login
 from hotrow.errors import OptionError, choices
 from hotrow.publish.bus import SCHEMES
@@ -49,6 +49,7 @@ class ServeOptions:
     frontends: int = 1
     dram: str | None = None
     ssd: str | None = None
+    ssd_limit: str | None = None  # of each version of a model
     hbm: str | None = None
     deadline: float | None = None  # None: that of the version
     policy: str | None = None  # None: that of the version
@@ -59,7 +60,7 @@ class ServeOptions:
     max_wait: float = 0.002
     poll: float = 0.0
     bus: tuple[str, ...] = ()  # addresses, or model=address
-    remote: tuple[str, ...] = ()  # addresses, or model=address
+    remote: tuple[str, ...] = ()  # addresses, or model=address; several of a model are read in this order
     rows: tuple[str, ...] = ()  # row servers: addresses, or model=address
     stale_after: float | None = None
     token: str | None = field(default=None, repr=False)
@@ -78,21 +79,32 @@ class ServeOptions:
                 raise OptionError(f"--{name} {getattr(self, name)}: give 1 or more")
         if self.precision not in PRECISIONS:
             raise OptionError(f"--precision {self.precision}: {choices(self.precision, PRECISIONS)}")
-        for name in ("dram", "hbm"):
+        for name in ("dram", "hbm", "ssd_limit"):
             if (size := getattr(self, name)) is not None:
                 parse_size(size, name)
         if self.stale_after is not None and not self.bus:
             raise OptionError(f"--stale-after {self.stale_after:g}s: give the bus that the model follows too (--bus)")
-        for address in (*self.buses().values(), *self.remotes().values()):
+        stores = [url for urls in self.remotes().values() for url in urls]
+        for address in (*self.buses().values(), *stores):
             split_login(address)  # its password's file can be read
         if self.remote and self.dram is None:
             raise OptionError("--remote without --dram: say how much memory the cache over it may take: --dram 4GiB")
-        self._check_rows()
-        for name in ("ssd", "hbm"):
-            if self.remote and getattr(self, name) is not None:
-                raise OptionError(
-                    f"--{name} with --remote: over a remote store DRAM is the cache; leave one of them out"
-                )
+        row_servers = self.row_servers()
+        for model in {*row_servers, *self.remotes()}:
+            Memory(
+                dram=self.dram,
+                ssd=self.ssd,
+                hbm=self.hbm,
+                ssd_limit=self.ssd_limit,
+                remote=self.remotes().get(model),
+                rows=row_servers.get(model),
+            )
+        for address in row_servers.values():
+            RowsAddress.parse(address)
+        if self.ssd_limit is not None and not (self.remote or self.rows):
+            raise OptionError(
+                "--ssd-limit without --remote or --rows: without them the SSD folder has to hold all rows"
+            )
         if self.ssd is not None and self.dram is None:
             raise OptionError("--ssd without --dram: say how much memory rows may take, such as --dram 4GiB")
         check_options("limits", self.limits, [option.name for option in fields(Limits)])
@@ -104,7 +116,7 @@ class ServeOptions:
     def _check_devices(self) -> None:
         """The checks for which the GPUs of this machine must be known. They come last: a driver may take seconds."""
         engines = self.engine_devices
-        if len(engines) > 1 and any(is_local(url) for url in self.remotes().values()):
+        if len(engines) > 1 and any(is_local(url) for urls in self.remotes().values() for url in urls):
             raise OptionError(
                 f"--remote rocksdb:... with {len(engines)} engines (--processes {self.processes}, devices "
                 f"{', '.join(device.name for device in self.placement.devices)}): RocksDB lets one process open a "
@@ -128,18 +140,11 @@ class ServeOptions:
 
     def buses(self) -> dict[str, str]:
         """The bus of each model that follows one. An address without a model's name belongs to the only model."""
-        return self._by_model("bus", self.bus, SCHEMES, "dir:/data/publications")
-
-    def _check_rows(self) -> None:
-        for name in ("remote", "ssd", "hbm", "dram"):
-            if self.rows and getattr(self, name):
-                raise OptionError(f"--{name} with --rows: the row servers hold all rows; leave one of them out")
-        for address in self.row_servers().values():
-            RowsAddress.parse(address)
+        return self._one_by_model("bus", self.bus, SCHEMES, "dir:/data/publications")
 
     def row_servers(self) -> dict[str, str]:
         """The row servers of each model that has them. An address without a model's name belongs to the only model."""
-        return self._by_model("rows", self.rows, None, "10.0.0.1:8010")
+        return self._one_by_model("rows", self.rows, None, "10.0.0.1:8010")
 
     @property
     def shares_rows(self) -> bool:
@@ -158,16 +163,29 @@ class ServeOptions:
             "bus": [f"{model}={address}" for model, address in self.buses().items()],
         }
 
-    def remotes(self) -> dict[str, str]:
-        """The remote store of each model that has one. An address without a model's name belongs to the only model."""
+    def remotes(self) -> dict[str, list[str]]:
+        """The remote stores of each model that has any, in the order in which they are read. An address without a
+        model's name belongs to the only model."""
         return self._by_model("remote", self.remote, REMOTE_SCHEMES, "redis://10.0.0.1:6379")
+
+    def _one_by_model(
+        self, option: str, all_given: Sequence[str], schemes: Sequence[str] | None, example: str
+    ) -> dict[str, str]:
+        found = self._by_model(option, all_given, schemes, example)
+        for name, addresses in found.items():
+            if len(addresses) > 1:
+                verb = "follows" if option == "bus" else "has"
+                raise OptionError(
+                    f"--{option} {name}={public(addresses[1])}: model {name!r} {verb} {public(addresses[0])} already"
+                )
+        return {name: address for name, (address,) in found.items()}
 
     def _by_model(
         self, option: str, all_given: Sequence[str], schemes: Sequence[str] | None, example: str
-    ) -> dict[str, str]:
+    ) -> dict[str, list[str]]:
         from hotrow.serve.repository.manifest import Repository
 
-        found: dict[str, str] = {}
+        found: dict[str, list[str]] = {}
         names = list(self.models) or Repository(self.repository).models() if all_given else []
         for given in all_given:
             name, _, address = given.partition("=")
@@ -183,11 +201,9 @@ class ServeOptions:
                 name = names[0]
             elif name not in names:
                 raise OptionError(f"{shown}: there is no model {name!r}; {choices(name, names)}")
-            if name in found:
-                raise OptionError(f"{shown}: model {name!r} follows {public(found[name])} already")
             if schemes is not None and address.partition(":")[0] not in schemes:
                 raise OptionError(f"{shown}: {choices(address.partition(':')[0], schemes)}, such as {example}")
-            found[name] = address
+            found.setdefault(name, []).append(address)
         return found
 
     def lane_threads(self, engines: int) -> int:
@@ -208,7 +224,9 @@ class ServeOptions:
         self, number: int, socket: str, device: Device, engines: int, shared_rows: str | None = None
     ) -> EngineOptions:
         """The options of engine `number` of `engines`, on a device."""
-        tiers = {name: value for name in ("dram", "ssd", "hbm") if (value := getattr(self, name)) is not None}
+        tiers = {
+            name: value for name in ("dram", "ssd", "ssd_limit", "hbm") if (value := getattr(self, name)) is not None
+        }
         if shared_rows is not None:  # they are the row server's
             tiers = {}
         if "ssd" in tiers and engines > 1:

@@ -96,6 +96,7 @@ TABLE: dict[str, Metric] = {
     "hotrow_remote_late_total": Metric("counter", _MODEL, "Keys whose rows did not arrive in time"),
     "hotrow_remote_bytes_total": Metric("counter", _MODEL, "Bytes of rows read from the store"),
     "hotrow_remote_cached_rows": Metric("gauge", _MODEL, "Rows in the cache over the remote store"),
+    "hotrow_remote_fallback_total": Metric("counter", _MODEL, "Keys that a store after the first one answered"),
     "hotrow_remote_up": Metric("gauge", _MODEL, "Engines for which every node of the store answers"),
     "hotrow_row_lookups_total": Metric("counter", _MODEL, "Batches that read rows from row servers"),
     "hotrow_row_keys_total": Metric("counter", _MODEL, "Keys whose rows were read from row servers"),

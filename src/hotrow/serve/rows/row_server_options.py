@@ -32,6 +32,8 @@ class RowServerOptions:
     ssd: str | None = None
     bus: tuple[str, ...] = ()  # addresses, or model=address
     token: str | None = field(default=None, repr=False)
+    tls_cert: str | None = None  # PEM
+    tls_key: str | None = None
     threads: int = 1
     history: str = "64MiB"
     register: str | None = None  # redis://host/0?set=rows, and the address to register
@@ -57,6 +59,11 @@ class RowServerOptions:
                     "rows.token to row servers and tower servers"
                 )
         token_key(self.token)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise OptionError("--tls-cert and --tls-key: give both, or neither")
+        for path in (self.tls_cert, self.tls_key):
+            if path is not None and not os.path.isfile(path):
+                raise OptionError(f"--tls-cert, --tls-key: there is no file {path}; give PEM files")
         if self.threads < 1:
             raise OptionError(f"--threads {self.threads}: give 1 or more")
         if parse_size(self.history, "history") < LEAST_HISTORY:

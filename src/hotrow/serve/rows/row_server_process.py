@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from rich.console import Console
@@ -80,7 +80,11 @@ class RowServerProcess:
             for listener in listeners:
                 listener.close()
             raise
-        self._server = _core.RowServer(self._prove, threads=self.options.threads)
+        certificate, key = self.options.tls_cert or "", self.options.tls_key or ""
+        try:
+            self._server = _core.RowServer(self._prove, threads=self.options.threads, certificate=certificate, key=key)
+        except RuntimeError as error:
+            raise OptionError(f"--tls-cert, --tls-key: {error}") from None
         for listener in listeners:
             listener.listen(BACKLOG)
             listener.setblocking(False)
@@ -179,7 +183,7 @@ class RowServerProcess:
                 )
         if served.fingerprint != wanted.fingerprint:
             raise HandshakeError(
-                f"version {wanted.version} of {wanted.name!r} has other tables or another seed here than at the client; "
+                f"version {wanted.version} of {wanted.name!r} has other tables or another seed than the client's; "
                 "copy the same export to both"
             )
         return served
@@ -260,7 +264,7 @@ def run(options: RowServerOptions) -> int:
     server = RowServerProcess(options, console)
     with StopSignals(lambda _: stop.set()):
         try:
-            with console.status("loading rows") if console.is_terminal else suppress():
+            with console.status("loading rows") if console.is_terminal else nullcontext():
                 server.start()
             console.print(f"[bold green]serving rows[/] of shards {options.shards[0]}:{options.shards[1]}")
             for address in server.addresses:

@@ -46,9 +46,7 @@ class ServedRows:
         self.fingerprint = _fingerprint(version)
         self.embeddings = _load(version, shards, memory)
         self.fresh = _fresh_of(version)
-        self.service = _core.RowService(
-            self._cores(), self.fresh.publication, history_publications, history_bytes
-        )
+        self.service = _core.RowService(self._cores(), self.fresh.publication, history_publications, history_bytes)
         self.follower: Follower | None = None
         self.unused_since: float | None = None  # time.monotonic()
 

@@ -15,6 +15,7 @@ written back. No result depends on what is cached.
     pinned_ring.py     the pinned ring buffer that these rows pass through
     capacity_split.py  how a group's slots are divided between its tables
     batch_layout.py    a batch's features as arrays on the device
+    rows_below.py      RowsBelow: the tiers below HBM where a remote store is the last
     serving_reader.py  lookups of a server's lanes, and the filler that inserts what they missed
     client.py          DeviceClient: the requester's half of a plan whose rows other processes own
     owner.py           HbmOwner: the owner's half

@@ -29,6 +29,7 @@ from hotrow.kernels.index.sets import WAYS
 from hotrow.kernels.rows.layout import RowLayout
 from hotrow.tiers.hbm.group_cache import MIN_SETS, GroupCache, free_bytes, slot_bytes
 from hotrow.tiers.hbm.pinned_ring import DRAM_SHARE, UPLOAD_BUFFERS, WRITE_BACK_BUFFERS, PinnedRing, buffer_bytes
+from hotrow.tiers.hbm.rows_below import RowsBelow
 from hotrow.tiers.hbm.staging_queue import DeferredFetch, StagingQueue
 from hotrow.tiers.hbm.table_group import AsyncCounter, Generation, TableGroup
 from hotrow.tiers.host.store import Budget, HostStore
@@ -60,6 +61,7 @@ class HbmCache:
         self.queue = StagingQueue(self.budget_errors)
         self.deferred: DeferredFetch | None = None  # the current batch's fetch, until it is finished
         self.stores = [rows.store for rows in tables]  # not the tables: they refer to this cache
+        self.below: RowsBelow | None = None  # set by the collection; None: the stores have all rows
         self.last_read: Any = None  # event: the last read-only batch has gathered its rows
         kinds: dict[tuple[RowLayout, int, bool], list[HostStore]] = {}
         for rows in tables:

@@ -48,8 +48,10 @@ from hotrow.tiers.batch_values import TableRule
 from hotrow.tiers.hbm.batch_layout import lay_out
 from hotrow.tiers.hbm.miss_list import MissList
 from hotrow.tiers.hbm.row_transfer import UploadTarget
+from hotrow.tiers.hbm.rows_below import BatchBelow, RowsBelow
 from hotrow.tiers.hbm.table_group import BegunUpload, TableGroup
 from hotrow.tiers.host.row_staging import HostRowFetch, RowLocations
+from hotrow.tiers.host.store import HostStore
 from hotrow.tiers.plan import Feature
 
 
@@ -84,6 +86,7 @@ class GroupBatch:
         self._layout_stream = raw_stream(group.cache.device)
         self.ids = [jagged for of_table in features for jagged, _ in of_table]
         self.late = torch.zeros(0, dtype=torch.int64)  # positions of ids that a policy answered
+        self.below: tuple[RowsBelow, BatchBelow] | None = None  # where missing rows may be beside the stores
         self.batch = 0
         self.seen: Tensor | None = None  # occurrences by position, if keys are unique already
         self.extra: Tensor | None = None
@@ -341,12 +344,16 @@ class GroupBatch:
         victims.slots.numpy()[in_extra] = -1  # last: after an error all of them are written back
         return settled
 
+    def _read_raw(self, store: HostStore, keys: Tensor, out: Tensor) -> Tensor:
+        return store.read_raw(keys, out) if self.below is None else self.below[0].read_raw(store, keys, out)
+
     def read_into_cache(self, count: int, late: str) -> None:
         """For read-only tables: insert missing rows that are in DRAM into the cache, as far as slots are free. Copy the
         others for this batch."""
         cache, group = self.group.cache, self.group
         cache.hits += self.keys.numel() - count
         cache.misses += count
+        self.late = torch.zeros(0, dtype=torch.int64)  # of an earlier attempt
         if count == 0:
             return
         settled = cache.settled
@@ -355,7 +362,7 @@ class GroupBatch:
         chosen = choose_slots(cache.index, unique.keys, unique.tables, unique.number, settled, cache.policy)
         report, keys, assigned, victims = self._report_misses(unique, chosen)
         rows = torch.empty(keys.numel(), group.width, pin_memory=cache.device.type == "cuda")
-        here = torch.cat([store.read_raw(keys[b:e], rows[b:e]) for store, b, e in victims.by_table()])
+        here = torch.cat([self._read_raw(store, keys[b:e], rows[b:e]) for store, b, e in victims.by_table()])
         kept = here.numpy() & (assigned.slots.numpy() >= 0)
         cache.evictions += int(np.count_nonzero(kept & (victims.slots.numpy() >= 0)))
         cache.overflows += int(np.count_nonzero(here.numpy() & ~kept))
@@ -386,7 +393,10 @@ class GroupBatch:
         values = torch.zeros(keys.numel(), layout.stride, dtype=torch.float32)
         flags = torch.zeros(keys.numel(), dtype=torch.bool)
         for store, begin, end in rows.by_table():
-            if late == "wait":
+            if self.below is not None:
+                found, flags[begin:end] = self.below[1].read(store, keys[begin:end], late)
+                values[begin:end, : layout.dim] = found
+            elif late == "wait":
                 values[begin:end, : layout.dim] = store.read(keys[begin:end])[0]
             else:
                 found, flags[begin:end] = store.read_late(keys[begin:end], late)

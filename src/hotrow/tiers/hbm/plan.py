@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from hotrow.device.streams import follow, on
-from hotrow.errors import GradientError
+from hotrow.errors import GradientError, OptionError
 from hotrow.kernels.current_stream import current_stream
 from hotrow.kernels.rows import finite
 from hotrow.tiers.batch_values import ALL_EXAMPLES, BatchUpdate, RoutedBatch, TransferStats
 from hotrow.tiers.hbm.batch_layout import join
 from hotrow.tiers.hbm.cache import HbmCache
 from hotrow.tiers.hbm.group_batch import GroupBatch
+from hotrow.tiers.hbm.rows_below import ONLY_READ, BatchBelow
 from hotrow.tiers.hbm.staging_queue import DeferredFetch, StagedBatch
 from hotrow.tiers.host.plan import HostPlan
 from hotrow.tiers.host.store import HostStore
@@ -37,10 +38,9 @@ from hotrow.tiers.plan import ANY_PUBLICATION, Feature, TableInputs
 class HbmPlan:
     """One batch in all table groups."""
 
-    publications = ANY_PUBLICATION
-
     def __init__(self, cache: HbmCache) -> None:
         self.cache = cache
+        self.below: BatchBelow | None = None  # this batch's reads of a remote store below
         self.parts: list[GroupBatch] = []
         self._jobs: list[tuple[HostStore, list[Feature]]] = []
         self._batch_numbers: list[int] = []  # this batch's number in each group
@@ -55,6 +55,7 @@ class HbmPlan:
     def route(self, jobs: TableInputs, ahead: bool = False) -> RoutedBatch:
         """Take the keys. They are copied to the device at the lookup."""
         self.release()
+        self.below = None if self.cache.below is None else self.cache.below.batch()
         self._jobs = [(store, list(features)) for store, features in jobs]
         self._batch_numbers = [group.cache.begin() for group in self.cache.groups]
         values = [jagged.values for _, features in self._jobs for jagged, _ in features]
@@ -68,6 +69,9 @@ class HbmPlan:
 
         Rows over SSD are uploaded at the batch's turn, because earlier they would have to stay pinned in DRAM.
         """
+        if self.below is not None:  # after a `read` that lacked rows, those alone
+            keys = [(store, jagged.values.cpu()) for store, features in self._jobs for jagged, _ in features]
+            return self.below.load(() if self._reads_only else keys)
         if self.cache.stages_ahead:
             self._assign_slots()
             return TransferStats()
@@ -119,6 +123,8 @@ class HbmPlan:
         After a batch without misses, the next batch is assumed to have none: the gather is enqueued before the host has
         the number of misses, and repeated if there were any.
         """
+        if self.below is not None:
+            raise OptionError(ONLY_READ)
         for group in self.cache.groups:
             if group.cache.frozen:
                 for store in group.stores:
@@ -166,6 +172,9 @@ class HbmPlan:
             )
             for group in self.cache.groups
         ]
+        if self.below is not None and self.cache.below is not None:
+            for part in self.parts:
+                part.below = self.cache.below, self.below
         if self._seen is not None:
             for part in self.parts:
                 part.seen = join([self._seen[number] for number in part.numbers], self.cache.device)
@@ -177,12 +186,24 @@ class HbmPlan:
 
     def read(self, late: str = "wait") -> None:
         """Only read. Rows are not pinned, so `gather` finds them. It reads rows that are on SSD, or answers them by the
-        policy `late`."""
+        policy `late`. Over a remote store this call reads them, because it may raise LeftError; then `prefetch` loads
+        what is missing, and this is called again."""
         self._reads_only, self._late = True, late
+        if self.below is not None:
+            self.below.begin()
+            self._read(None)
+            self.below.finish(late)
 
-    def _read(self, outputs: Sequence[Tensor]) -> None:
-        """Find and gather the rows. Missing rows are copied for this batch alone; those of read-only tables that are in
-        DRAM are inserted into the cache. Requires: no row changes meanwhile.
+    @property
+    def publications(self) -> tuple[int, int]:
+        """Over a remote store, those of the rows."""
+        return ANY_PUBLICATION if self.below is None else self.below.publications
+
+    def _read(self, outputs: Sequence[Tensor] | None) -> None:
+        """Find the rows, and gather them if there are outputs.
+
+        Missing rows are copied for this batch alone; those of read-only tables that are in DRAM are inserted into the
+        cache. Requires: no row changes meanwhile.
 
         Lanes call this one after another, each on its own stream. `last_read` is the event after the previous gather.
         """
@@ -199,7 +220,8 @@ class HbmPlan:
                 else:
                     part.read_without_caching(count, self._late)
                 part.use_on_current_stream()
-                part.gather([outputs[number] for number in part.numbers])
+                if outputs is not None:
+                    part.gather([outputs[number] for number in part.numbers])
             self.late_ids = sum(part.late.numel() for part in self.parts)
             if self.cache.device.type == "cuda":
                 self.cache.last_read = current_stream(self.cache.device).record_event()
@@ -222,8 +244,15 @@ class HbmPlan:
 
     def gather(self, outputs: Sequence[Tensor]) -> None:
         """Pool rows into one matrix per feature."""
-        if self._reads_only:
+        if self._reads_only and self.below is None:
             self._read(outputs)
+            return
+        if self._reads_only:
+            with self.cache.budget_errors, self.cache.exclusive():
+                for part in self.parts:
+                    part.gather([outputs[number] for number in part.numbers])
+                if self.cache.device.type == "cuda":
+                    self.cache.last_read = current_stream(self.cache.device).record_event()
             return
         with self.cache.budget_errors:
             for part in self.parts:

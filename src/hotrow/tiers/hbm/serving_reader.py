@@ -43,8 +43,9 @@ from hotrow.kernels.rows.serving_lookup import MissLists, StagedRows, lookup, sc
 from hotrow.tiers.feature_layout import Layout
 from hotrow.tiers.hbm.cache import HbmCache
 from hotrow.tiers.hbm.pinned_ring import charge
+from hotrow.tiers.hbm.rows_below import BatchBelow, RowsBelow
 from hotrow.tiers.hbm.table_group import TableGroup
-from hotrow.tiers.host.store import LATE
+from hotrow.tiers.host.store import LATE, HostStore
 
 HALF_LIFE = 4096.0  # rounds of the filler
 # Keys per round and seconds between rounds, first while slots are empty, then when the cache is full. A lane waits for
@@ -134,24 +135,32 @@ class ServingReader:
         """Inside the block the filler inserts nothing. Change the rows of these keys (by id of their store) in the
         tiers below, then call what this yields: it refreshes the cached copies, and drops those that are not in
         DRAM."""
-        parts = [part for group in self.cache.groups if (part := _Changed(group, changed)).count]
-
-        def refresh() -> None:
-            for part in parts:
-                part.refresh(self.gate)
-
+        refresh = prepare_refresh(self.cache, changed)
         with self.lock:
-            yield refresh
+            yield lambda: refresh(self.gate)
 
     def close(self) -> None:
         """Stop the filler."""
         self.filler.close()
 
 
+def prepare_refresh(cache: HbmCache, changed: Mapping[int, Tensor]) -> Callable[[ReaderWriterGate], None]:
+    """A function that refreshes the cached copies of these keys (by id of their store) after their rows have changed in
+    the tiers below. Requires: meanwhile nobody else reads or changes the cache."""
+    parts = [part for group in cache.groups if (part := _Changed(group, changed, cache.below)).count]
+
+    def refresh(gate: ReaderWriterGate) -> None:
+        for part in parts:
+            part.refresh(gate)
+
+    return refresh
+
+
 class _Changed:
     """A group's keys whose rows change in the tiers below."""
 
-    def __init__(self, group: TableGroup, changed: Mapping[int, Tensor]) -> None:
+    def __init__(self, group: TableGroup, changed: Mapping[int, Tensor], below: RowsBelow | None) -> None:
+        self.below = below
         nothing = torch.empty(0, dtype=torch.int64)
         self.group, self.keys = group, [changed.get(id(store), nothing) for store in group.stores]
         self.bounds = [0, *itertools.accumulate(keys.numel() for keys in self.keys)]
@@ -168,7 +177,7 @@ class _Changed:
             self.group.stores, self.keys, itertools.pairwise(self.bounds), strict=True
         ):
             if begin < end:
-                present[begin:end] = store.read_raw(keys, self._rows[begin:end])
+                present[begin:end] = _read_raw(self.below, store, keys, self._rows[begin:end])
         incoming, stay = to_device(self._rows, cache.device), to_device(present, cache.device)
         with gate.writing():
             slots = find(cache.index, self._keys, self._bounds)
@@ -217,12 +226,12 @@ class LaneReader:
         self.ids = self.misses = self._count = 0
         self._done = torch.cuda.Event() if pinned else None
 
-    def find(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, int]:
+    def find(self, batch: KeyedBatch, policy: str = "wait", below: BatchBelow | None = None) -> tuple[Tensor, int]:
         """The pooled matrix [examples, width], on the current stream, and how many ids the policy answered (`late`
         counts them by example). The matrix is valid until the next call. Requires: `reader.supports(batch)`.
         """
         self.enqueue_lookup(batch)
-        late = self.fill_misses(policy)
+        late = self.fill_misses(policy, below)
         return self.out[: batch.size], late
 
     def enqueue_lookup(self, batch: KeyedBatch) -> None:
@@ -238,18 +247,26 @@ class LaneReader:
         if self._done is not None:
             self._done.record()
 
-    def fill_misses(self, policy: str = "wait") -> int:
+    def fill_misses(self, policy: str = "wait", below: BatchBelow | None = None) -> int:
         """Wait for the lookup, read the missing rows and enqueue their insertion. Returns how many ids the policy
         answered."""
+        late = self.read_misses(policy, below)
+        self.insert_staged()
+        self.offer()
+        return late
+
+    def read_misses(self, policy: str = "wait", below: BatchBelow | None = None) -> int:
+        """Wait for the lookup and read the missing rows, over a remote store through `below`, which may raise
+        LeftError. Returns how many ids the policy answered."""
         if self._done is not None:
             self._done.synchronize()
         self.late[: self._count] = 0
         self.ids, self.misses = (
             self._count * len(self.names),
-            sum([self._read_misses(*part, policy) for part in self._parts()]),
+            sum([self._read_misses(*part, policy, below) for part in self._parts()]),
         )
-        self.insert_staged()
-        self.offer()
+        if below is not None:
+            below.finish(policy)
         return int(self.late[: self._count].sum())
 
     def insert_staged(self) -> None:
@@ -303,8 +320,18 @@ class LaneReader:
                 self.out, cache.policy,
             )  # fmt: skip
 
-    def _read_misses(self, part: GroupFeatures, lists: MissLists, staging: StagedRows, missed: Any, policy: str) -> int:
+    def _read_misses(
+        self,
+        part: GroupFeatures,
+        lists: MissLists,
+        staging: StagedRows,
+        missed: Any,
+        policy: str,
+        below: BatchBelow | None,
+    ) -> int:
         """Read the missing rows from the tiers below into the staging buffers."""
+        if below is not None:
+            return self._read_misses_below(part, lists, staging, missed, policy, below)
         count = _core.read_misses(
             part.cores, part.columns.data_ptr(), lists.counts.data_ptr(), lists.keys.data_ptr(),
             lists.examples.data_ptr(), self.capacity, LATE[policy], self.out.stride(0), staging.rows.data_ptr(),
@@ -312,6 +339,37 @@ class LaneReader:
         )  # fmt: skip
         staging.count[0] = count
         return int(count)
+
+    def _read_misses_below(
+        self,
+        part: GroupFeatures,
+        lists: MissLists,
+        staging: StagedRows,
+        missed: Any,
+        policy: str,
+        below: BatchBelow,
+    ) -> int:
+        """The same over a remote store: feature by feature in the buffers, and one read for each table."""
+        counts = lists.counts.tolist()
+        bounds = list(itertools.accumulate(counts, initial=0))
+        keys, examples = (
+            np.concatenate([row[:count] for row, count in zip(of_lists.numpy(), counts, strict=True)])
+            for of_lists in (lists.keys, lists.examples)
+        )
+        columns = np.repeat(part.columns.numpy(), counts)
+        missed[: bounds[-1]] = keys
+        staging.places[: bounds[-1]] = torch.from_numpy(examples.astype(np.int64) * self.out.stride(0) + columns)
+        tables = np.repeat(part.tables, counts)
+        for table, store in enumerate(part.group.stores):
+            at = np.flatnonzero(tables == table)
+            if not at.size:
+                continue
+            unique, inverse = np.unique(keys[at], return_inverse=True)
+            values, late = below.read(store, torch.from_numpy(unique), policy)
+            staging.rows[torch.from_numpy(at)] = values[torch.from_numpy(inverse)]
+            np.add.at(self.late, examples[at[late.numpy()[inverse]]], 1)
+        staging.count[0] = bounds[-1]
+        return int(bounds[-1])
 
 
 class CacheFiller:
@@ -411,10 +469,16 @@ class CacheFiller:
         present = np.zeros(keys.size, dtype=bool)
         for store, (begin, end) in zip(group.stores, itertools.pairwise(bounds), strict=True):
             if begin < end:
-                present[begin:end] = store.read_raw(torch.from_numpy(keys[begin:end]), rows[begin:end]).numpy()
+                some = torch.from_numpy(keys[begin:end])
+                present[begin:end] = _read_raw(self.reader.cache.below, store, some, rows[begin:end]).numpy()
         if present.all():
             return keys, tables, rows
         return keys[present], tables[present], rows[torch.from_numpy(present)]
+
+
+def _read_raw(below: RowsBelow | None, store: HostStore, keys: Tensor, out: Tensor) -> Tensor:
+    """Rows that HBM may keep: those in DRAM, over a remote store without those that are older than what was applied."""
+    return store.read_raw(keys, out) if below is None else below.read_raw(store, keys, out)
 
 
 def _unique(lists: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:

@@ -26,6 +26,7 @@ from hotrow.optim import Optimizer
 from hotrow.tiers.host.core_errors import core_errors
 
 SHARDS = 1024
+SEGMENT = 64 << 20  # bytes of a segment of a log
 TYPES = {"fp32": 0, "fp16": 1, "int8": 2, "bf16": 3}  # types of a row's values (core/rows/row_type.h)
 VALUES = ("fp32", "fp16", "int8")  # types of read-only rows
 LATE = {"wait": 0, "initial": 1, "default": 2}  # policies for a row that is only on SSD (core: ColdReadPolicy)
@@ -256,14 +257,17 @@ class HostStore:
 
     # --- SSD ---
 
-    def attach(self, folder: str, evicts: bool, buffer: int = 1 << 20, lock: Any = None) -> None:
-        """Keep a log of the rows in `folder`. With `evicts`, DRAM becomes a cache over the log.
+    def attach(
+        self, folder: str, evicts: bool, buffer: int = 1 << 20, lock: Any = None, segment: int = SEGMENT
+    ) -> None:
+        """Keep a log of the rows in `folder`, in files of `segment` bytes. With `evicts`, DRAM becomes a cache over the
+        log.
 
         The core holds a reference to `lock` for as long as a batch or a save uses the rows: these may outlive this
         store.
         """
         with core_errors():
-            self.core.attach(folder, evicts, buffer, lock=lock)
+            self.core.attach(folder, evicts, buffer, segment, lock=lock)
 
     def attach_cache(self, folder: str) -> None:
         """Make DRAM a cache over a remote store: evicted rows are discarded.

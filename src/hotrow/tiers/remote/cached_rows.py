@@ -1,10 +1,11 @@
 """CachedTable: a server's table over a remote store. DRAM is a cache; misses are loaded from the store by a deadline.
 
-    DRAM → remote store → the row of an unseen key, or late
+    DRAM → SSD, if there is a folder → remote store → the row of an unseen key, or late
 
 `load` reads the store and keeps the rows that arrive. `finish_read` answers from DRAM and from what `load` returned,
 and never waits, so it may run where a cut-over to a new publication waits for it. When DRAM is full the core drops rows
-that have not been used for long (`drops`: it writes nothing, the store has them). Rows are never created or counted
+that have not been used for long (`drops`: it writes nothing, the store has them), or writes them to the SSD folder,
+where they are part of the cache: `apply` and stale marks reach them too. Rows are never created or counted
 here. A key without a row is remembered as absent for a second, so that a read after `load` can tell it from an unknown
 key.
 
@@ -19,6 +20,7 @@ Threads: any number may read and load at once, beside one that applies.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import threading
 import time
@@ -34,13 +36,18 @@ from torch import Tensor
 from hotrow.errors import MemoryBudgetError, OptionError
 from hotrow.optim import SGD
 from hotrow.table_definition import Table
-from hotrow.tiers.host.store import Budget, HostStore
+from hotrow.tiers.host.core_errors import core_errors
+from hotrow.tiers.host.store import LATE, Budget, HostStore
 from hotrow.tiers.plan import ANY_PUBLICATION
 from hotrow.tiers.remote.store import Answer, Keys, RemoteStore
 
 TOUCH_EVERY = 4  # reads: one in four records its rows as used, which is enough and costs a fourth
 ABSENT_SECONDS = 1.0  # seconds for which a key without a row is remembered as absent
 MOST_ABSENT = 200_000
+MOST_ERASED = 1024  # stale rows that are erased together, if they may be on SSD
+DROPPED_TOGETHER = 64  # rows that are dropped from SSD under the lock
+MOST_APPLIED = 1024  # publications whose keys are remembered, and ...
+MOST_APPLIED_KEYS = 8 << 20  # ... keys: with a store that does not catch up, rows count as older than they may be
 NEWEST = ANY_PUBLICATION[0]  # "as new as anything"
 
 
@@ -100,12 +107,16 @@ class CachedTable:
         if store is None:
             store = HostStore(table.name, table.dim, SGD(), table.initial, seed, budget)
         self.store = store
-        with tempfile.TemporaryDirectory(prefix="hotrow-cache-") as folder:
-            self.store.attach_cache(folder)
-        names = ("hits", "misses", "absent", "late", "bytes", "kept", "stale", "full")
+        self.over_ssd = store.has_log  # whether rows that leave DRAM go to an SSD folder
+        self.ssd_is_full = False  # no row is cached that the store has; set by SsdLimit
+        if not self.over_ssd:
+            with tempfile.TemporaryDirectory(prefix="hotrow-cache-") as folder:
+                self.store.attach_cache(folder)
+        names = ("hits", "misses", "absent", "late", "bytes", "kept", "stale", "full", "dropped")
         self.counters = dict.fromkeys(names, 0)
         self._lock = threading.Lock()
         self._applied: deque[tuple[int, Keys]] = deque()
+        self._applied_keys = 0
         self._forgotten = 0  # the newest applied publication whose keys are no longer remembered
         self._reading: dict[int, int] = {}  # reads in flight → the store's lowest publication when they began
         self._stale: dict[
@@ -113,7 +124,7 @@ class CachedTable:
         ] = {}  # key → (publication its row is good for, publication the store must have)
         self._swept = -1
         self._absent: dict[int, float] = {}  # key → until when it counts as absent
-        self._highest = 0  # publication of any cached row
+        self._highest = 0  # publication of any cached row, or of any key that was absent
         self._reads = 0
 
     def begin(self, number: int) -> None:
@@ -134,10 +145,59 @@ class CachedTable:
             missing[positions[torch.from_numpy(self._known_absent(keys[positions].numpy()))]] = False
         return missing
 
+    def read_cached(self, keys: Tensor, values: Tensor, found: Tensor, late: str) -> None:
+        """Copy the rows that are in DRAM into `values` [n, dim] and set `found`. With the policy "wait" also those on
+        SSD; with the others these are not found, and no disk is read."""
+        if late == "wait" or not self.over_ssd:
+            self.store.read_into(keys, values, found)
+            return
+        on_ssd = torch.empty(keys.numel(), dtype=torch.uint8)
+        with self._lock:  # under which no row is erased: one in DRAM stays there or goes to SSD
+            in_dram = self.store.find(keys) >= 0
+            self.store.core.read_warm(keys, LATE["initial"], values, on_ssd)
+        torch.logical_and(in_dram, on_ssd == 0, out=found)
+
+    def read_raw(self, keys: Tensor, out: Tensor) -> Tensor:
+        """As HostStore.read_raw: which keys are in DRAM, without those that have a stale mark."""
+        with self._lock:
+            found = self.store.read_raw(keys, out)
+            if self._stale:
+                found &= torch.tensor([key not in self._stale for key in keys.tolist()], dtype=torch.bool)
+        return found
+
+    @property
+    def highest(self) -> int:
+        """No row that was ever cached is newer than this publication."""
+        return self._highest
+
+    def without_ssd(self, keys: Tensor) -> Tensor:
+        """Those of the keys, which DRAM lacked, that are neither there by now nor on SSD. Reads the disk."""
+        keys = keys[self.store.find(keys) < 0]
+        return keys[~self._on_ssd(keys)]
+
+    def _on_ssd(self, keys: Tensor) -> Tensor:
+        """Which keys have a row on SSD, or in DRAM. The index knows a part of a key, so it is compared on the disk."""
+        there = self.store.cold(keys)
+        if bool(there.any()):
+            there[there.clone()] = self.store.read(keys[there])[1]
+        return there
+
+    def drop_cold(self, shard: int) -> int:
+        """Drop the rows of a shard that are on SSD only; returns how many."""
+        with core_errors():
+            keys = torch.from_numpy(self.store.core.scan_cold(shard)[0])
+        for some in keys.split(DROPPED_TOGETHER):
+            with self._lock:
+                self.store.erase(some)
+                for key in some.tolist() if self._stale else ():
+                    self._stale.pop(key, None)
+        self._count(dropped=keys.numel())
+        return keys.numel()
+
     def finish_read(
         self, keys: Tensor, values: Tensor, found: Tensor, late: str, loaded: LoadedRows | None = None
     ) -> ReadResult:
-        """Complete what `store.read_into` found in DRAM: with `loaded` rows, and by the policy `late` for the others.
+        """Complete what `read_cached` found: with `loaded` rows, and by the policy `late` for the others.
 
         Keys are unique. With the policy "wait" late rows keep the values of unseen keys, and the caller raises.
         """
@@ -153,9 +213,9 @@ class CachedTable:
             answer = loaded.answer
             arrived = here & answer.found[at]
             values[missing[torch.from_numpy(arrived)]] = torch.from_numpy(answer.values[at[arrived]])
-            good, _ = self._stale_for(wanted[here], answer.versions[at[here]], answer.lowest)
+            good, _ = self._stale_for(wanted[here], answer.versions[at[here]], answer.lowest_of(at[here]))
             lowest = min(lowest, int(good.min(initial=NEWEST)))
-            highest = max(highest, int(answer.versions[at[arrived]].max(initial=0)))
+            highest = max(highest, answer.newest(at[here]))
             unknown &= ~here | answer.late[at]
         if not unknown.any():
             return ReadResult(None, lowest, highest)
@@ -208,7 +268,7 @@ class CachedTable:
         wanted, where = torch.unique(keys, return_inverse=True)
         values = torch.empty(wanted.numel(), self.table.dim)
         found = torch.empty(wanted.numel(), dtype=torch.bool)
-        self.store.read_into(wanted, values, found)
+        self.read_cached(wanted, values, found, "wait")
         missing = ~found
         loaded = self.load(wanted[missing].numpy(), deadline) if bool(missing.any()) else None
         result = self.finish_read(wanted, values, found, "initial", loaded)
@@ -238,28 +298,36 @@ class CachedTable:
         """
         complete = self.remote.lowest
         oldest = min([complete, *self._reading.values()])
-        while self._applied and self._applied[0][0] <= oldest:
-            self._forgotten = max(self._forgotten, self._applied.popleft()[0])
+        while self._applied and (
+            self._applied[0][0] <= oldest or len(self._applied) > MOST_APPLIED or self._applied_keys > MOST_APPLIED_KEYS
+        ):
+            number, keys = self._applied.popleft()
+            self._applied_keys -= len(keys)
+            self._forgotten = max(self._forgotten, number)
         if self._stale and complete > self._swept:
-            self._swept = complete
-            over = [key for key, (_, needs) in self._stale.items() if needs <= complete]
+            ready = (key for key, (_, needs) in self._stale.items() if needs <= complete)
+            over = list(itertools.islice(ready, MOST_ERASED if self.over_ssd else None))
+            if not (self.over_ssd and len(over) == MOST_ERASED):
+                self._swept = complete  # else the next call erases more: each row on SSD costs a read of the disk
             self.store.erase(torch.tensor(over, dtype=torch.int64))
             for key in over:
                 del self._stale[key]
                 self._absent.pop(key, None)
 
-    def _stale_for(self, keys: Keys, versions: Keys, lowest: int) -> tuple[Keys, Keys]:
-        """For rows from a store that was complete up to `lowest`: the publication that each is good for (NEWEST: the
+    def _stale_for(self, keys: Keys, versions: Keys, lowest: Keys | int) -> tuple[Keys, Keys]:
+        """For rows from stores that were complete up to `lowest`: the publication that each is good for (NEWEST: the
         row lacks nothing that was applied), and the one that the store must have before the row is read again."""
         good, needs = np.full(len(keys), NEWEST), np.zeros(len(keys), np.int64)
+        since = np.broadcast_to(np.asarray(lowest, np.int64), len(keys))
+        behind = int(since.min(initial=NEWEST))
         for number, changed in list(self._applied):
-            if number > lowest:
-                hit = (versions < number) & np.isin(keys, changed, assume_unique=True)
+            if number > behind:
+                hit = (versions < number) & (since < number) & np.isin(keys, changed, assume_unique=True)
                 good[hit] = np.minimum(good[hit], number - 1)
                 needs[hit] = number
-        if lowest < self._forgotten:  # the keys that changed in between are forgotten
-            old = versions < self._forgotten
-            good[old] = np.minimum(good[old], lowest)
+        if behind < self._forgotten:  # the keys that changed in between are forgotten
+            old = (versions < self._forgotten) & (since < self._forgotten)
+            good[old] = np.minimum(good[old], since[old])
             needs[old] = np.maximum(needs[old], self._forgotten)
         return good, needs
 
@@ -267,12 +335,15 @@ class CachedTable:
         """Put rows that arrived into DRAM, with a stale mark where a row lacks an applied publication."""
         until = time.monotonic() + ABSENT_SECONDS
         with self._lock:
-            good, needs = self._stale_for(keys, answer.versions, answer.lowest)
+            good, needs = self._stale_for(keys, answer.versions, answer.lowest_of(np.arange(len(keys))))
             fresh = torch.from_numpy(keys)
-            new = (
-                answer.found & (self.store.find(fresh) < 0).numpy()
-            )  # another read or `apply` may have cached it meanwhile
+            here = self.store.find(fresh) >= 0
+            if self.over_ssd:
+                here |= self._on_ssd(fresh)
+            new = answer.found & ~here.numpy()  # another read or `apply` may have cached it meanwhile
             try:
+                if self.ssd_is_full:
+                    raise MemoryBudgetError("the SSD folder is full")
                 self.store.assign(fresh[torch.from_numpy(new)], torch.from_numpy(answer.values[new]))
             except MemoryBudgetError:  # more rows than the cache can take: they serve this batch only
                 new[:] = False
@@ -289,7 +360,7 @@ class CachedTable:
                 pairs = zip(good[stale].tolist(), needs[stale].tolist(), strict=True)
                 self._stale.update(zip(keys[stale].tolist(), pairs, strict=True))
                 self._swept = -1
-            self._highest = max(self._highest, int(answer.versions[new].max(initial=0)))
+            self._highest = max(self._highest, answer.newest(new | gone))
         self._count(kept=int(new.sum()), stale=int((stale & answer.found).sum()))
 
     # --- publications ---
@@ -303,11 +374,14 @@ class CachedTable:
         with self._lock:
             self._forget()
             self._applied.append((number, touched))
+            self._applied_keys += len(touched)
             for known in (self._stale, self._absent):
                 if known:
                     for key in touched.tolist():
                         known.pop(key, None)  # type: ignore[attr-defined]
             cached = self.store.find(changed) >= 0
+            if self.over_ssd:
+                cached |= self.store.cold(changed)  # and a few that are not cached: they are as new as these
             self.store.assign(changed[cached], rows[cached])
             self.store.erase(torch.from_numpy(gone))
             return int(cached.sum())

@@ -1,7 +1,9 @@
 """RemoteOwner: the owner's half of a plan, for rows of a remote store with a cache in DRAM. It only reads.
 
-    prefetch   loads from the store what DRAM lacks, all tables at once: the only verb that waits, for READ seconds
-    read       copies rows from DRAM and from what prefetch loaded; the late policy answers the others. Never waits
+    prefetch   loads from SSD and the store what DRAM lacks, all tables at once: the only verb that waits, for READ
+               seconds
+    read       copies rows from DRAM (with the policy "wait" also from SSD) and from what prefetch loaded; the late
+               policy answers the others. Never waits for the store
 
 Without `prefetch` rows that are not in DRAM are late. After an error `read` and `prefetch` may be called again.
 """
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from hotrow.errors import LateError, LeftError, OptionError
 from hotrow.tiers.batch_values import BatchUpdate, ReceivedGradients, TransferStats
 from hotrow.tiers.plan import ANY_PUBLICATION, RequestedRows
 from hotrow.tiers.remote.cached_rows import CachedTable, LoadedRows
-from hotrow.tiers.remote.store import RemoteStore
+from hotrow.tiers.remote.store import Keys, RemoteStore
 from hotrow.tiers.remote.tables import READ, RemoteTables
 
 ONLY_READ = "rows over remote= are only read: train with dram= and ssd=, and publish to the remote store"
@@ -77,7 +79,7 @@ class RemoteOwner:
             if not keys.numel():
                 continue
             values = flat[begin:end].view(-1, rows.table.dim)
-            rows.store.read_into(keys, values, founds[number])
+            rows.read_cached(keys, values, founds[number], late)
             loaded = self._loaded[number] if self._loaded else None
             result = rows.finish_read(keys, values, founds[number], late, loaded)
             lowest, highest = min(lowest, result.lowest), max(highest, result.highest)
@@ -85,23 +87,14 @@ class RemoteOwner:
                 self.late_keys[number] = keys.numpy()[result.late]
         self.publications = lowest, highest
         if self.late_keys and late == "wait":
-            self._raise_late()
+            raise_late(
+                [
+                    (self._keys[number][0].table.name, late_keys, self._loaded[number] if self._loaded else None)
+                    for number, late_keys in self.late_keys.items()
+                ],
+                self.tables.store,
+            )
         self._rows = flat
-
-    def _raise_late(self) -> None:
-        """Raise the error that says why rows with the policy "wait" are late."""
-        count = sum([len(keys) for keys in self.late_keys.values()])
-        names = ", ".join([self._keys[number][0].table.name for number in self.late_keys])
-        for number, keys in self.late_keys.items():
-            loaded = self._loaded[number] if self._loaded else None
-            if loaded is None or not loaded.positions(keys)[1].all():
-                raise LeftError(
-                    f"rows of {names} were evicted between being found and being read; send the request again"
-                )
-        raise LateError(
-            f"{count} rows of {names} did not come from the remote store ({_state(self.tables.store)}); send the "
-            "request again, or use the policy initial or default"
-        )
 
     def gather_rows(self) -> Iterator[Tensor]:
         """The rows that were read. There is one requester: this process."""
@@ -110,6 +103,19 @@ class RemoteOwner:
     def apply_gradients(self, received: Iterable[ReceivedGradients], update: BatchUpdate) -> None:
         """Raise: rows of a remote store are only read."""
         raise OptionError(ONLY_READ)
+
+
+def raise_late(late: Sequence[tuple[str, Keys, LoadedRows | None]], store: RemoteStore) -> NoReturn:
+    """Raise the error that says why rows with the policy "wait" are late: for each table its name, its late keys, and
+    what was loaded."""
+    names = ", ".join([name for name, _, _ in late])
+    for _, keys, loaded in late:
+        if loaded is None or not loaded.positions(keys)[1].all():
+            raise LeftError(f"rows of {names} were evicted between being found and being read; send the request again")
+    raise LateError(
+        f"{sum([len(keys) for _, keys, _ in late])} rows of {names} did not come from the remote store "
+        f"({_state(store)}); send the request again, or use the policy initial or default"
+    )
 
 
 def _state(store: RemoteStore) -> str:

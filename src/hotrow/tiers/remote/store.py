@@ -33,7 +33,7 @@ from hotrow.tiers.remote.row_encoding import VALUES, row_bytes
 
 Keys = NDArray[np.int64]
 Values = NDArray[np.float32]
-SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster", "rocksdb")
+SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster", "rocksdb", "export")  # and rows:, which `--rows` adds
 MOST_NUMBER = (1 << 53) - 1  # Lua's numbers are doubles
 MOST_BITS = 14
 WRITTEN_TOGETHER = 65_536  # rows
@@ -112,11 +112,23 @@ class Answer:
     versions: Keys
     lowest: int  # every row found is as new as this publication
     bytes: int  # approximate bytes received or read from disk: those of the rows
+    lowest_by_key: Keys | None = None  # if several stores answered: the `lowest` of each key's store
 
     @property
     def highest(self) -> int:
         """No row found is newer than this publication."""
         return max(self.lowest, int(self.versions.max(initial=-1)))
+
+    def newest(self, positions: NDArray[Any]) -> int:
+        """The newest publication of the keys at these positions (or in this mask) that are not late. A key without a
+        row may have lost it in any publication up to its store's `lowest`."""
+        versions, late = self.versions[positions], self.late[positions]
+        gone = np.where(~self.found[positions] & ~late, self.lowest_of(positions), -1)
+        return max(0, int(versions.max(initial=-1)), int(gone.max(initial=-1)))
+
+    def lowest_of(self, positions: NDArray[Any]) -> Keys | int:
+        """The `lowest` of the keys at these positions (or in this mask), or one number for all."""
+        return self.lowest if self.lowest_by_key is None else self.lowest_by_key[positions]
 
 
 class RemoteStore(Protocol):
@@ -171,13 +183,22 @@ def open_remote(url: str, **options: Any) -> RemoteStore:
     """The store at a URL. `options` are those of RedisOptions; they may also follow a `?` in the URL.
 
     `redis://[user[:password]@]host[:port][/db][?password_file=/path]`, `rediss://` with TLS,
-    `redis+cluster://host:port,host:port` and `rediss+cluster://` (any of its nodes), `rocksdb:/folder`.
+    `redis+cluster://host:port,host:port` and `rediss+cluster://` (any of its nodes), `rocksdb:/folder`,
+    `export:/repository/ctr/3` (an exported version's own rows, read-only).
     """
     scheme = url.partition(":")[0]
-    if scheme in SCHEMES and scheme != "rocksdb":
+    if scheme in ("redis", "rediss", "redis+cluster", "rediss+cluster"):
         from hotrow.tiers.remote.redis_store import RedisStore
 
         return RedisStore(url, **options)
+    if scheme == "export":
+        from hotrow.tiers.remote.export_store import ExportStore
+
+        return ExportStore(url.partition(":")[2], **options)
+    if scheme == "rows":
+        from hotrow.tiers.remote.row_server_store import RowServerStore
+
+        return RowServerStore(url, **options)
     if scheme == "rocksdb":
         from hotrow.tiers.remote.rocksdb_store import RocksStore
 

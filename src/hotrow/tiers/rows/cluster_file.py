@@ -13,8 +13,9 @@ Servers say themselves which shards they have. The file may say it too, and then
     servers = ["10.0.0.1:8010", "10.0.0.2:8010"]
 
 or only `servers = [...]` without ranges. Options follow a question mark: `cluster.toml?token_file=/run/secrets/rows`,
-`wire=fp16`, `hedge=off`, and `local=off` for
-TCP where shared memory would do.
+`wire=fp16`, `hedge=off`, `local=off` for TCP
+where shared memory would do, and `ca=/etc/rows-ca.pem` for TLS: the certificate authorities of the servers'
+certificates.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ else:
     import tomli as tomllib
 
 WIRES = {"fp32": 0, "fp16": 1, "int8": 2}
-OPTIONS = ("token_file", "wire", "hedge", "local")
+OPTIONS = ("token_file", "wire", "hedge", "local", "ca")
 Shards = tuple[int, int]
 
 
@@ -51,6 +52,7 @@ class RowsAddress:
     wire: str = "fp32"
     hedges: bool = True
     local: bool = True
+    ca: str | None = None
 
     @staticmethod
     def parse(text: str) -> RowsAddress:
@@ -73,7 +75,11 @@ class RowsAddress:
                 raise OptionError(f"{name}={own[name]}: give on or off")
         token_file = own.get("token_file")
         token = None if token_file is None else read_secret(token_file, "token_file=")
-        found = RowsAddress(where, token, wire, own.get("hedge", "on") == "on", own.get("local", "on") == "on")
+        found = RowsAddress(
+            where, token, wire, own.get("hedge", "on") == "on", own.get("local", "on") == "on", own.get("ca")
+        )
+        if found.ca is not None and not os.path.isfile(found.ca):
+            raise OptionError(f"ca={found.ca}: there is no such file; give certificate authorities in PEM")
         if where.endswith(".toml") or where.startswith(("dns:", "redis:", "rediss:")):
             if where.endswith(".toml"):
                 found.servers()
@@ -176,7 +182,7 @@ def _redis_members(url: str) -> list[str]:
             address, username=login.user or None, password=login.password or None, socket_timeout=2.0
         )
         try:
-            members = [member.decode() for member in client.smembers(name)]
+            members = [m.decode() if isinstance(m, bytes) else m for m in client.smembers(name)]
         finally:
             client.close()
     except HotRowError:

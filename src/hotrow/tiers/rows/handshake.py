@@ -162,7 +162,9 @@ def read_hello(challenge: bytes, text: bytes, key: bytes | None) -> tuple[Model,
         name, number, digest = json.loads(body)
     except (ValueError, KeyError, TypeError):
         raise HandshakeError("the hello cannot be read") from None
-    if not hmac.compare_digest(proof.encode(), prove(key, b"client", challenge, nonce.encode(), body.encode()).encode()):
+    if not hmac.compare_digest(
+        proof.encode(), prove(key, b"client", challenge, nonce.encode(), body.encode()).encode()
+    ):
         raise HandshakeError("the client has another token than this row server; give both the same --token-file")
     if protocol != PROTOCOL:
         raise HandshakeError(

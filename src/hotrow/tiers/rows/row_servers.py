@@ -182,7 +182,9 @@ class RowServers:
                     "shards": "" if server.shards is None else f"{server.shards[0]}:{server.shards[1]}",
                     "local": int(server.local),
                     "problem": server.problem,
-                    **{name: states[server.address][name] for name in ("publication", "in_flight", "seconds", "errors")},
+                    **{
+                        name: states[server.address][name] for name in ("publication", "in_flight", "seconds", "errors")
+                    },
                 }
                 for server in servers
             },
@@ -275,8 +277,8 @@ class RowServers:
                 return f"it did not answer a ping within {ANSWER_SECONDS:g} s, or its connection broke"
             if server.control is None and self.client.server(server.number)["connections"] < self.links:
                 try:  # some broke
-                    self.client.add_socket(server.number, self._greet(server.address)[0].detach(), False)
-                except (OSError, HotRowError) as error:
+                    self._add(server, self._greet(server.address)[0], False)
+                except (OSError, HotRowError, RuntimeError) as error:
                     return _reason(error)
             self._stop.wait(PING_SECONDS)
         return "closed"
@@ -285,7 +287,6 @@ class RowServers:
         connection, welcome = self._greet(server.address)
         shards = (welcome.begin, welcome.end)
         if server.expected is not None and server.expected != shards:
-            connection.close()
             begin, end = server.expected
             raise HandshakeError(
                 f"it has the shards {shards[0]}:{shards[1]} and the list says {begin}:{end}; correct one of them"
@@ -295,20 +296,30 @@ class RowServers:
             server.control, descriptors = local
             self.client.add_slots(server.number, descriptors)
         else:
-            self.client.add_socket(server.number, connection.detach(), True)
+            self._add(server, connection, True)
             for _ in range(self.links):
-                self.client.add_socket(server.number, self._greet(server.address)[0].detach(), False)
+                self._add(server, self._greet(server.address)[0], False)
         if not self.client.ping(server.number, ANSWER_SECONDS):
             self._close_server(server)
             raise HandshakeError("it does not answer a ping")
         server.local, server.problem, server.shards = local is not None, "", shards
 
-    def _greet(self, address: str) -> tuple[socket.socket, Welcome]:
-        """A connection that has proven itself."""
+    def _add(self, server: _Server, connection: Any, for_pings: bool) -> None:
+        if isinstance(connection, socket.socket):
+            self.client.add_socket(server.number, connection.detach(), for_pings)
+        else:
+            self.client.add_tls(server.number, connection, for_pings)
+
+    def _greet(self, address: str) -> tuple[Any, Welcome]:
+        """A connection that has proven itself: a socket, or with TLS a TlsConnection of the core."""
         path = socket_path(address)
         if path is None:
             host, _, port = address.rpartition(":")
-            connection = socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS)
+            connection: Any = socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS)
+            if self.address.ca is not None:
+                connection = _core.TlsConnection(
+                    connection.detach(), self.address.ca, host.strip("[]"), CONNECT_SECONDS
+                )
         else:
             connection = socket.socket(socket.AF_UNIX)
             connection.settimeout(CONNECT_SECONDS)
@@ -316,22 +327,24 @@ class RowServers:
         try:
             return connection, greet(connection, self.model, self._key)
         except BaseException:
-            connection.close()
+            if isinstance(connection, socket.socket):
+                connection.close()
             raise
 
-    def _greet_local(
-        self, address: str, welcome: Welcome, connection: socket.socket
-    ) -> tuple[socket.socket, list[int]] | None:
+    def _greet_local(self, address: str, welcome: Welcome, connection: Any) -> tuple[socket.socket, list[int]] | None:
         """The control socket and the descriptors of shared memory, if the server is on this machine."""
         if socket_path(address) is None:
             host = address.rpartition(":")[0]
-            if not (self.address.local and welcome.local and host in LOCAL_HOSTS) or not os.access(welcome.local, os.W_OK):
+            if not (self.address.local and welcome.local and host in LOCAL_HOSTS) or not os.access(
+                welcome.local, os.W_OK
+            ):
                 return None
             try:
                 control, _ = self._greet(f"unix:{welcome.local}")
             except (OSError, HotRowError):  # of another user: TCP works all the same
                 return None
-            connection.close()
+            if isinstance(connection, socket.socket):
+                connection.close()
         else:
             control = connection
         _, descriptors, _, _ = socket.recv_fds(control, 1, DESCRIPTORS)

@@ -3,7 +3,7 @@
 A plan over them is a ShardedPlan (tiers/sharded/plan.py) with two parts of this file:
 
     RowServerTransport   says which range of row servers owns each shard, so that keys are sorted by range
-    RowServerOwner       prefetch: reads all rows from the row servers, by a deadline. read: copies nothing and waits for nothing
+    RowServerOwner       prefetch: reads all rows from the row servers, by a deadline; read: waits for nothing
 
 The rows arrive in the order of the keys, so nothing is sorted or copied between the network and the pooling.
 
@@ -19,21 +19,25 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hotrow.errors import LateError, OptionError
-from hotrow.tiers.batch_values import ALL_EXAMPLES, BatchUpdate, KeyRequest, ReceivedGradients, RoutedBatch, TransferStats
+from hotrow.tiers.batch_values import (
+    ALL_EXAMPLES,
+    BatchUpdate,
+    KeyRequest,
+    ReceivedGradients,
+    RoutedBatch,
+    TransferStats,
+)
 from hotrow.tiers.host.store import HostStore
 from hotrow.tiers.plan import ANY_PUBLICATION, RequestedRows
 from hotrow.tiers.rows.row_servers import RowServers
 from hotrow.tiers.rows.topology import Topology
 from hotrow.tiers.sharded.transport import ExchangeRequests, ReceivedRequests
-
-if TYPE_CHECKING:
-    from hotrow.tiers.sharded.plan import ShardedPlan
 
 READ = 1.0  # seconds that a batch without terms waits
 ONLY_READ = "rows of row servers are only read: train with dram= and ssd=, and publish to a bus that they follow"
@@ -62,6 +66,8 @@ class RemoteRows:
 class RowServerTables:
     """The tables of a collection over row servers."""
 
+    is_exact = True  # every answer is of one publication
+
     def __init__(self, servers: RowServers, tables: Sequence[Any]) -> None:
         self.servers = servers
         self.rows = [RemoteRows() for _ in tables]
@@ -72,9 +78,8 @@ class RowServerTables:
         """This collection serves publication `number`."""
         self.publication = number
 
-    def set_terms(self, plan: ShardedPlan, terms: ReadTerms) -> None:
-        """Set what a batch reads, between its `route` and its `prefetch`."""
-        assert isinstance(plan.owner, RowServerOwner)
+    def set_terms(self, plan: Any, terms: ReadTerms) -> None:
+        """Set what a batch reads, between its `route` and its `prefetch`. The plan is one of these tables."""
         plan.owner.terms = terms
 
     def cold(self, parts: Sequence[tuple[HostStore, Tensor]]) -> int:

@@ -1,14 +1,15 @@
 """Topology: which row servers have which shards. Immutable; a new one replaces it when servers come or go.
 
 Servers may divide the shards differently, as they do while a cluster moves to another division. The shards are cut at
-every server's bounds; adjacent pieces with the same servers are one range. A batch uses one topology from its first step to its
-last.
+every server's bounds; adjacent pieces with the same servers are one range. A batch uses one topology to its
+end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class Topology:
         cuts = sorted({0, SHARDS, *[bound for pair in shards.values() for bound in pair]})
         servers: list[list[int]] = []
         bounds: list[tuple[int, int]] = []
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in pairwise(cuts):
             having = [number for number, (first, last) in shards.items() if first <= begin and end <= last]
             if servers and servers[-1] == having:
                 bounds[-1] = (bounds[-1][0], end)
