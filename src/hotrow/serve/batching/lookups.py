@@ -54,10 +54,11 @@ def join(pieces: Sequence[Piece], version: Version, key: BatchKey) -> KeyedBatch
     return frames.join(slices, signature, key.fingerprint)
 
 
-def run(batch: KeyedBatch, version: Version, key: BatchKey) -> LookupResult:
-    """Read the rows of a joined batch, and run its tower if the key says so."""
+def run(batch: KeyedBatch, version: Version, key: BatchKey, until: float | None) -> LookupResult:
+    """Read the rows of a joined batch, and run its tower if the key says so. `until` is Version.run's."""
     assert key.wanted is not None
-    vectors, logits, late, compiled, fresh = version.servable.lookup(batch, key.policy, key.wanted.logits)
+    deadline = () if until is None else (until,)
+    vectors, logits, late, compiled, fresh = version.servable.lookup(batch, key.policy, key.wanted.logits, *deadline)
     values = np.empty(0, np.float32)
     if logits is not None:
         values = logits.float().cpu().numpy()

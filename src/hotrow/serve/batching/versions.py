@@ -58,7 +58,8 @@ class LookupReader(Protocol):
 
     def lookup(self, batch: KeyedBatch, policy: str, tower: bool) -> Any:
         """(vectors, logits, late, compiled, Freshness), all of one publication. The vectors are on the CPU and named as
-        by Engine.lookup; the logits are None without `tower`, and then the batch may have no dense features."""
+        by Engine.lookup; the logits are None without `tower`, and then the batch may have no dense features. One that
+        `waits_for_rows` takes `until` too, as its `run` does."""
         ...
 
 

@@ -213,17 +213,23 @@ class Engine:
             return self._pool(live, self._read(live, keyed, "wait", None, held, locked)[0])[0]
 
     def answer_lookup(
-        self, batch: KeyedBatch, policy: str = "wait", tower: bool = False, most_rows: int = 1024
+        self,
+        batch: KeyedBatch,
+        policy: str = "wait",
+        tower: bool = False,
+        most_rows: int = 1024,
+        until: float | None = None,
     ) -> tuple[dict[str, Tensor], Answer]:
         """The vectors of `lookup` on the CPU, and an Answer with the publication and the late ids of one read of the
-        rows. With `tower`, it also has the logits, computed for at most `most_rows` rows at once; without, [0]."""
+        rows. With `tower`, it also has the logits, computed for at most `most_rows` rows at once; without, [0]. `until`
+        is `answer`'s."""
         live = self._open()
         with torch.inference_mode(), ExitStack() as held:
             if tower:
                 self._check_dense(batch)
             dense = self._dense(batch)
             with ExitStack() as locked:
-                lookup, fresh, weights = self._read(live, batch, policy, None, held, locked)
+                lookup, fresh, weights = self._read(live, batch, policy, until, held, locked)
                 vectors, late = self._pool(live, lookup)
                 # With a tower they are copied on a CPU too, because a tower may write into its inputs.
                 on_host = {name: vector.to("cpu", copy=tower) for name, vector in vectors.items()}

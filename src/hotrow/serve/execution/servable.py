@@ -102,13 +102,13 @@ class ServedVersion:
         return logits, late.by_row if late.ids else 0, compiled, fresh
 
     def lookup(
-        self, batch: KeyedBatch, policy: str, tower: bool
+        self, batch: KeyedBatch, policy: str, tower: bool, until: float | None = None
     ) -> tuple[dict[str, Tensor], Tensor | None, Any, bool, Freshness]:
         """The vectors of a batch, as LookupReader.lookup (serve/batching/versions.py)."""
         try:
-            vectors, answer = self.engine.answer_lookup(batch, policy, tower, self.tower_rows)
+            vectors, answer = self.engine.answer_lookup(batch, policy, tower, self.tower_rows, until)
         except ClosedError:  # `reopen` replaced it a moment ago
-            vectors, answer = self.engine.answer_lookup(batch, policy, tower, self.tower_rows)
+            vectors, answer = self.engine.answer_lookup(batch, policy, tower, self.tower_rows, until)
         late = answer.late.by_row if answer.late.ids else 0
         return vectors, answer.logits if tower else None, late, answer.compiled, answer.fresh
 
