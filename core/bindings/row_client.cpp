@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <poll.h>
 
@@ -13,6 +14,9 @@
 
 namespace hotrow::bindings {
 namespace {
+
+// Table, pooling, number of bags, and the addresses of their offsets, keys and vectors.
+using PooledTuple = std::tuple<uint32_t, uint32_t, size_t, Address, Address, Address>;
 
 const char* name_of_error(RowError error) {
   switch (error) {
@@ -146,13 +150,17 @@ void bind_row_client(nb::module_& m) {
           "lookup",
           [](RowClient& client, const std::vector<std::vector<uint32_t>>& servers, const std::vector<uint32_t>& tables,
              const std::vector<std::vector<uint32_t>>& counts, Address keys, int64_t publication, double seconds,
-             Address out, Address found) {
+             Address out, Address found, const std::vector<PooledTuple>& given) {
             require(counts.size() == servers.size(), "lookup: give counts for each range");
+            std::vector<PooledFeature> pooled;
+            for (const auto& [table, pooling, bags, offsets, ids, values] : given)
+              pooled.push_back({table, static_cast<Pooling>(pooling), bags, at<const int64_t>(offsets),
+                                at<const int64_t>(ids), at<float>(values)});
             RowLookupResult result;
             {
               nb::gil_scoped_release release;
               result = client.lookup({&servers, &tables, &counts, at<const int64_t>(keys), publication, seconds,
-                                      at<float>(out), at<bool>(found)});
+                                      at<float>(out), at<bool>(found), &pooled});
             }
             nb::list late, errors;
             for (size_t range = 0; range < result.late.size(); ++range) {
@@ -163,7 +171,7 @@ void bind_row_client(nb::module_& m) {
             return nb::make_tuple(late, errors, result.bytes, result.hedges, result.hedges_won, result.retries);
           },
           nb::arg("servers"), nb::arg("tables"), nb::arg("counts"), nb::arg("keys"), nb::arg("publication"),
-          nb::arg("seconds"), nb::arg("out"), nb::arg("found") = 0)
+          nb::arg("seconds"), nb::arg("out"), nb::arg("found") = 0, nb::arg("pooled") = std::vector<PooledTuple>())
       .def_prop_ro("hedge_seconds", &RowClient::hedge_seconds)
       .def(
           "server",

@@ -290,7 +290,35 @@ std::vector<RowClient::Part> RowClient::split(const Lookup& lookup) const {
     }
   }
   for (Part& part : parts) write_lookup_head(part.tables, options_.wire, lookup.found != nullptr, part.head);
+  if (lookup.pooled)
+    for (const PooledFeature& feature : *lookup.pooled) split_pooled(feature, parts);
   return parts;
+}
+
+// Frames of at most kMostKeys keys and kMostAnswer bytes, or of one bag.
+void RowClient::split_pooled(const PooledFeature& feature, std::vector<Part>& parts) const {
+  const int dim = dims_.at(feature.table);
+  const size_t most_bags =
+      std::max<size_t>(1, kMostAnswer / (static_cast<size_t>(words_of(options_.wire, dim)) * sizeof(uint32_t)));
+  std::vector<uint32_t> offsets;
+  for (size_t begin = 0; begin < feature.bags;) {
+    const int64_t first = feature.offsets[begin];
+    size_t end = begin + 1;
+    while (end < feature.bags && end - begin < std::min(most_bags, kMostKeys) &&
+           feature.offsets[end + 1] - first <= static_cast<int64_t>(kMostKeys))
+      ++end;
+    offsets.clear();
+    for (size_t bag = begin; bag <= end; ++bag) offsets.push_back(static_cast<uint32_t>(feature.offsets[bag] - first));
+    Part& part = parts.emplace_back();
+    part.keys = feature.keys + first;
+    part.count = offsets.back();
+    part.out = feature.out + begin * static_cast<size_t>(dim);
+    part.tables.push_back({feature.table, static_cast<uint32_t>(end - begin)});  // rows of the answer
+    write_pooled_head({feature.table, offsets.back()},
+                      {static_cast<uint32_t>(feature.pooling), static_cast<uint32_t>(end - begin)}, offsets.data(),
+                      options_.wire, part.head);
+    begin = end;
+  }
 }
 
 // Sends a part to the best server that is not asked yet and has a free connection. Returns false if there is none now.

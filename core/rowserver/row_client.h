@@ -25,6 +25,7 @@
 #include <mutex>
 #include <vector>
 
+#include "kernels/row_kernels.h"
 #include "rowserver/row_connection.h"
 
 namespace hotrow {
@@ -34,6 +35,16 @@ struct RowLookupResult {
   std::vector<RowError> errors;  // by range: the last error, of a late one
   uint64_t bytes = 0;
   uint32_t hedges = 0, hedges_won = 0, retries = 0;
+};
+
+// A feature whose bags the server pools: it sends a vector for each bag.
+struct PooledFeature {
+  uint32_t table;
+  Pooling pooling;  // kSum or kMean
+  size_t bags;
+  const int64_t* offsets;  // bags + 1 of them, from 0
+  const int64_t* keys;
+  float* out;  // [bags, dim]
 };
 
 class RowClient {
@@ -55,6 +66,7 @@ class RowClient {
     double seconds;  // until the deadline
     float* out;      // the rows, in the order of the keys; undefined for late ranges
     bool* found;     // by key; may be null
+    const std::vector<PooledFeature>* pooled = nullptr;  // read from range 0, which must have all shards
   };
 
   RowClient(std::vector<int> dims, Options options);
@@ -88,6 +100,7 @@ class RowClient {
 
   Server& at(uint32_t number) const;
   std::vector<Part> split(const Lookup& lookup) const;
+  void split_pooled(const PooledFeature& feature, std::vector<Part>& parts) const;
   bool start(Part& part, const Lookup& lookup, Clock::time_point now, RowLookupResult& result);
   void advance(Part& part, const Lookup& lookup, Clock::time_point now, RowLookupResult& result);
   bool consume(Part& part, const Lookup& lookup, const RowConnection& connection, RowLookupResult& result) const;

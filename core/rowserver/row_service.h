@@ -27,7 +27,8 @@ class RowService {
     int64_t publication = 0, oldest = 0;
   };
   struct Scratch {  // of one thread
-    Buffer<float> rows;
+    Buffer<float> rows, answer;
+    Buffer<uint32_t> positions, begins;
   };
 
   RowService(std::vector<std::shared_ptr<Table>> tables, int64_t publication, size_t history_entries,

@@ -42,6 +42,7 @@ from hotrow.tiers.plan import Plan
 from hotrow.tiers.remote.below_hbm import RemoteBelow
 from hotrow.tiers.remote.owner import RemoteOwner
 from hotrow.tiers.remote.tables import RemoteTables
+from hotrow.tiers.rows.client import RowServerClient
 from hotrow.tiers.rows.row_servers import RowServers
 from hotrow.tiers.rows.tables import RowServerOwner, RowServerTables, RowServerTransport
 from hotrow.tiers.sharded.plan import ClientTables, ShardedPlan
@@ -369,10 +370,9 @@ def _over_row_servers(row_servers: RowServers, tables: Sequence[TableRows]) -> R
 
 
 def _plan_over_row_servers(remote: RowServerTables) -> Plan:
-    transport = RowServerTransport(remote.servers)
-    return ShardedPlan(
-        [ClientTables(HostClient())], [0] * len(remote.rows), RowServerOwner(remote, transport), transport
-    )
+    client, transport = RowServerClient(), RowServerTransport(remote.servers)
+    owner = RowServerOwner(remote, transport, client)
+    return ShardedPlan([ClientTables(client)], [0] * len(remote.rows), owner, transport)
 
 
 def _plans(hot: HbmCache | None, remote: RemoteTables | RowServerTables | None) -> Callable[[], Plan]:

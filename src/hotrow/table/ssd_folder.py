@@ -51,7 +51,7 @@ class SsdFolder:
                     f"{round_up_size(smallest)}"
                 )
             segment = min(segment, limit // SEGMENTS_OF_TABLE // len(tables) // 4096 * 4096)
-        _allow_many_files()
+        allow_many_files()
         for rows in tables:
             folder = os.path.join(self.path, rows.table.name)
             rows.store.attach(folder, evicts=True, buffer=buffer, lock=lock, segment=segment)
@@ -94,8 +94,9 @@ def _digest(data: bytes) -> str:
 TABLE_JSON = FileFormat(FORMAT, (VERSION,), _digest)
 
 
-def _allow_many_files() -> None:
-    """Raise the limit of open files to the hard limit: a log keeps one descriptor open per segment of 64 MiB."""
+def allow_many_files() -> None:
+    """Raise the limit of open files to the hard limit: a log keeps one descriptor open per segment of 64 MiB, and a row
+    server one per connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,8 +1,7 @@
-"""Versions of a release that read their rows from a row server: canary, shadow, lookups and their deadlines."""
+"""Versions of a release that read their rows from a row server: canary, shadow and lookups."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,26 +72,3 @@ def test_every_version_of_a_release_reads_its_own_rows(server: LookupServer, tmp
 
     until(compared)
     assert shadow.total > 0 and shadow.dropped["failed"] == 0
-
-
-def test_lookup_waits_for_rows_until_its_own_deadline(server: LookupServer) -> None:
-    version = server.engine.models.by_name["ctr"].versions["1"]
-    engine, left = version.servable.engine, list[float]()
-    lookup = engine.answer_lookup
-
-    def note(batch: Any, policy: str, tower: bool, rows: int, until: float) -> Any:
-        left.append(until - time.monotonic())
-        return lookup(batch, policy, tower, rows, until)
-
-    engine.answer_lookup = note
-    try:
-        for milliseconds in (30_000, 5_000):
-            outputs, parameters = [{"name": ITEM}], {"deadline_ms": milliseconds}
-            inputs = as_json(inputs_of(batch_of(3)))
-            document = {"inputs": inputs, "outputs": outputs, "parameters": parameters, "model_name": "ctr"}
-            server.url = lambda path="": LookupServer.url(server, "/v2/models/ctr@stable/infer")  # type: ignore[method-assign]
-            assert server.post(document)[0] == 200
-    finally:
-        del engine.answer_lookup
-        del server.url  # type: ignore[method-assign]
-    assert 5.0 < left[0] <= 30.0 and 0.0 < left[1] <= 5.0

@@ -12,12 +12,13 @@ from small_models import Batches, make_batch, rows_of
 from test_fresh_engine import at_wire, change, publishing
 
 import hotrow as hr
+from hotrow.bench.serving import fleet_history
 from hotrow.publish.bus import open_bus
 from hotrow.publish.message import checksum, note, parts
-from hotrow.publish.publication import DELTA, content_checksum, encode_body
+from hotrow.publish.publication import DELTA, Publication, content_checksum, encode_body
 from hotrow.publish.rollback import rollback
 from hotrow.serve.execution.servable import ServedVersion, open_version
-from hotrow.serve.updates.follower import AWAY, FOLLOWING, STUCK
+from hotrow.serve.updates.follower import AWAY, CLOSE, FOLLOWING, STUCK, Follower
 from hotrow.serve.updates.freshness import SPAN, AnswerAges, Freshness
 
 
@@ -177,3 +178,40 @@ def test_ages_forget_after_a_minute() -> None:
     assert ages.percentiles()
     now[0] += SPAN + 1
     assert not ages.percentiles()
+
+
+class SlowVersion:
+    """A version that takes a while for each publication."""
+
+    def __init__(self, served: ServedVersion, seconds: float) -> None:
+        self.served, self.seconds = served, seconds
+
+    @property
+    def fresh(self) -> Freshness:
+        return self.served.fresh
+
+    def prepare_update(self, publication: Publication) -> Callable[[], None]:
+        time.sleep(self.seconds)
+        return self.served.prepare_update(publication)
+
+    def reopen(self, path: Path) -> None:
+        self.served.reopen(path)
+
+
+def test_what_is_published_while_a_version_catches_up_is_applied_before_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interval = 0.02
+    monkeypatch.setattr(fleet_history, "INTERVAL", interval)
+    monkeypatch.setattr(fleet_history, "CHANGED", 200)
+    fleet_history.export(tmp_path)
+    bus = f"dir:{tmp_path / 'bus'}"
+    with fleet_history.History(bus, tmp_path / "spool") as history:
+        until(lambda: history.newest >= 150)
+        served = open_version(tmp_path / "ctr" / "1", {"compile": False, "artifacts": str(tmp_path / "artifacts")})
+        follower = Follower(SlowVersion(served, interval / 4), bus, None)
+        assert follower.start(60.0)
+        behind = history.newest - served.publication  # one round of catching up leaves about 75
+        follower.close()
+    assert behind <= CLOSE / interval + 10
+    served.close()

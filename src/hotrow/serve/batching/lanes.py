@@ -35,7 +35,7 @@ from hotrow.batch import KeyedBatch
 from hotrow.errors import HotRowError, LateError, OptionError
 from hotrow.serve.batching import lookups
 from hotrow.serve.batching.shadow import ShadowQueue
-from hotrow.serve.batching.tensorbatch import Batch, Group, Piece, QueuedRequest, TensorBatch
+from hotrow.serve.batching.tensorbatch import Batch, Piece, QueuedRequest, TensorBatch
 from hotrow.serve.batching.versions import Model, Version
 from hotrow.serve.load_estimate import Histogram
 from hotrow.serve.protocol import frames
@@ -162,7 +162,7 @@ class Lanes:
         begin = time.monotonic()
         joined = lookups.join(pieces, version, key)
         joined_at = time.monotonic()
-        until = _rows_late_at(pieces, batch.queue.group) if version.waits_for_rows else None
+        until = _rows_late_at(pieces, key) if version.waits_for_rows else None
         if key.wanted is not None:
             found = lookups.run(joined, version, key, until)
             run_at = time.monotonic()
@@ -265,11 +265,12 @@ class Lanes:
         size[2] += rows
 
 
-def _rows_late_at(pieces: Sequence[Piece], group: Group) -> float:
+def _rows_late_at(pieces: Sequence[Piece], key: BatchKey) -> float:
     """When a batch stops waiting for rows on other machines: what is left until the earliest deadline, less the time
     that a batch takes here."""
     now = time.monotonic()
     left = max(0.0, min([piece.request.deadline for piece in pieces]) - now)
+    group = key.model.group if key.wanted is None else key.model.lookups
     needed = group.service_time.of(sum([piece.rows for piece in pieces]))
     return now + max(left - needed, left * LEAST_READ)
 

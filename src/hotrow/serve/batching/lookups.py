@@ -55,10 +55,9 @@ def join(pieces: Sequence[Piece], version: Version, key: BatchKey) -> KeyedBatch
 
 
 def run(batch: KeyedBatch, version: Version, key: BatchKey, until: float | None) -> LookupResult:
-    """Read the rows of a joined batch, and run its tower if the key says so. `until` is Version.run's."""
+    """Read the rows of a joined batch, and run its tower if the key says so. `until` as in Version.run."""
     assert key.wanted is not None
-    deadline = () if until is None else (until,)
-    vectors, logits, late, compiled, fresh = version.servable.lookup(batch, key.policy, key.wanted.logits, *deadline)
+    vectors, logits, late, compiled, fresh = version.servable.lookup(batch, key.policy, key.wanted.logits, until)
     values = np.empty(0, np.float32)
     if logits is not None:
         values = logits.float().cpu().numpy()

@@ -56,10 +56,10 @@ class LookupReader(Protocol):
 
     widths: Sequence[int]  # of each feature's vectors, in the signature's order
 
-    def lookup(self, batch: KeyedBatch, policy: str, tower: bool) -> Any:
+    def lookup(self, batch: KeyedBatch, policy: str, tower: bool, until: float | None = None) -> Any:
         """(vectors, logits, late, compiled, Freshness), all of one publication. The vectors are on the CPU and named as
-        by Engine.lookup; the logits are None without `tower`, and then the batch may have no dense features. One that
-        `waits_for_rows` takes `until` too, as its `run` does."""
+        by Engine.lookup; the logits are None without `tower`, and then the batch may have no dense features. `until` as
+        in Version.run."""
         ...
 
 

@@ -222,7 +222,7 @@ class Engine:
     ) -> tuple[dict[str, Tensor], Answer]:
         """The vectors of `lookup` on the CPU, and an Answer with the publication and the late ids of one read of the
         rows. With `tower`, it also has the logits, computed for at most `most_rows` rows at once; without, [0]. `until`
-        is `answer`'s."""
+        as in `answer`."""
         live = self._open()
         with torch.inference_mode(), ExitStack() as held:
             if tower:

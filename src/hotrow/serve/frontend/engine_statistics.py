@@ -38,6 +38,7 @@ def _add(a: Any, b: Any) -> Any:
 _ROW_SERVERS = {  # a figure of row servers → the metric's name
     "lookups": "hotrow_row_lookups_total",
     "keys": "hotrow_row_keys_total",
+    "pooled": "hotrow_row_pooled_total",
     "late": "hotrow_row_late_total",
     "bytes": "hotrow_row_bytes_total",
     "hedges": "hotrow_row_hedges_total",

@@ -158,6 +158,7 @@ class ServeOptions:
             "models": list(self.models),
             "listen": [f"unix:{socket}"],
             "metrics": None,
+            "require_models": False,
             "dram": self.dram,
             "ssd": self.ssd,
             "bus": [f"{model}={address}" for model, address in self.buses().items()],

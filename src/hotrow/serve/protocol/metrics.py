@@ -100,6 +100,7 @@ TABLE: dict[str, Metric] = {
     "hotrow_remote_up": Metric("gauge", _MODEL, "Engines for which every node of the store answers"),
     "hotrow_row_lookups_total": Metric("counter", _MODEL, "Batches that read rows from row servers"),
     "hotrow_row_keys_total": Metric("counter", _MODEL, "Keys whose rows were read from row servers"),
+    "hotrow_row_pooled_total": Metric("counter", _MODEL, "Features of batches whose vectors a row server pooled"),
     "hotrow_row_late_total": Metric("counter", _MODEL, "Keys without an answer of a row server by the deadline"),
     "hotrow_row_bytes_total": Metric("counter", _MODEL, "Bytes exchanged with row servers"),
     "hotrow_row_hedges_total": Metric("counter", _MODEL, "Lookups that were also sent to a replica"),

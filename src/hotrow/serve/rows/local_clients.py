@@ -1,8 +1,8 @@
 """Clients on the row server's machine: a Unix socket that only this user can open, then shared memory.
 
-A client connects, proves the token as over TCP, and receives the descriptors of a segment of shared memory
-(core/rowserver/shared_slots.h). From then on lookups pass no socket. The connection stays open and idle: its end tells
-the server that the client has ended.
+`LocalClients(path)` takes the path, and `start` listens. A client connects, proves the token as over TCP, and receives
+the descriptors of a segment of shared memory (core/rowserver/shared_slots.h). From then on lookups pass no socket. The
+connection stays open and idle: its end tells the server that the client has ended.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from hotrow.errors import HotRowError
+from hotrow.errors import HotRowError, OptionError
 from hotrow.tiers.rows.handshake import CHALLENGE, ERROR, HEADER, HELLO, LONGEST, MAGIC, WELCOME
 
 HELLO_SECONDS = 5.0
@@ -26,14 +27,22 @@ Prove = Callable[[bytes, bytes], tuple[Any, bytes]]  # challenge, hello -> servi
 class LocalClients:
     """Listens at `path` and gives each client its shared memory."""
 
-    def __init__(self, path: str, prove: Prove, add_local: Callable[[int, Any], list[int]]) -> None:
-        self.path, self._prove, self._add_local = path, prove, add_local
+    def __init__(self, path: str) -> None:
+        self.path = path
         self._greeting = threading.BoundedSemaphore(MOST_GREETING)
-        with suppress(FileNotFoundError):
-            os.unlink(path)
+        _remove_left(path)
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(path)
-        os.chmod(path, 0o600)
+        try:
+            self._listener.bind(path)
+            os.chmod(path, 0o600)
+        except OSError as error:
+            self._listener.close()
+            why = error.strerror or error
+            raise OptionError(f"--listen unix:{path}: cannot listen there ({why}); give another path") from None
+
+    def start(self, prove: Prove, add_local: Callable[[int, Any], list[int]]) -> None:
+        """Accept clients."""
+        self._prove, self._add_local = prove, add_local
         self._listener.listen(64)  # after chmod: another user cannot connect in between
         threading.Thread(target=self._accept, name="hotrow-rows-local", daemon=True).start()
 
@@ -82,6 +91,25 @@ class LocalClients:
             return
         finally:
             self._greeting.release()
+
+
+def _remove_left(path: str) -> None:
+    """Remove the socket file that a process left behind; raise if the path is anything else."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise OptionError(f"--listen unix:{path}: the file is there and no socket; give another path")
+    except OSError:  # binding there tells more
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(HELLO_SECONDS)
+        try:
+            probe.connect(path)
+        except OSError as error:
+            if isinstance(error, ConnectionRefusedError):
+                with suppress(OSError):
+                    os.unlink(path)
+                return
+    raise OptionError(f"--listen unix:{path}: another process listens there; stop it, or give another path")
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:

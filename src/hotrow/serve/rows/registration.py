@@ -17,6 +17,7 @@ from hotrow.errors import OptionError
 log = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 5.0  # Redis may have lost the set
+TIMEOUT = 2.0  # of one command
 
 
 class Registration:
@@ -33,7 +34,7 @@ class Registration:
         rest = "&".join(f"{name}={value}" for name, value in options.items())
         where, self._login = split_login(place + (f"?{rest}" if rest else ""))
         self._redis: Any = Redis.from_url(
-            where, username=self._login.user or None, password=self._login.password or None, socket_timeout=2.0
+            where, username=self._login.user or None, password=self._login.password or None, socket_timeout=TIMEOUT
         )
         self._address = address
         self._stop = threading.Event()
@@ -47,6 +48,8 @@ class Registration:
     def close(self) -> None:
         """Remove the address."""
         self._stop.set()
+        if self._thread.is_alive():  # it may be registering
+            self._thread.join(2 * TIMEOUT)
         try:
             self._redis.srem(self._set, self._address)
             self._redis.close()

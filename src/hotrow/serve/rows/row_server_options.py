@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field
 
 from hotrow.config import Memory
-from hotrow.credentials import split_login
+from hotrow.credentials import public, split_login
 from hotrow.errors import OptionError, choices
 from hotrow.publish.bus import SCHEMES
 from hotrow.serve.repository.manifest import Repository
@@ -39,11 +39,20 @@ class RowServerOptions:
     register: str | None = None  # redis://host/0?set=rows, and the address to register
     advertise: str | None = None  # the address that clients should use
     drain: float = 5.0
+    require_models: bool = True  # False: models may be missing or damaged at the start, and come later
 
     def __post_init__(self) -> None:
-        for name in self.served_models():
-            if not Repository(self.repository).versions(name):
-                raise OptionError(f"--model {name}: {choices(name, Repository(self.repository).models())}")
+        if not os.path.isdir(self.repository):
+            raise OptionError(
+                f"there is no repository {self.repository!r}; export a model into it: hr.export(model, "
+                f"'{self.repository}/ctr')"
+            )
+        known = Repository(self.repository).models()
+        if self.require_models and not known:
+            raise OptionError(f"{self.repository} has no model; export one: hr.export(model, '{self.repository}/ctr')")
+        for name in self.models if self.require_models else ():
+            if name not in known:
+                raise OptionError(f"--model {name}: {choices(name, known)}")
         if not self.listen:
             raise OptionError("--listen: give HOST:PORT or unix:/path, at least once")
         for address in self.listen:
@@ -71,7 +80,9 @@ class RowServerOptions:
         if not self.drain > 0:
             raise OptionError(f"--drain {self.drain:g}: give seconds above 0")
         if self.register is not None and not self.register.startswith(("redis://", "rediss://")):
-            raise OptionError(f"--register {self.register}: give redis://HOST:PORT/0?set=NAME")
+            raise OptionError(f"--register {public(self.register)}: give redis://HOST:PORT/0?set=NAME")
+        if self.register is not None:
+            split_login(self.register)  # its password's file can be read
         if self.register is not None and self.advertise is None:
             raise OptionError("--register without --advertise: say which address tower servers should use: HOST:PORT")
         if self.advertise is not None:
@@ -94,15 +105,16 @@ class RowServerOptions:
         found: dict[str, str] = {}
         models = self.served_models()
         for text in self.bus:
+            shown = f"--bus {public(text)}"
             name, mark, address = text.partition("=")
             if not mark or ":" in name:
                 if len(models) != 1:
-                    raise OptionError(f"--bus {text}: there are {len(models)} models; give --bus MODEL=ADDRESS")
+                    raise OptionError(f"{shown}: there are {len(models)} models; give --bus MODEL=ADDRESS")
                 name, address = models[0], text
             if name not in models:
-                raise OptionError(f"--bus {text}: {choices(name, models)}")
+                raise OptionError(f"{shown}: there is no model {name!r}; {choices(name, models)}")
             if address.partition(":")[0] not in SCHEMES:
-                raise OptionError(f"--bus {text}: {choices(address.partition(':')[0], SCHEMES)}")
+                raise OptionError(f"{shown}: {choices(address.partition(':')[0], SCHEMES)}")
             found[name] = address
         return found
 

@@ -1,7 +1,7 @@
 """RowServerProcess: `hotrow rows`. It loads versions, answers lookups, follows buses, and ends in order.
 
-    start   bind the sockets (a port in use is an error before a row is loaded), load each model's newest version, catch
-            up with its bus, accept clients
+    start   bind the sockets (a port in use is an error before a row is loaded), load each model's newest intact
+            version, catch up with its bus, accept clients. A model that does not load is reported; the others serve
     serve   a tower server names the version that it serves. One that is not loaded is loaded beside the others, and the
             tower server asks again until it is there. A version that no connection has used for a minute is dropped,
             unless it is its model's newest
@@ -20,19 +20,21 @@ import tempfile
 import threading
 import time
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from hotrow import _core
-from hotrow.errors import HotRowError, OptionError
-from hotrow.serve.repository.manifest import Repository
+from hotrow.errors import CheckpointError, HotRowError, OptionError
+from hotrow.serve.repository.manifest import Repository, Version, candidates, warn_damaged
 from hotrow.serve.rows.local_clients import LocalClients
 from hotrow.serve.rows.registration import Registration
 from hotrow.serve.rows.row_server_options import RowServerOptions
 from hotrow.serve.rows.served_rows import ServedRows
 from hotrow.serve.rows.status_page import Sample, StatusPage
 from hotrow.signals import StopSignals
+from hotrow.table.ssd_folder import allow_many_files
 from hotrow.tiers.rows.cluster_file import socket_path
 from hotrow.tiers.rows.handshake import HandshakeError, Model, Welcome, make_welcome, read_hello, token_key
 from hotrow.units import format_count, parse_size
@@ -70,12 +72,13 @@ class RowServerProcess:
         """Load each model's newest version and accept clients."""
         listeners = self._bind()
         try:
+            self._bind_locals()
             if self.options.metrics is not None:
                 host = "127.0.0.1" if not self.addresses else self.addresses[0].rpartition(":")[0]
                 self._status = StatusPage(host.strip("[]"), self.options.metrics, self._samples, self._why_not_ready)
-            for model in self.options.served_models():
-                newest = Repository(self.options.repository).open(model)
-                self._load(model, newest.number)
+            errors = [error for model in self.options.served_models() if (error := self._load_newest(model))]
+            if errors and self.options.require_models and not self.versions:
+                raise errors[0]
         except BaseException:
             for listener in listeners:
                 listener.close()
@@ -89,11 +92,9 @@ class RowServerProcess:
             listener.listen(BACKLOG)
             listener.setblocking(False)
             self._server.listen(listener.detach())
-        paths = [path for address in self.options.listen if (path := socket_path(address)) is not None]
-        for path in paths or [os.path.join(self._folder.name, "rows.sock")]:
-            self._locals.append(LocalClients(path, self._prove, self._server.add_local))
-        self._local_path = self._locals[0].path
-        self.addresses += [f"unix:{path}" for path in paths]
+        for local in self._locals:
+            local.start(self._prove, self._server.add_local)
+        self._local_path = self._locals[0].path if self._locals else ""
         if self.options.register is not None and self.options.advertise is not None:
             self._registration = Registration(self.options.register, self.options.advertise)
             self._registration.start()
@@ -134,11 +135,36 @@ class RowServerProcess:
             self.addresses.append(f"{host}:{listener.getsockname()[1]}")
         return listeners
 
+    def _bind_locals(self) -> None:
+        paths = [path for address in self.options.listen if (path := socket_path(address)) is not None]
+        for path in paths:
+            self._locals.append(LocalClients(path))
+            self.addresses.append(f"unix:{path}")
+        if not paths:
+            with suppress(OptionError):  # a TMPDIR that is too long: clients of this machine use TCP
+                self._locals.append(LocalClients(os.path.join(self._folder.name, "rows.sock")))
+
     # --- versions ---
 
-    def _load(self, model: str, number: int) -> None:
+    def _load_newest(self, model: str) -> Exception | None:
+        """Load a model's newest version that is intact; returns the error if there is none."""
+        damaged: Exception | None = None
+        try:
+            for version in candidates(Path(self.options.repository) / model):
+                try:
+                    self._load(version)
+                    return None
+                except CheckpointError as error:  # a damaged block of rows: an older version may be intact
+                    warn_damaged(version.path, error)
+                    damaged = damaged or error
+        except (HotRowError, OSError, MemoryError) as error:
+            damaged = damaged or error
+        log.warning("%s does not load: %s", model, damaged)
+        return damaged
+
+    def _load(self, version: Version) -> None:
         began = time.monotonic()
-        version = Repository(self.options.repository).open(model, number)
+        model, number = version.model, version.number
         memory = self.options.memory(model, number)
         served = ServedRows(version, self.options.shards, memory, parse_size(self.options.history, "history"))
         if (bus := self.options.buses().get(model)) is not None:
@@ -153,10 +179,10 @@ class RowServerProcess:
 
     def _load_beside(self, model: str, number: int) -> None:
         try:
-            self._load(model, number)
+            self._load(Repository(self.options.repository).open(model, number))
             why = ""
-        except (HotRowError, OSError, MemoryError) as error:
-            why = str(error)
+        except Exception as error:  # the next client that asks for it learns why
+            why = str(error) or type(error).__name__
             log.warning("%s version %d does not load: %s", model, number, error)
         with self._lock:
             if why:
@@ -259,6 +285,7 @@ class RowServerProcess:
 def run(options: RowServerOptions) -> int:
     """Run `hotrow rows` until SIGTERM or Ctrl-C; returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    allow_many_files()
     _core.set_threads(1)  # the server's own threads answer lookups
     console, stop = Console(stderr=True), threading.Event()
     server = RowServerProcess(options, console)
@@ -284,7 +311,11 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="rows %(process)d: %(message)s", stream=sys.stderr)
     stop = threading.Event()
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    server = RowServerProcess(RowServerOptions(**given))
+    try:
+        server = RowServerProcess(RowServerOptions(**given))
+    except OptionError as error:
+        report_event("failed", why=str(error))
+        return 2
 
     def wait_for_end() -> None:
         for _ in supervisor:
@@ -292,6 +323,7 @@ def main() -> int:
         stop.set()
 
     threading.Thread(target=wait_for_end, name="hotrow-stdin", daemon=True).start()
+    allow_many_files()
     _core.set_threads(1)
     with StopSignals(lambda _: stop.set()):
         try:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from hotrow.errors import OptionError
 
 Sample = tuple[str, dict[str, str], float]
 
@@ -77,8 +80,16 @@ class StatusPage:
             def log_message(self, *given: Any) -> None:
                 """Log nothing for each request."""
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            daemon_threads = True
+
+        try:
+            self._server = Server((host, port), Handler)
+        except OSError as error:
+            raise OptionError(
+                f"--metrics {port}: cannot listen on {host} ({error.strerror}); stop what does, or give another port"
+            ) from None
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, name="hotrow-rows-status", daemon=True).start()
 

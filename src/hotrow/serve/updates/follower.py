@@ -9,7 +9,8 @@ A Follower applies a bus's publications to a served version, in order and each o
 
 Its state is one of:
 
-    catching up   applying publications between the one that the version was exported at and the newest on the bus
+    catching up   applying publications between the one that the version was exported at and the newest on the bus.
+                  Applying them takes time, in which others arrive; it ends when that time is short
     following     applying each new publication; heartbeats advance the watermark
     behind        retention has removed the next publication. The newest snapshot that the bus names, or a newer export
                   in the repository, is loaded while the old rows serve, and replaces them; following continues there
@@ -27,6 +28,7 @@ time is left for requests. Any thread may read the figures.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -48,6 +50,7 @@ log = logging.getLogger("hotrow.serve")
 
 POLL = 0.2  # seconds that one poll of the bus waits
 REST = 0.05  # the longest pause in seconds between two publications that are on the bus already
+CLOSE = 0.5  # seconds that the last round of catching up may take: the data in service is that much older
 RETRY = (0.1, 5.0)  # backoff after an error: first and longest pause in seconds
 STARTING, CATCHING_UP, FOLLOWING = "starting", "catching up", "following"
 BEHIND, AWAY, STUCK = "behind", "away", "stuck"
@@ -89,7 +92,6 @@ class Follower:
         self.counts = FollowerCounts()
         self.state, self.why = STARTING, ""
         self._last_received = time.time()  # of the last complete publication or heartbeat
-        self._target = 0
         self._position: tuple[int, int] | None = None
         self._stop = threading.Event()
         self._settled = threading.Event()  # set once it has caught up, or cannot for now
@@ -146,12 +148,15 @@ class Follower:
         position = self._position if self._position is not None and self._position[0] == after else None
         reader = Subscriber(self.bus, after, position=position, quarantine=self.quarantine)
         try:
-            newest = newest_commit(reader.bus)
-            self._target = 0 if newest is None else newest.number
+            target, looked, before = _newest(reader), time.monotonic(), math.inf
             while not self._stop.is_set():
-                if after >= self._target:
-                    self._set_state(FOLLOWING)
-                elif self.state != FOLLOWING:
+                if self.state != FOLLOWING and after >= target:
+                    took = time.monotonic() - looked
+                    target, looked = _newest(reader), time.monotonic()
+                    if after >= target or took <= CLOSE or took >= before:  # or it does not get any closer
+                        self._set_state(FOLLOWING)
+                    before = took
+                if self.state != FOLLOWING:
                     self._set_state(CATCHING_UP)
                 for publication in self._poll(reader):
                     self._apply(publication)
@@ -238,6 +243,11 @@ class Follower:
         self.state, self.why = state, why
         if state not in (STARTING, CATCHING_UP, BEHIND):
             self._settled.set()
+
+
+def _newest(reader: Subscriber) -> int:
+    newest = newest_commit(reader.bus)
+    return 0 if newest is None else newest.number
 
 
 def _why(why: str) -> str:

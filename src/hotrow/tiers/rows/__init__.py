@@ -4,6 +4,7 @@
     cluster_file.py which row servers there are: a list of addresses, a cluster.toml, DNS names, a set in Redis
     topology.py     which server has which shards
     row_servers.py  RowServers: connects to the servers, watches them, reads rows through the core's client
+    client.py       RowServerClient: the requester's half of a plan; chooses what servers pool
     tables.py       RowServerTables: a collection's tables over row servers; the owner's half of its plans
     store.py        RowServerStore: row servers as the remote store under a cache (tiers/remote/)
 

@@ -20,6 +20,7 @@ certificates.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -32,11 +33,14 @@ from hotrow.config import check_options
 from hotrow.credentials import public, read_secret, split_login
 from hotrow.errors import HotRowError, OptionError, StorageError, choices
 from hotrow.tiers.host.store import SHARDS
+from hotrow.tiers.rows.handshake import token_key
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+log = logging.getLogger(__name__)
 
 WIRES = {"fp32": 0, "fp16": 1, "int8": 2}
 OPTIONS = ("token_file", "wire", "hedge", "local", "ca")
@@ -75,6 +79,7 @@ class RowsAddress:
                 raise OptionError(f"{name}={own[name]}: give on or off")
         token_file = own.get("token_file")
         token = None if token_file is None else read_secret(token_file, "token_file=")
+        token_key(token)
         found = RowsAddress(
             where, token, wire, own.get("hedge", "on") == "on", own.get("local", "on") == "on", own.get("ca")
         )
@@ -83,6 +88,8 @@ class RowsAddress:
         if where.endswith(".toml") or where.startswith(("dns:", "redis:", "rediss:")):
             if where.endswith(".toml"):
                 found.servers()
+            elif where.startswith("dns:"):
+                check_address(where[len("dns:") :])
             return found
         for address in where.split(","):
             check_address(address)
@@ -104,8 +111,8 @@ class RowsAddress:
         return dict.fromkeys(self.where.split(","))
 
 
-def check_address(address: str) -> str:
-    """HOST:PORT or unix:/path; anything else is an error.
+def check_address(address: str, place: str = "") -> str:
+    """HOST:PORT or unix:/path; anything else is an error, which begins with `place`.
 
     >>> check_address("10.0.0.1")
     Traceback (most recent call last):
@@ -115,7 +122,9 @@ def check_address(address: str) -> str:
         return address
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
-        raise OptionError(f"{address!r} is no address of a row server; give HOST:PORT, or unix:/path/of/its/socket")
+        raise OptionError(
+            f"{place}{address!r} is no address of a row server; give HOST:PORT, or unix:/path/of/its/socket"
+        )
     return address
 
 
@@ -144,14 +153,20 @@ def read_cluster_file(path: str) -> dict[str, Shards | None]:
     found: dict[str, Shards | None] = {}
     ranges = content.get("range", [])
     listed = content.get("servers", [])
-    if not isinstance(ranges, list) or not isinstance(listed, list):
+    if not isinstance(ranges, list) or not all(isinstance(entry, dict) for entry in ranges):
         raise OptionError(f"{path}: give [[range]] tables, or servers = [...]")
+
+    def add(addresses: Any, shards: Shards | None) -> None:
+        if not isinstance(addresses, list):
+            raise OptionError(f"{path}: servers is {addresses!r}; give servers = [...], a list of addresses")
+        for address in addresses:
+            if found.setdefault(check_address(str(address), f"{path}: "), shards) != shards:
+                raise OptionError(f"{path}: {address} is there twice, with different shards; leave one of them out")
+
     for entry in ranges:
         check_options(f"[[range]] of {path}", entry, ["shards", "servers"])
-        shards = parse_shards(str(entry.get("shards", "")), f"{path}: shards")
-        for address in entry.get("servers", []):
-            found[check_address(str(address))] = shards
-    found.update({check_address(str(address)): None for address in listed})
+        add(entry.get("servers", []), parse_shards(str(entry.get("shards", "")), f"{path}: shards"))
+    add(listed, None)
     if not found:
         raise OptionError(f"{path} names no server; give servers = ['10.0.0.1:8010'], or [[range]] tables")
     return found
@@ -182,14 +197,24 @@ def _redis_members(url: str) -> list[str]:
             address, username=login.user or None, password=login.password or None, socket_timeout=2.0
         )
         try:
-            members = [m.decode() if isinstance(m, bytes) else m for m in client.smembers(name)]
+            members = [_text(member) for member in client.smembers(name)]
         finally:
             client.close()
     except HotRowError:
         raise
     except Exception as error:
         raise StorageError(f"rows={public(url)}: {login.redact(error)}") from None
-    return sorted(check_address(member) for member in members)
+    found = []
+    for member in sorted(members):
+        try:
+            found.append(check_address(member))
+        except OptionError as error:  # of another program; the others are good
+            log.warning("rows=%s: %s", public(url), error)
+    return found
+
+
+def _text(member: bytes | str) -> str:
+    return member if isinstance(member, str) else member.decode(errors="backslashreplace")
 
 
 def socket_path(address: str) -> str | None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import hotrow
 from hotrow.errors import HotRowError, OptionError
 from hotrow.table_definition import Table
+from hotrow.tiers.host.store import SHARDS
 
 PROTOCOL = 1
 MAGIC = 0x31525248  # "HRR1"
@@ -30,6 +31,8 @@ HEADER = struct.Struct("<IHHQQqq")  # magic, kind, error, id, bytes, publication
 CHALLENGE, HELLO, WELCOME, ERROR = 1, 2, 3, 6
 LONGEST = 64 << 10  # bytes of a welcome or an error
 LEAST_TOKEN = 16  # characters
+# What reading a peer's JSON may raise: it may be nested deeply, and have infinite numbers and halves of characters.
+UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 class HandshakeError(HotRowError):
@@ -108,14 +111,16 @@ def read_welcome(text: bytes, nonce: str, challenge: bytes, key: bytes | None) -
     """Check a server's welcome."""
     try:
         fields = json.loads(text)
-        body, proof = str(fields["body"]), str(fields["proof"])
+        body, proof = str(fields["body"]).encode(), str(fields["proof"]).encode()
         begin, end, local = json.loads(body)
-    except (ValueError, KeyError, TypeError):
+        welcome = Welcome(int(begin), int(end), str(local))
+    except UNREADABLE:
         raise HandshakeError("the server's welcome cannot be read; is it a row server?") from None
-    expected = prove(key, b"server", challenge, nonce.encode(), body.encode())
-    if not hmac.compare_digest(proof.encode(), expected.encode()):
+    if not hmac.compare_digest(proof, prove(key, b"server", challenge, nonce.encode(), body).encode()):
         raise HandshakeError("the server has another token; give both sides the same --token-file")
-    return Welcome(int(begin), int(end), str(local))
+    if not 0 <= welcome.begin < welcome.end <= SHARDS:
+        raise HandshakeError(f"the server says that it has the shards {welcome.begin}:{welcome.end} of 0:{SHARDS}")
+    return welcome
 
 
 def greet(connection: socket.socket, model: Model, key: bytes | None) -> Welcome:
@@ -158,20 +163,20 @@ def read_hello(challenge: bytes, text: bytes, key: bytes | None) -> tuple[Model,
     try:
         fields: dict[str, Any] = json.loads(text)
         protocol, version = int(fields["protocol"]), str(fields["hotrow"])
-        body, nonce, proof = str(fields["model"]), str(fields["nonce"]), str(fields["proof"])
+        body, nonce, proof = str(fields["model"]).encode(), str(fields["nonce"]), str(fields["proof"]).encode()
+        expected = prove(key, b"client", challenge, nonce.encode(), body).encode()
         name, number, digest = json.loads(body)
-    except (ValueError, KeyError, TypeError):
-        raise HandshakeError("the hello cannot be read") from None
-    if not hmac.compare_digest(
-        proof.encode(), prove(key, b"client", challenge, nonce.encode(), body.encode()).encode()
-    ):
+        model = Model(str(name), int(number), str(digest))
+    except UNREADABLE:
+        raise HandshakeError("the hello cannot be read; is the client a HotRow tower server?") from None
+    if not hmac.compare_digest(proof, expected):
         raise HandshakeError("the client has another token than this row server; give both the same --token-file")
     if protocol != PROTOCOL:
         raise HandshakeError(
             f"the client (HotRow {version}) speaks protocol {protocol} and this row server (HotRow "
             f"{hotrow.__version__}) protocol {PROTOCOL}; install one version on both"
         )
-    return Model(str(name), int(number), str(digest)), nonce
+    return model, nonce
 
 
 def make_welcome(welcome: Welcome, nonce: str, challenge: bytes, key: bytes | None) -> bytes:

@@ -2,11 +2,12 @@
 
 One thread for each server connects, proves the token and learns the server's shards. Then it pings the server every 50
 ms; a ping that takes longer than a second, or a broken connection, closes all connections of that server, so lookups
-go to a replica at once. The thread connects again with a pause of 0.1 to 2 s. A server on the same machine is read
+go to a replica at once. The thread connects again with a pause of 0.1 to 0.5 s. A server on the same machine is read
 through shared memory: the welcome names its local socket.
 
 One more thread reads the list of servers again where it can change (cluster_file.py). A server that is new in the list
-is connected. One that has left the list is kept until the listed servers have all shards.
+is connected. One that has left the list is kept until the listed servers have all shards, and its connections for some
+seconds more, for batches that began before. A list that cannot be read changes nothing.
 
 `lookup` runs on the caller's thread, in the core (core/rowserver/row_client.h), and takes any number of callers.
 """
@@ -28,7 +29,8 @@ from torch import Tensor
 from hotrow import _core
 from hotrow.backoff import Backoff
 from hotrow.credentials import public
-from hotrow.errors import HotRowError, StorageError
+from hotrow.errors import ClosedError, HotRowError, StorageError
+from hotrow.tiers.rows.client import POOLINGS, PooledFeature
 from hotrow.tiers.rows.cluster_file import WIRES, RowsAddress, Shards, socket_path
 from hotrow.tiers.rows.handshake import HandshakeError, Model, Welcome, greet, token_key
 from hotrow.tiers.rows.topology import Topology
@@ -38,7 +40,9 @@ log = logging.getLogger(__name__)
 PING_SECONDS = 0.05  # between two pings
 ANSWER_SECONDS = 1.0  # that a ping may take
 CONNECT_SECONDS = 2.0  # that connecting and each step of the handshake may take
-FIRST_RETRY, LONGEST_RETRY = 0.1, 2.0
+FIRST_RETRY, LONGEST_RETRY = 0.1, 0.5  # a rolling restart ends the next server soon after this one is back
+LEFT_SECONDS = 10.0  # that connections are kept to a server that has left the list
+CLOSE_SECONDS = 10.0  # that `close` waits for lookups in progress
 READ_AGAIN_SECONDS = 1.0  # between two reads of the list of servers
 LINKS = 8  # connections to each server: one for each lookup in progress, and for hedges
 DESCRIPTORS = 64  # most that a local server sends
@@ -77,15 +81,20 @@ class RowServers:
     def __init__(self, address: RowsAddress, model: Model, dims: Sequence[int], links: int = LINKS) -> None:
         self.address, self.model, self.links = address, model, links
         self.client = _core.RowClient(list(dims), WIRES[address.wire], address.hedges)
-        self.counters = dict.fromkeys(("lookups", "keys", "late", "bytes", "hedges", "hedges_won", "retries"), 0)
+        self.counters = dict.fromkeys(
+            ("lookups", "keys", "pooled", "late", "bytes", "hedges", "hedges_won", "retries"), 0
+        )
         self.problem = ""  # of the list of servers
         self._key = token_key(address.token)
         self._lock = threading.Lock()  # guards the servers, the topology's making and the counters
         self._changed = threading.Condition(self._lock)
         self._servers: dict[str, _Server] = {}
+        self._left: list[_Server] = []  # that have left the list; batches may still read from them
+        self._lookups = 0  # in progress
+        self._closed = False
         self._stop = threading.Event()
         self.topology = Topology.of({})
-        self._update_list(address.servers())
+        self._update_list(self._first_list())
         self._watcher: threading.Thread | None = None
         if address.changes:
             self._watcher = threading.Thread(target=self._watch_list, name="hotrow-rows-list", daemon=True)
@@ -103,19 +112,51 @@ class RowServers:
         seconds: float,
         out: Tensor,
         found: Tensor | None = None,
+        pooled: Sequence[PooledFeature] = (),
     ) -> LookupResult:
         """Read rows into `out`, float32. `keys` (int64) are sorted by range of the topology, then by table; `counts`
-        has their number by range and table."""
+        has their number by range and table. `pooled` features get their vectors from the only range."""
         address = 0 if found is None else found.data_ptr()
-        result = LookupResult(
-            *self.client.lookup(
-                topology.servers, tables, counts, keys.data_ptr(), publication, seconds, out.data_ptr(), address
+        addresses = [
+            (
+                f.table,
+                POOLINGS[f.pooling],
+                f.ids.size,
+                f.ids.offsets.data_ptr(),
+                f.ids.values.data_ptr(),
+                f.vectors.data_ptr(),
             )
-        )
+            for f in pooled
+            if f.ids.offsets is not None
+        ]
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the connections to the row servers are closed; make a new hr.Engine")
+            self._lookups += 1
+        try:
+            result = LookupResult(
+                *self.client.lookup(
+                    topology.servers,
+                    tables,
+                    counts,
+                    keys.data_ptr(),
+                    publication,
+                    seconds,
+                    out.data_ptr(),
+                    address,
+                    addresses,
+                )
+            )
+        finally:
+            with self._changed:
+                self._lookups -= 1
+                if self._closed:
+                    self._changed.notify_all()
         with self._lock:
             counters = self.counters
             counters["lookups"] += 1
-            counters["keys"] += keys.numel()
+            counters["keys"] += keys.numel() + sum([feature.ids.values.numel() for feature in pooled])
+            counters["pooled"] += len(pooled)
             counters["late"] += sum([sum(counts[number]) for number in result.late])
             for name in ("bytes", "hedges", "hedges_won", "retries"):
                 counters[name] += getattr(result, name)
@@ -155,7 +196,10 @@ class RowServers:
         """Which shards have no server, and why, with the cure."""
         with suppress(RuntimeError):
             missing = ", ".join(f"{begin}:{end}" for begin, end in self.topology.missing)
-            why = "; ".join(f"{s.address}: {s.problem}" for s in list(self._servers.values()) if s.shards is None)
+            servers = list(self._servers.values())
+            why = "; ".join(f"{s.address}: {s.problem}" for s in servers if s.shards is None)
+            if self.problem or not servers:
+                why = self.problem or f"{public(self.address.where)} names no server"
             listed = f" ({why})" if why else ""
             return (
                 f"no row server has the shards {missing} of model {self.model.name!r} version {self.model.version}"
@@ -191,15 +235,26 @@ class RowServers:
         }
 
     def close(self) -> None:
-        """Close all connections. Lookups in progress end with late rows."""
+        """Let lookups in progress end, and close all connections. Later lookups raise ClosedError."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._lookups, CLOSE_SECONDS)
         self._stop.set()
-        for server in list(self._servers.values()):
+        servers = [*self._servers.values(), *self._left]
+        for server in servers:
             self._close_server(server)
-        for server in list(self._servers.values()):
+        for server in servers:
             if server.thread is not None and server.thread is not threading.current_thread():
                 server.thread.join(5.0)
 
     # --- the list of servers ---
+
+    def _first_list(self) -> dict[str, Shards | None]:
+        try:
+            return self.address.servers()
+        except StorageError as error:  # DNS or Redis may come later
+            self.problem = str(error)
+            return {}
 
     def _watch_list(self) -> None:
         while not self._stop.wait(READ_AGAIN_SECONDS):
@@ -243,10 +298,10 @@ class RowServers:
             left = [server for server in self._servers.values() if not server.listed] if complete else []
             for server in left:
                 del self._servers[server.address]
+            self._left += [server for server in left if server.shards is not None]
             self._changed.notify_all()
-        for server in left:
+        for server in left:  # its thread closes its connections
             log.info("row server %s has left the list", server.address)
-            self._close_server(server)
 
     # --- one server: its thread ---
 
@@ -256,6 +311,7 @@ class RowServers:
             try:
                 self._connect(server)
             except (OSError, HotRowError, ValueError, RuntimeError) as error:
+                self._close_server(server)
                 self._note_problem(server, _reason(error))
                 self._stop.wait(backoff.next())
                 continue
@@ -263,7 +319,11 @@ class RowServers:
             log.info("row server %s is connected", server.address)
             self._make_topology()
             self._note_problem(server, self._watch(server))
+            if server in self._left:
+                self._stop.wait(LEFT_SECONDS)
+                self._left.remove(server)
             self._close_server(server)
+            self._stop.wait(backoff.next())
 
     def _is_wanted(self, server: _Server) -> bool:
         return not self._stop.is_set() and self._servers.get(server.address) is server
@@ -340,8 +400,11 @@ class RowServers:
             ):
                 return None
             try:
-                control, _ = self._greet(f"unix:{welcome.local}")
+                control, there = self._greet(f"unix:{welcome.local}")
             except (OSError, HotRowError):  # of another user: TCP works all the same
+                return None
+            if there != welcome:  # the address is a tunnel to another machine that has the same path
+                control.close()
                 return None
             if isinstance(connection, socket.socket):
                 connection.close()

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +36,7 @@ from hotrow.tiers.batch_values import (
 )
 from hotrow.tiers.host.store import HostStore
 from hotrow.tiers.plan import ANY_PUBLICATION, RequestedRows
+from hotrow.tiers.rows.client import PooledFeature, RowServerClient
 from hotrow.tiers.rows.row_servers import RowServers
 from hotrow.tiers.rows.topology import Topology
 from hotrow.tiers.sharded.transport import ExchangeRequests, ReceivedRequests
@@ -160,8 +162,8 @@ class RowServerOwner:
 
     prefetch_misses = 0
 
-    def __init__(self, tables: RowServerTables, transport: RowServerTransport) -> None:
-        self.tables, self.transport = tables, transport
+    def __init__(self, tables: RowServerTables, transport: RowServerTransport, client: RowServerClient) -> None:
+        self.tables, self.transport, self.client = tables, transport, client
         self.publications = ANY_PUBLICATION
         self.release()
 
@@ -170,7 +172,7 @@ class RowServerOwner:
         self.terms: ReadTerms | None = None
         self.late_keys: dict[int, Any] = {}
         self._request: RequestedRows | None = None
-        self._rows = NO_ROWS
+        self._rows, self._read = NO_ROWS, False
         self._late: list[int] = []
         self._why = ""
 
@@ -198,7 +200,9 @@ class RowServerOwner:
             publication,
             max(0.0, until - time.monotonic()),
             self._rows,
+            pooled=self.client.pooled,
         )
+        self._read = True
         self._late = result.late
         self._why = ", ".join(sorted({_WHY.get(error, error) for error in result.errors}))
         self.publications = publication, publication
@@ -216,7 +220,7 @@ class RowServerOwner:
         """Answer the rows of late ranges by the policy. With "wait" they raise LateError."""
         request = self._request
         assert request is not None
-        if not self._rows.numel():
+        if not self._read:
             self.prefetch()
         if self._late and late == "wait":
             missing = sum([sum(request.counts[number]) for number in self._late])
@@ -229,9 +233,27 @@ class RowServerOwner:
                 out.copy_(store.read(keys)[0])  # the store here is empty
             else:
                 out.copy_(store.default_row.expand_as(out))
-            before = self.late_keys.get(number)
-            numpy = keys.numpy()
-            self.late_keys[number] = numpy if before is None else torch.cat([torch.from_numpy(before), keys]).numpy()
+            self._note_late(number, keys)
+        for feature in self.client.pooled if self._late else ():
+            self._pool_by_policy(feature, late)
+
+    def _note_late(self, table: int, keys: Tensor) -> None:
+        before = self.late_keys.get(table)
+        self.late_keys[table] = keys.numpy() if before is None else np.concatenate([before, keys.numpy()])
+
+    def _pool_by_policy(self, feature: PooledFeature, late: str) -> None:
+        """The vectors of a feature whose server did not answer."""
+        ids, store = feature.ids, feature.store
+        assert ids.offsets is not None
+        keys = ids.values
+        rows = store.read(keys)[0] if late == "initial" else store.default_row.expand(keys.numel(), store.dim)
+        vectors = torch.zeros(ids.size, store.dim)
+        lengths = ids.lengths()
+        vectors.index_add_(0, torch.repeat_interleave(torch.arange(ids.size), lengths), rows)
+        if feature.pooling == "mean":
+            vectors /= lengths.clamp(min=1).unsqueeze(1)
+        feature.vectors.copy_(vectors)
+        self._note_late(feature.table, keys)
 
     def _parts(self) -> Iterator[tuple[int, Tensor, Tensor, HostStore]]:
         """The tables' parts of late ranges: table number, keys, rows, store."""

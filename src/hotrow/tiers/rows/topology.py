@@ -1,8 +1,8 @@
 """Topology: which row servers have which shards. Immutable; a new one replaces it when servers come or go.
 
 Servers may divide the shards differently, as they do while a cluster moves to another division. The shards are cut at
-every server's bounds; adjacent pieces with the same servers are one range. A batch uses one topology to its
-end.
+every server's bounds; adjacent pieces with the same servers are one range. A batch uses one topology from its first
+step to its last.
 """
 
 from __future__ import annotations
