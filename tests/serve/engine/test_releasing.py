@@ -20,6 +20,7 @@ from test_engine_process import expected
 from test_engine_restart import INPUTS, front_end, until
 from tritonclient.utils import InferenceServerException
 
+from hotrow.serve.batching.shadow import SLICE_SECONDS
 from hotrow.serve.frontend.canary import is_chosen
 from hotrow.serve.frontend.engine_client import EngineClient
 from hotrow.serve.processes.engine_process import EngineProcess
@@ -275,6 +276,29 @@ def test_shadow_that_fails_changes_no_answer(repository: Path, start_engine: Sta
         assert [client.version() for _ in range(5)] == ["1"] * 5
         until(lambda: version.shadow.dropped["failed"] == 5)
         assert version.shadow.rows == 0
+
+
+def test_shadow_waits_for_rows_on_other_machines_by_a_deadline(
+    repository: Path, start_engine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, waits = PlainServable.run, dict[int, list[float]]()
+
+    def run_until(servable: PlainServable, batch: Any, policy: str, until: float | None = None) -> Any:
+        if until is not None:  # a warm-up has none
+            waits.setdefault(id(servable), []).append(until - time.monotonic())
+        return run(servable, batch, policy)
+
+    monkeypatch.setattr(PlainServable, "waits_for_rows", True, raising=False)
+    monkeypatch.setattr(PlainServable, "run", run_until)
+    release(repository, {"stable": 1}, shadow=(2, 1.0))
+    engine = start_engine(repository)
+    model = engine.models.by_name["ctr"]
+    with_backend([socket_of(engine)], lambda backend: backend.infer(make_request(5, deadline=time.monotonic() + 20.0)))
+    until(lambda: model.versions["2"].shadow.requests == 1)
+    (answered,), (shadowed,) = (waits[id(model.versions[name].servable)] for name in ("1", "2"))
+    assert answered > 5.0  # most of the request's own time
+    usual = model.group.service_time.of(5)
+    assert shadowed <= max(2 * usual, SLICE_SECONDS) + 0.05  # a fraction of it, for requests may come meanwhile
 
 
 def test_shadow_with_other_inputs_is_refused_by_name(repository: Path, start_engine: Start) -> None:

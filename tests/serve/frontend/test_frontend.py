@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as over_grpc
@@ -17,6 +19,7 @@ from raw_http import connect, exchange, good, infer_status, read_reply
 from tritonclient.utils import InferenceServerException
 
 from hotrow.errors import OptionError
+from hotrow.serve.frontend.grpc_messages import SERVICE, build
 from hotrow.serve.frontend.ports import FrontendOptions
 from hotrow.serve.protocol.limits import Limits
 from hotrow.serve.protocol.request import RefusedError
@@ -118,6 +121,39 @@ def test_draining_finishes_what_is_in_flight_and_takes_nothing_new() -> None:
         assert status == 200 and b"Connection: close" in reply["head"]
         closing.join(10)
         assert not closing.is_alive()
+
+
+def test_draining_cancels_no_grpc_call() -> None:
+    """grpc answers CANCELLED, which clients do not retry, to calls that it has received and the event loop has not."""
+    make = build()["ModelInferRequest"]
+    inputs = [
+        {"name": "keys", "datatype": "INT64", "shape": [1, 3]},
+        {"name": "dense", "datatype": "FP32", "shape": [1, 2]},
+    ]
+    data = make(model_name="ctr", inputs=inputs, raw_input_contents=[bytes(24), bytes(8)]).SerializeToString()
+    codes: Counter[str] = Counter()
+
+    def call_until_refused() -> None:
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
+        with grpc.insecure_channel(running.address("grpc"), options=options) as channel:
+            infer = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+            found: Counter[str] = Counter()
+            while set(found) <= {"OK"}:
+                calls = [infer.future(data, timeout=30) for _ in range(8)]
+                found.update(call.code().name for call in calls)
+            codes.update(found)
+
+    backend = small_backend()
+    backend.seconds = 0.002
+    with Running(backend) as running:
+        clients = [threading.Thread(target=call_until_refused) for _ in range(6)]
+        for client in clients:
+            client.start()
+        time.sleep(0.3)
+        running.call(running.frontend.close())
+        for client in clients:
+            client.join(30)
+    assert set(codes) == {"OK", "UNAVAILABLE"} and codes["UNAVAILABLE"] >= len(clients), codes
 
 
 def test_metrics_have_tritons_names_and_add_up() -> None:

@@ -182,7 +182,7 @@ class ShadowQueue:
         version, began = copies[0].version, self._clock()
         try:
             joined = frames.join(_pieces(copies), version.signature, version.fingerprint)
-            logits, late, _, _ = version.run(joined, "initial", _rows_late_at(copies, began))
+            logits, late, _, _ = version.run(joined, "initial", _rows_late_at(copies, self._clock()))
             values: Array = logits.float().cpu().numpy()
             answered = np.concatenate([copy.logits for copy in copies])
             if values.shape != answered.shape:

@@ -57,24 +57,16 @@ def is_available(info: ModelInfo, counts: Counts) -> bool:
     return False
 
 
-async def answer(
-    backend: Backend,
-    trial: tuple[Request, RequestOptions],
-    stable: tuple[Request, RequestOptions],
-    counts: Counts,
-) -> tuple[Answer, RequestOptions]:
-    """The canary's answer to `trial`, or the stable version's to the same request, `stable`; and that one's options.
-    Two versions with other features number their embedding outputs differently, so the options belong to the answer."""
-    request, deadline = trial[0], stable[0].deadline
+async def answer(backend: Backend, trial: Request, stable: Request, counts: Counts) -> Answer:
+    """The canary's answer to `trial`, or the stable version's to the same request, `stable`."""
     try:
-        return await backend.infer(request), trial[1]
+        return await backend.infer(trial)
     except RefusedError as error:
-        late = deadline is not None and deadline <= time.monotonic()
+        late = stable.deadline is not None and stable.deadline <= time.monotonic()
         if error.status in (429, 504) or late:
             raise
-        why = NOT_LOADED if error.status in (404, 503) else FAILED
-        count_fallback(counts, request.model, str(request.version), why)
-    return await backend.infer(stable[0]), stable[1]
+        count_fallback(counts, trial.model, str(trial.version), NOT_LOADED if error.status in (404, 503) else FAILED)
+    return await backend.infer(stable)
 
 
 def count_fallback(counts: Counts, model: str, version: str, why: str) -> None:

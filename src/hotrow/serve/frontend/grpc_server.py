@@ -8,11 +8,16 @@ deadline of its own takes the deadline of the gRPC call.
 A message over the limit `body` is refused with INVALID_ARGUMENT and an error that names the limit. grpc itself refuses
 to read a message of more than twice the limit (RESOURCE_EXHAUSTED); that error names no option.
 
+When grpc stops a server, it answers CANCELLED to the calls that the event loop has not taken yet, and to those that
+arrive before the client knows. Clients and proxies do not retry that. So `close` lets the event loop take all calls
+first (`settle`), and these end with an answer or with UNAVAILABLE.
+
 Message classes are made once in `_messages`; importing this module needs grpcio and protobuf.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import math
@@ -82,6 +87,8 @@ _CONTENTS = {
 }
 _PARAMETERS = ("bool_param", "int64_param", "string_param", "double_param", "uint64_param")
 _MAX_DEADLINE = 3600.0
+_QUIET_TICKS, _TICK_SECONDS = 4, 0.005  # without a new call, until `settle` returns
+SETTLE_SECONDS = 0.3  # most
 _MAX_MESSAGE_BYTES = (1 << 31) - 1  # bytes, by the type of grpc's option
 
 
@@ -96,6 +103,7 @@ class GrpcServer:
     def __init__(self, service: Service) -> None:
         self.service = service
         self._server: Any = None
+        self._calls = GrpcCalls(service)
 
     async def start(self, host: str, port: int, reuse_port: bool = False) -> int:
         """Listen; returns the port, which the system chooses if `port` is 0."""
@@ -120,16 +128,26 @@ class GrpcServer:
         await self._server.start()
         return int(bound)
 
+    async def settle(self) -> None:
+        """Wait until no new call comes for a moment, for SETTLE_SECONDS at most."""
+        loop = asyncio.get_running_loop()
+        until, quiet = loop.time() + SETTLE_SECONDS, 0
+        while self._server is not None and quiet < _QUIET_TICKS and loop.time() < until:
+            before = self._calls.started
+            await asyncio.sleep(_TICK_SECONDS)
+            quiet = quiet + 1 if self._calls.started == before else 0
+
     async def close(self, grace: float) -> None:
-        """Accept no new call, finish those in flight for up to `grace` seconds, then close."""
+        """Finish the calls in flight for up to `grace` seconds, then close. Requires: the service refuses requests."""
         if self._server is not None:
+            await self.settle()
             await self._server.stop(grace)
 
     def _handlers(self) -> Any:
-        classes, calls, methods = _messages(), GrpcCalls(self.service), {}
+        classes, calls, methods = _messages(), self._calls, {}
         for name, (request, response) in METHODS.items():
             make = grpc.unary_unary_rpc_method_handler
-            behaviour: Any = _with_error_codes(getattr(calls, name), classes[request], self.service.limits)
+            behaviour: Any = _with_error_codes(calls, name, classes[request])
             if name == "ModelStreamInfer":
                 make, behaviour = grpc.stream_stream_rpc_method_handler, calls.ModelStreamInfer
             # The handler parses the bytes, because grpc replies UNKNOWN to malformed ones and logs a traceback.
@@ -137,12 +155,12 @@ class GrpcServer:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
-def _with_error_codes(
-    call: Callable[[Any, Any], Awaitable[Any]], kind: Any, limits: Limits
-) -> Callable[[bytes, Any], Awaitable[Any]]:
-    """A handler that takes the message's bytes and turns errors into gRPC's codes."""
+def _with_error_codes(calls: GrpcCalls, name: str, kind: Any) -> Callable[[bytes, Any], Awaitable[Any]]:
+    """A handler of the method `name` that takes the message's bytes and turns errors into gRPC's codes."""
+    call, limits = getattr(calls, name), calls.service.limits
 
     async def answer(data: bytes, context: Any) -> Any:
+        calls.started += 1
         try:
             return await call(_parse(kind, data, limits), context)
         except RefusedError as error:
@@ -173,6 +191,7 @@ class GrpcCalls:
 
     def __init__(self, service: Service) -> None:
         self.service, self._make = service, _messages()
+        self.started = 0  # calls
 
     async def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Whether the server is alive."""
@@ -250,6 +269,7 @@ class GrpcCalls:
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Answer a stream of requests in order. An error answers one request; the stream continues."""
         make = self._make["ModelStreamInferResponse"]
+        self.started += 1
         async for data in requests:
             name = ""
             try:

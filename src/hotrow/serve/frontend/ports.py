@@ -107,8 +107,11 @@ class Frontend:
             ) from error
 
     async def close(self) -> None:
-        """Drain and close; health is "not ready" from now on."""
+        """Drain and close; health is "not ready" from now on, and a moment later requests are refused."""
         self.service.draining = True
+        if self._grpc is not None:
+            await self._grpc.settle()
+        self.service.refusing = True
         grace = self.options.drain_seconds
         closing = [self._http.close(grace)]
         if self._grpc is not None:

@@ -46,7 +46,8 @@ class Service:
 
     def __init__(self, backend: Backend, limits: Limits, token: str | None = None, loopback: bool = True) -> None:
         self.backend, self.limits, self.counts = backend, limits, Counts()
-        self.draining = False
+        self.draining = False  # not ready, so that proxies send no more requests
+        self.refusing = False  # requests are refused
         self.load_shedder = LoadShedder(limits.in_flight)
         self.answer_bytes = AnswerBytes(limits)
         self._authorization = Authorization(token, loopback)
@@ -113,7 +114,7 @@ class Service:
             name, version = self.resolve(name, version)
         parser = self.parser(name, version)
         info = parser.info
-        if self.draining:
+        if self.refusing:
             raise RefusedError(503, "the server is shutting down; use another, or retry in a moment", _RETRY_SECONDS)
         shedder = self.load_shedder
         if shedder.at_limit:
@@ -126,12 +127,13 @@ class Service:
             request = shedder.deduct_waiting(request, waited)
             trial = None
             if info.canary is not None and not version:
-                trial = await self._trial(info, request, options, parse, size, key)
-            taken = self._take_answer_bytes(request, trial)
+                trial = await self._trial(info, request, parse, size, key(options))
+            if request.wanted is not None:
+                taken = self._take_answer_bytes(request, trial)
             if trial is None:
                 answer = await self.backend.infer(request)
             else:
-                answer, options = await canary.answer(self.backend, trial, (request, options), self.counts)
+                answer = await canary.answer(self.backend, trial, request, self.counts)
             if options.wanted is not None:
                 options = replace(options, wanted=options.wanted._replace(bytes=taken))
             end, taken = shedder.end_answered, 0
@@ -156,29 +158,27 @@ class Service:
     async def _parse(self, parse: Parse, parser: RequestParser, version: str | None, size: int) -> ParsedRequest:
         return parse(parser, version) if size <= LARGE_BYTES else await self.run_large(partial(parse, parser, version))
 
-    async def _trial(
-        self, info: ModelInfo, request: Request, options: RequestOptions, parse: Parse, size: int, key: RoutingKey
-    ) -> ParsedRequest | None:
+    async def _trial(self, info: ModelInfo, request: Request, parse: Parse, size: int, key: str) -> Request | None:
         """The request as the canary takes it, if it goes there."""
         assert info.canary is not None
         version, share = info.canary
-        if not canary.is_chosen(info.name, version, share, key(options)):
+        if not canary.is_chosen(info.name, version, share, key):
             return None
         if not canary.is_available(info, self.counts):
             return None
         if version not in info.others:  # it takes the same inputs
-            return replace(request, version=version), options
+            return replace(request, version=version)
         try:
-            trial, options = await self._parse(parse, self.parser(info.name, version), version, size)
+            trial, _ = await self._parse(parse, self.parser(info.name, version), version, size)
         except RefusedError:
             canary.count_fallback(self.counts, info.name, version, canary.INPUTS)
             return None
-        return replace(trial, deadline=request.deadline), options
+        return replace(trial, deadline=request.deadline)
 
-    def _take_answer_bytes(self, request: Request, trial: ParsedRequest | None) -> int:
-        """Take the bytes of the larger one of the two answers with vectors that may come; returns how many."""
-        possible = (request.wanted, None if trial is None else trial[0].wanted)
-        size = max([wanted.bytes for wanted in possible if wanted is not None], default=0)
+    def _take_answer_bytes(self, *possible: Request | None) -> int:
+        """Take the bytes of the vectors in the largest of the possible answers; returns how many."""
+        wanted = [request.wanted for request in possible if request is not None and request.wanted is not None]
+        size = max([one.bytes for one in wanted], default=0)
         self.answer_bytes.take(size)
         return size
 
