@@ -26,6 +26,7 @@
 
 Packages, each opening with its own map:
 
+    rows/          `hotrow rows`: row servers, which hold rows for tower servers
     processes/     `hotrow serve`: supervisor, front end and engine processes, their options
     frontend/      HTTP, gRPC and metrics ports; load shedding; connections to engines
     protocol/      the Open Inference Protocol and the frames between front end and engine, without a network
@@ -38,7 +39,7 @@ Packages, each opening with its own map:
     load_estimate  estimates the duration of batches and the load of lanes
 
 `hotrow.cli`, `hotrow.bench` and `hotrow.demo` import this package; nothing below it does. Imports inside go downwards
-only, and import-linter checks it (pyproject.toml): processes → frontend, batching → execution → compile → updates →
+only, and import-linter checks it (pyproject.toml): rows → processes → frontend, batching → execution → compile → updates →
 repository → graph → protocol → load_estimate. frontend and batching do not import each other: they are different
 processes and share only protocol/.
 """
