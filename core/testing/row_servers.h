@@ -103,6 +103,7 @@ struct SsdRows {
     {
       const std::lock_guard lock(table->write_mutex());
       table->tier()->evict(table->size());
+      table->tier()->log().seal();  // no write in the background is left
       table->recharge_budget();
     }
     rows.tables[0] = table;
