@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -48,25 +47,13 @@ class RowServer:
         return f"{HOST}:{self.port}"
 
     def start(self) -> None:
-        """Start the process; `wait` waits for it."""
+        """Start the process. A tower server that starts waits for it."""
         self.starts += 1
         self.process = forked.hotrow(
             *("rows", str(self.repository), "--listen", self.address, "--metrics", "-1", *self.options),
             log=self.folder / f"rows-{self.port}-{self.starts}.log",
             env={"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         )
-
-    def wait(self) -> None:
-        def serves() -> bool:
-            assert self.process.poll() is None, self.process.text()
-            return self.address in self.process.text()
-
-        until(serves, f"the row server on {self.address}")
-
-    def end(self) -> int:
-        """SIGTERM; the exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(PATIENCE)
 
 
 class TowerServer:
@@ -123,6 +110,5 @@ def load_on(port: int, folder: Path, rate: float, connections: int = 8) -> Itera
     checked_load.write_records(str(requests), records)
     given = {"port": port, "path": "/v2/models/ctr/infer", "rate": rate, "connections": connections}
     spec.write_text(json.dumps({**given, "requests": str(requests), "answers": str(answers)}))
-    assert sys.executable
     with open_client([checked_load.__file__, str(spec)]) as client:
         yield Load(client, answers)

@@ -25,7 +25,6 @@ def test_no_answer_fails_or_mixes_publications_while_row_servers_are_killed_in_t
         rows = [RowServer(repository, tmp_path, "--bus", bus) for _ in range(2)]
         for server in rows:
             stack.callback(server.process.kill)
-            server.wait()
         addresses = ",".join(server.address for server in rows)
         options = ("--bus", bus, "--deadline", "30s", "--policy", "wait")
         tower = TowerServer(repository, tmp_path, f"{addresses}?local=off", *options)

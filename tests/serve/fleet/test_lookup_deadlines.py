@@ -41,7 +41,6 @@ def test_a_lookup_is_answered_by_policy_before_its_deadline_when_the_row_server_
     with ExitStack() as stack:
         rows = RowServer(tmp_path, tmp_path)
         stack.callback(rows.process.kill)
-        rows.wait()
         tower = TowerServer(tmp_path, tmp_path, f"{rows.address}?local=off")
         stack.callback(tower.process.kill)
         tower.wait()

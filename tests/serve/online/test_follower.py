@@ -203,6 +203,7 @@ def test_what_is_published_while_a_version_catches_up_is_applied_before_it_serve
 ) -> None:
     interval = 0.02
     monkeypatch.setattr(fleet_history, "INTERVAL", interval)
+    monkeypatch.setattr(fleet_history, "ROWS", 2_000)
     monkeypatch.setattr(fleet_history, "CHANGED", 200)
     fleet_history.export(tmp_path)
     bus = f"dir:{tmp_path / 'bus'}"
