@@ -310,6 +310,11 @@ class Engine:
         """
         self.prepare_update(publication)()
 
+    def wait_for_row_servers(self, number: int) -> bool:
+        """Wait up to SERVERS_CATCH_UP seconds until each shard range has a row server with this publication; returns
+        whether that is so. True without row servers."""
+        return all([servers.wait_for(number, SERVERS_CATCH_UP) for servers in _row_servers(self._open().embeddings)])
+
     def prepare_update(self, publication: Publication) -> Callable[[], None]:
         """Check and convert a publication while batches run; returns the function that puts it in service.
 
@@ -324,8 +329,7 @@ class Engine:
                 "service; apply those between first"
             )
         update = prepare(publication, live.embeddings)
-        for servers in _row_servers(live.embeddings):
-            servers.wait_for(publication.number, SERVERS_CATCH_UP)
+        self.wait_for_row_servers(publication.number)
         if live.embeddings.remote is not None:
             live.embeddings.remote.write_if_local(publication.number, publication.previous, update.changes())
         set_weights = None if publication.dense is None else self._prepare_weights(live, publication.dense)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hotrow.batch import KeyedBatch
 from hotrow.config import Memory
-from hotrow.errors import ClosedError, OptionError
+from hotrow.errors import ClosedError, OptionError, StorageError
 from hotrow.publish.publication import Publication
 from hotrow.serve.execution.towers import TowerOptions, Towers
 from hotrow.serve.graph.tower import OriginalTower
@@ -68,7 +68,15 @@ class ServedVersion:
         return self.engine.fresh
 
     def prepare_update(self, publication: Publication) -> Callable[[], None]:
-        """Check a publication while batches run; returns the function that puts it in service between two batches."""
+        """Check a publication while batches run; returns the function that puts it in service between two batches.
+
+        Raises StorageError while row servers do not have it yet: the follower tries again, and the publication in
+        service keeps answering.
+        """
+        if publication.number > self.publication and not self.engine.wait_for_row_servers(publication.number):
+            raise StorageError(
+                f"the row servers do not have publication {publication.number} yet; look at the bus that they follow"
+            )
         return self.engine.prepare_update(publication)
 
     def reopen(self, path: Path) -> None:
