@@ -35,10 +35,12 @@ class RowServer:
         """HOST:PORT."""
         return f"127.0.0.1:{self.port}"
 
-    def start(self, wait: bool = True) -> None:
-        """Start the process; with `wait`, return when it serves."""
+    def start(self, wait: bool = True, nice: int = 0) -> None:
+        """Start the process, at the priority `nice`; with `wait`, return when it serves."""
         listen = ("--listen", f"127.0.0.1:{self.port}", "--metrics", "-1")
         command = [sys.executable, "-m", "hotrow", "rows", str(self.repository), *listen, *self.options]
+        if nice:
+            command = ["nice", "-n", str(nice), *command]
         if self.core is not None:
             command = ["taskset", "-c", str(self.core), *command]
         self._log.truncate(0)
