@@ -31,7 +31,7 @@ class Memory:
     `dram` is a cache over it. Rows are then read-only, so `remote` is for serving.
 
     `rows` names row servers (`hotrow rows`) that have all rows: addresses, a cluster.toml, or another list of them
-    (docs/fleet.md). They are read-only too; with `dram` there is a cache over them.
+    (docs/fleet.md). They are read-only, too, and no row is kept here.
 
     >>> Memory(dram="4GiB").dram_bytes
     4294967296
@@ -61,6 +61,11 @@ class Memory:
             )
         if self.rows is not None and self.remote is not None:
             raise OptionError("rows= with remote=: both have all rows; leave one of them out")
+        for tier in ("dram", "ssd", "hbm"):
+            if self.rows is not None and getattr(self, tier) is not None:
+                raise OptionError(
+                    f"{tier}={getattr(self, tier)!r} with rows=: the row servers hold all rows; leave one of them out"
+                )
         for tier in ("hbm", "ssd"):
             if self.remote is not None and getattr(self, tier) is not None:
                 raise OptionError(

@@ -3,7 +3,7 @@
 A plan over them is a ShardedPlan (tiers/sharded/plan.py) with two parts of this file:
 
     RowServerTransport   says which range of row servers owns each shard, so that keys are sorted by range
-    RowServerOwner       prefetch: reads all rows from the row servers, by a deadline. read: copies and waits for nothing
+    RowServerOwner       prefetch: reads all rows from the row servers, by a deadline. read: copies, waits for nothing
 
 The rows arrive in the order of the keys, so nothing is sorted or copied between the network and the pooling.
 
