@@ -17,7 +17,7 @@ from small_models import make_batch, trained
 import hotrow as hr
 from hotrow.errors import ClosedError, HotRowError, LateError, OptionError, StorageError
 from hotrow.serve.execution import engine as engine_module
-from hotrow.tiers.rows import cluster_file, row_servers
+from hotrow.tiers.rows import cluster_file, row_servers, tables
 from hotrow.tiers.rows.row_servers import RowServers
 from hotrow.tiers.rows.topology import Topology
 
@@ -280,7 +280,10 @@ def test_without_hedges_a_server_that_hangs_costs_no_more_than_the_ping(reposito
 
 
 @pytest.mark.parametrize("policy", ["wait", "initial", "default"])
-def test_late_rows_are_answered_by_the_policy(tmp_path: Path, rows: Rows, policy: str) -> None:
+def test_late_rows_are_answered_by_the_policy(
+    tmp_path: Path, rows: Rows, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "READ", 0.2)
     hr.export(trained().model, tmp_path / "ctr", default_rows={"user": [7.0] * 4})
     batch = make_batch(9)
     with Link(port_of(rows.start(tmp_path, "0:512"))) as link:
