@@ -201,7 +201,7 @@ def test_a_supervisor_that_is_killed_leaves_no_row_server(tmp_path: Path) -> Non
         assert not alive
 
 
-@pytest.mark.soak  # an engine waits a minute for rows that do not come
+@pytest.mark.soak
 def test_a_damaged_model_beside_others_is_named_and_the_others_serve(
     tmp_path: Path,
 ) -> None:
