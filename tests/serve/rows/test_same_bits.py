@@ -61,7 +61,7 @@ def test_every_division_and_type_answers_the_bits_of_a_plain_engine(
     with hr.Engine(tmp_path / "ctr") as plain:
         for local in ("on", "off"):
             with over(tmp_path / "ctr", where(*servers, local=local)) as engine:
-                check(engine, plain)
+                check(engine, plain, 4)
                 assert servers_of(engine).counters["late"] == 0
 
 
