@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.config import Memory
+from hotrow.credentials import public
 from hotrow.errors import OptionError, choices
 from hotrow.optim import Optimizer, RowWiseAdagrad
 from hotrow.parallel.backend import own_device
@@ -73,6 +74,10 @@ class EmbeddingCollection(nn.Module):
     ) -> None:
         super().__init__()
         _check_tables(tables)
+        if memory is not None and memory.rows is not None:
+            raise OptionError(
+                f"rows={public(memory.rows)!r}: row servers are read by hr.Engine; train with dram= and ssd="
+            )
         self.optimizer = optimizer or RowWiseAdagrad()
         self.ranks = ranks
         self.memory = _memory_of_rank(memory or Memory(), ranks)

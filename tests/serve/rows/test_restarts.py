@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from row_servers import Load, Rows, RowsCommand, over, servers_of, until
+import pytest
+from row_servers import Load, Rows, RowsCommand, over, port_of, servers_of, until, where
 from small_models import make_batch
 
 import hotrow as hr
@@ -37,6 +38,25 @@ def test_a_killed_server_costs_no_answer_and_returns_by_itself(tmp_path: Path, r
                 load.end()
     finally:
         first.end()
+
+
+@pytest.mark.parametrize("local", ["on", "off"])
+def test_a_rolling_restart_of_two_replicas_costs_no_answer(repository: Path, rows: Rows, local: str) -> None:
+    replicas = [rows.start(repository) for _ in range(2)]
+    batch = make_batch(30)
+    with hr.Engine(repository / "ctr") as plain:
+        expected = plain.logits(batch)
+    with over(repository / "ctr", where(*replicas, local=local)) as engine:
+        servers = servers_of(engine)
+        wait_for(servers, 2)
+        load = Load(engine, batch, expected, 4)
+        for one in list(replicas):
+            rows.end(one)
+            wait_for(servers, 1)
+            rows.start(repository, port=port_of(one))
+            wait_for(servers, 2)
+        load.end()
+        assert load.slowest < 2.0
 
 
 def wait_for(servers: RowServers, count: int) -> None:

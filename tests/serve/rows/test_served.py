@@ -154,7 +154,7 @@ def test_engine_processes_share_one_row_server(tmp_path: Path) -> None:
         before = [one.memory_full_info().uss for one in (*family["engine_process"], holder)]
         expected = [np.arange(KEYS, dtype=np.float32) + 3, np.arange(KEYS, dtype=np.float32) + 5]
         assert np.array_equal(server.ask()[0], expected[0])
-        askers = Askers(server, expected)
+        askers = Askers(server, [*expected])
 
         export(tmp_path, 2_000_000, seed=5)  # 32 MB and an index
         load(server, "ctr")
@@ -167,11 +167,17 @@ def test_engine_processes_share_one_row_server(tmp_path: Path) -> None:
         load(server, "feed")
         assert status_of(server, "/v2/models/feed/ready") == 200
 
+        export(tmp_path, 2000, seed=9)  # version 1 retires
+        askers.allowed.append(np.arange(KEYS, dtype=np.float32) + 9)
+        load(server, "ctr")
+        time.sleep(0.5)
+        assert set(askers.statuses) == {200}, (askers.statuses, askers.texts)
+
         holder.kill()
         until(lambda: askers.statuses.get(503, 0) > 0, "answers that say that the rows are away")
         until(lambda: len(children(server, "row_server_process")) == 1, "the next row server")
         until(lambda: status_of(server, "/v2/health/ready") == 200, "the server to be ready again")
-        until(lambda: np.array_equal(server.ask()[0], expected[1]), "answers")
+        until(lambda: np.array_equal(server.ask()[0], askers.allowed[-1]), "answers")
         askers.end()
         assert "row server ended with -9; it starts again" in server.text()
         processes = psutil.Process(server.process.pid).children(recursive=True)
@@ -195,7 +201,7 @@ def test_a_supervisor_that_is_killed_leaves_no_row_server(tmp_path: Path) -> Non
         assert not alive
 
 
-@pytest.mark.soak  # an engine waits a minute for rows that do not come
+@pytest.mark.soak
 def test_a_damaged_model_beside_others_is_named_and_the_others_serve(
     tmp_path: Path,
 ) -> None:

@@ -148,7 +148,7 @@ def crowd(repository: Path, folder: Path, count: int, proven: bool) -> None:
         with connected(repository / "ctr" / "1", f"{command.address}?local=off") as servers:
             servers.wait_until_complete(30)
             figures = [process.memory_info().rss]
-            for _ in range(4):
+            for _ in range(4 if count > 1000 else 2):
                 peers = [Stranger(command.address, model if proven else None) for _ in range(count)]
                 began = time.monotonic()
                 assert not servers.lookup(servers.topology, [0], [[1]], torch.tensor([1]), 0, 5.0, torch.empty(4)).late

@@ -11,8 +11,8 @@ from row_servers import Rows, Stranger, connected, model_of, over, problem, same
 from small_models import Batches, make_batch, trained
 
 import hotrow as hr
-from hotrow.errors import HotRowError
-from hotrow.serve.repository.manifest import open_version
+from hotrow.errors import HotRowError, StorageError
+from hotrow.serve.repository.manifest import Version, open_version
 from hotrow.serve.rows import row_server_process
 from hotrow.tiers.rows.handshake import ERROR, HELLO, fingerprint, make_hello
 
@@ -67,7 +67,7 @@ def test_a_version_that_is_not_there_is_refused_by_number_and_others_serve(
     hr.export(trained().model, tmp_path / "newer" / "ctr")
     lacking, having = rows.start(tmp_path / "other"), rows.start(tmp_path / "newer")
     newer = tmp_path / "newer" / "ctr" / "2"
-    problem(newer, where(lacking), "version 2 of 'ctr' is being loaded again, after:")
+    problem(newer, where(lacking), "version 2 of 'ctr' does not load:")
     with connected(newer, where(lacking, having)) as servers:
         servers.wait_until_complete(20)
         figures = servers.figures()["servers"]
@@ -79,7 +79,7 @@ def test_a_damaged_version_is_refused_by_name(tmp_path: Path, rows: Rows) -> Non
         hr.export(trained().model, tmp_path / "ctr")
     server = rows.start(tmp_path)
     damage(tmp_path / "ctr" / "1")
-    said = problem(tmp_path / "ctr" / "1", where(server), "version 1 of 'ctr' is being loaded again, after:")
+    said = problem(tmp_path / "ctr" / "1", where(server), "version 1 of 'ctr' does not load:")
     assert str(tmp_path / "ctr" / "1" / "rows") in said
     with connected(tmp_path / "ctr" / "2", where(server)) as servers:
         servers.wait_until_complete(20)
@@ -91,9 +91,36 @@ def test_a_server_whose_newest_version_is_damaged_serves_the_other_models(tmp_pa
     damage(tmp_path / "feed" / "1")
     server = rows.start(tmp_path)
     assert set(server.versions) == {("ctr", 1), ("shop", 1)}
-    problem(tmp_path / "feed" / "1", where(server), "version 1 of 'feed' is being loaded again, after:")
+    problem(tmp_path / "feed" / "1", where(server), "version 1 of 'feed' does not load:")
     with over(tmp_path / "shop", where(server)) as engine:
         engine.logits(make_batch(5))
+
+
+def test_a_version_that_takes_long_to_load_is_waited_for(
+    tmp_path: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        hr.export(trained().model, tmp_path / "ctr")
+    server = rows.start(tmp_path)
+    load = server._load
+
+    def slowly(version: Version) -> None:
+        time.sleep(1.5)
+        load(version)
+
+    monkeypatch.setattr(server, "_load", slowly)
+    with connected(tmp_path / "ctr" / "1", where(server)) as servers:
+        servers.wait_until_complete(0.7)
+
+
+def test_a_server_of_this_machine_that_cannot_load_a_version_is_not_waited_for(tmp_path: Path, rows: Rows) -> None:
+    for _ in range(2):
+        hr.export(trained().model, tmp_path / "repository" / "ctr")
+    server = rows.start(tmp_path / "repository", listen=(f"unix:{tmp_path / 'rows.sock'}",))
+    damage(tmp_path / "repository" / "ctr" / "1")
+    with connected(tmp_path / "repository" / "ctr" / "1", server.addresses[0]) as servers:
+        with pytest.raises(StorageError, match=r"does not load: .* is damaged in block 0"):
+            servers.wait_until_complete(60.0)
 
 
 def test_a_server_none_of_whose_models_loads_says_why(tmp_path: Path, rows: Rows) -> None:

@@ -15,9 +15,9 @@ from row_servers import TOKEN, Rows, connected, over, port_of, same_bits, server
 from small_models import make_batch, trained
 
 import hotrow as hr
-from hotrow.errors import ClosedError, HotRowError, LateError, StorageError
+from hotrow.errors import ClosedError, HotRowError, LateError, OptionError, StorageError
 from hotrow.serve.execution import engine as engine_module
-from hotrow.tiers.rows import cluster_file, row_servers
+from hotrow.tiers.rows import cluster_file, row_servers, tables
 from hotrow.tiers.rows.row_servers import RowServers
 from hotrow.tiers.rows.topology import Topology
 
@@ -280,7 +280,10 @@ def test_without_hedges_a_server_that_hangs_costs_no_more_than_the_ping(reposito
 
 
 @pytest.mark.parametrize("policy", ["wait", "initial", "default"])
-def test_late_rows_are_answered_by_the_policy(tmp_path: Path, rows: Rows, policy: str) -> None:
+def test_late_rows_are_answered_by_the_policy(
+    tmp_path: Path, rows: Rows, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "READ", 0.2)
     hr.export(trained().model, tmp_path / "ctr", default_rows={"user": [7.0] * 4})
     batch = make_batch(9)
     with Link(port_of(rows.start(tmp_path, "0:512"))) as link:
@@ -380,3 +383,20 @@ def test_a_server_with_other_shards_than_the_list_says_is_refused(tmp_path: Path
             HotRowError, match="it has the shards 0:512 and the list says 512:1024; correct one of them"
         ):
             servers.wait_until_complete(1.0)
+
+
+@pytest.mark.parametrize("tier", ["dram", "hbm"])  # ssd= is refused without dram=
+def test_another_tier_with_row_servers_is_refused(tier: str) -> None:
+    with pytest.raises(OptionError, match=f"{tier}='4GiB' with rows=: the row servers hold all rows"):
+        hr.Memory(rows="10.0.0.1:8010", **{tier: "4GiB"})
+
+
+def test_training_over_row_servers_is_refused() -> None:
+    with pytest.raises(OptionError, match="train with dram= and ssd="):
+        hr.EmbeddingCollection([hr.Table("user", 4)], memory=hr.Memory(rows="10.0.0.1:8010"))
+
+
+def test_two_servers_with_one_folder_are_told_apart(tmp_path: Path, repository: Path, rows: Rows) -> None:
+    rows.start(repository, "0:512", dram="3MiB", ssd=str(tmp_path / "ssd"))
+    with pytest.raises(HotRowError, match=str(tmp_path / "ssd")):
+        rows.start(repository, "512:1024", dram="3MiB", ssd=str(tmp_path / "ssd"))

@@ -36,7 +36,16 @@ from hotrow.serve.rows.status_page import Sample, StatusPage
 from hotrow.signals import StopSignals
 from hotrow.table.ssd_folder import allow_many_files
 from hotrow.tiers.rows.cluster_file import socket_path
-from hotrow.tiers.rows.handshake import HandshakeError, Model, Welcome, make_welcome, read_hello, token_key
+from hotrow.tiers.rows.handshake import (
+    LOADING,
+    NOT_LOADED,
+    HandshakeError,
+    Model,
+    Welcome,
+    make_welcome,
+    read_hello,
+    token_key,
+)
 from hotrow.units import format_count, parse_size
 
 log = logging.getLogger(__name__)
@@ -55,7 +64,8 @@ class RowServerProcess:
         self.console = console or Console(stderr=True, quiet=True)
         self.addresses: list[str] = []
         self.versions: dict[tuple[str, int], ServedRows] = {}
-        self._loading: dict[tuple[str, int], str] = {}  # what failed; "" while it is loading
+        self._loading: set[tuple[str, int]] = set()
+        self._failed: dict[tuple[str, int], str] = {}  # why the last attempt to load a version failed
         self._lock = threading.Lock()
         self._key = token_key(options.token)
         self._stopped = threading.Event()
@@ -185,10 +195,10 @@ class RowServerProcess:
             why = str(error) or type(error).__name__
             log.warning("%s version %d does not load: %s", model, number, error)
         with self._lock:
+            self._loading.discard((model, number))
+            self._failed.pop((model, number), None)
             if why:
-                self._loading[model, number] = why
-            else:
-                self._loading.pop((model, number), None)
+                self._failed[model, number] = why
 
     def _served(self, wanted: Model) -> ServedRows:
         """The rows that a client asks for; begins to load them if they are not here."""
@@ -199,13 +209,13 @@ class RowServerProcess:
                 if wanted.name not in self.options.served_models():
                     models = ", ".join(self.options.served_models())
                     raise HandshakeError(f"this row server has no model {wanted.name!r}; it serves {models}")
-                failed = self._loading.get(place)
-                if failed is None or failed:
-                    self._loading[place] = ""
+                failed = self._failed.get(place)
+                if place not in self._loading:
+                    self._loading.add(place)
                     threading.Thread(target=self._load_beside, args=place, name="hotrow-rows-load", daemon=True).start()
                 raise HandshakeError(
-                    f"version {wanted.version} of {wanted.name!r} is being loaded"
-                    + (f" again, after: {failed}" if failed else "")
+                    f"version {wanted.version} of {wanted.name!r} "
+                    + (f"{NOT_LOADED} {failed}; it is tried again" if failed else LOADING)
                 )
         if served.fingerprint != wanted.fingerprint:
             raise HandshakeError(

@@ -6,7 +6,6 @@
     row_servers.py  RowServers: connects to the servers, watches them, reads rows through the core's client
     client.py       RowServerClient: the requester's half of a plan; chooses what servers pool
     tables.py       RowServerTables: a collection's tables over row servers; the owner's half of its plans
-    store.py        RowServerStore: row servers as the remote store under a cache (tiers/remote/)
 
 docs/decisions/0012-row-servers.md has the design, docs/formats/rows-protocol.md the frames. The servers' side is
 hotrow.serve.rows. Imported by nn and serve.

@@ -31,6 +31,8 @@ HEADER = struct.Struct("<IHHQQqq")  # magic, kind, error, id, bytes, publication
 CHALLENGE, HELLO, WELCOME, ERROR = 1, 2, 3, 6
 LONGEST = 64 << 10  # bytes of a welcome or an error
 LEAST_TOKEN = 16  # characters
+# In the reason of a refusal: the client waits longer, or knows that this server cannot have the version.
+LOADING, NOT_LOADED = "is being loaded", "does not load:"
 # What reading a peer's JSON may raise: it may be nested deeply, and have infinite numbers and halves of characters.
 UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 

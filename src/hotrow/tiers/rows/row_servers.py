@@ -32,7 +32,7 @@ from hotrow.credentials import public
 from hotrow.errors import ClosedError, HotRowError, StorageError
 from hotrow.tiers.rows.client import POOLINGS, PooledFeature
 from hotrow.tiers.rows.cluster_file import WIRES, RowsAddress, Shards, socket_path
-from hotrow.tiers.rows.handshake import HandshakeError, Model, Welcome, greet, token_key
+from hotrow.tiers.rows.handshake import LOADING, NOT_LOADED, HandshakeError, Model, Welcome, greet, token_key
 from hotrow.tiers.rows.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ CONNECT_SECONDS = 2.0  # that connecting and each step of the handshake may take
 FIRST_RETRY, LONGEST_RETRY = 0.1, 0.5  # a rolling restart ends the next server soon after this one is back
 LEFT_SECONDS = 10.0  # that connections are kept to a server that has left the list
 CLOSE_SECONDS = 10.0  # that `close` waits for lookups in progress
+CHECK_SECONDS = 0.2  # between two looks at the servers' problems
 READ_AGAIN_SECONDS = 1.0  # between two reads of the list of servers
 LINKS = 8  # connections to each server: one for each lookup in progress, and for hedges
 DESCRIPTORS = 64  # most that a local server sends
@@ -165,12 +166,23 @@ class RowServers:
     # --- what the engine asks ---
 
     def wait_until_complete(self, seconds: float) -> None:
-        """Wait until every shard has a server; raise StorageError, with each server's problem, if one has none."""
+        """Wait until every shard has a server; raise StorageError, with each server's problem, if one has none.
+
+        The time begins again while a server loads the version. A server of this machine that cannot load it is not
+        waited for: others may get the version later, but this one's repository is ours.
+        """
         deadline = time.monotonic() + seconds
         with self._changed:
             while self.topology.missing:
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                problems = [server.problem for server in self._servers.values() if server.shards is None]
+                if any(problem.endswith(LOADING) for problem in problems):
+                    deadline = time.monotonic() + seconds
+                alone = all(address.startswith("unix:") for address in self._servers) and not self.address.changes
+                refused = alone and all(NOT_LOADED in problem for problem in problems)
+                left = deadline - time.monotonic()
+                if refused or left <= 0:
                     raise StorageError(self.describe_problems())
+                self._changed.wait(min(left, CHECK_SECONDS))
 
     def wait_for(self, publication: int, seconds: float) -> bool:
         """Wait until each range has a server with this publication; returns whether that is so."""
