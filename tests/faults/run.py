@@ -83,7 +83,9 @@ def _canonical(value: Any) -> bytes:
 def small_segments(patch: Callable[[type, str, Any], None] = setattr, size: int = SEGMENT) -> None:
     """Makes the segments and buffers of later logs small."""
 
-    def attach(store: HostStore, folder: str, evicts: bool, buffer: int = 1 << 20, lock: Any = None) -> None:
+    def attach(
+        store: HostStore, folder: str, evicts: bool, buffer: int = 1 << 20, lock: Any = None, segment: int = 0
+    ) -> None:
         with core_errors():
             store.core.attach(folder, evicts, min(buffer, size // 4), size, lock=lock)
 

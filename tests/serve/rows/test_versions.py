@@ -13,6 +13,7 @@ from small_models import Batches, make_batch, trained
 import hotrow as hr
 from hotrow.errors import HotRowError, StorageError
 from hotrow.serve.repository.manifest import Version, open_version
+from hotrow.serve.repository.releases import Release, change_release
 from hotrow.serve.rows import row_server_process
 from hotrow.tiers.rows.handshake import ERROR, HELLO, fingerprint, make_hello
 
@@ -150,3 +151,11 @@ def test_a_model_that_is_not_served_is_refused_with_those_that_are(tmp_path: Pat
         hr.export(trained().model, tmp_path / name)
     server = rows.start(tmp_path, models=("ctr",))
     problem(tmp_path / "feed" / "1", where(server), "this row server has no model 'feed'; it serves ctr")
+
+
+def test_a_row_server_starts_with_the_stable_version(tmp_path: Path, rows: Rows) -> None:
+    for _ in range(2):
+        hr.export(trained().model, tmp_path / "ctr")
+    change_release(tmp_path / "ctr", lambda _: Release(aliases={"stable": 1}))
+    server = rows.start(tmp_path)
+    assert set(server.versions) == {("ctr", 1)}

@@ -4,7 +4,7 @@
             version, catch up with its bus, accept clients. A model that does not load is reported; the others serve
     serve   a tower server names the version that it serves. One that is not loaded is loaded beside the others, and the
             tower server asks again until it is there. A version that no connection has used for a minute is dropped,
-            unless it is its model's newest
+            unless it is the newest of a model that nobody uses
     stop    refuse lookups, so that clients go to replicas, send what is under way, end
 
 `hotrow serve --processes N` starts the same as a child, and tells it its options on stdin (processes/child.py).
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from rich.console import Console
 
 from hotrow import _core
 from hotrow.errors import CheckpointError, HotRowError, OptionError
-from hotrow.serve.repository.manifest import Repository, Version, candidates, warn_damaged
+from hotrow.serve.repository.manifest import Repository, Version, candidates, open_version, warn_damaged
+from hotrow.serve.repository.releases import read_release
 from hotrow.serve.rows.local_clients import LocalClients
 from hotrow.serve.rows.registration import Registration
 from hotrow.serve.rows.row_server_options import RowServerOptions
@@ -157,10 +159,11 @@ class RowServerProcess:
     # --- versions ---
 
     def _load_newest(self, model: str) -> Exception | None:
-        """Load a model's newest version that is intact; returns the error if there is none."""
+        """Load the version that servers take for a model: the stable one of its release, else the newest that is
+        intact. Returns the error if there is none."""
         damaged: Exception | None = None
         try:
-            for version in candidates(Path(self.options.repository) / model):
+            for version in self._in_order(Path(self.options.repository) / model):
                 try:
                     self._load(version)
                     return None
@@ -171,6 +174,13 @@ class RowServerProcess:
             damaged = damaged or error
         log.warning("%s does not load: %s", model, damaged)
         return damaged
+
+    @staticmethod
+    def _in_order(folder: Path) -> Iterator[Version]:
+        stable = read_release(folder).stable
+        if stable is not None:
+            yield open_version(folder / str(stable))
+        yield from candidates(folder)
 
     def _load(self, version: Version) -> None:
         began = time.monotonic()
@@ -219,8 +229,8 @@ class RowServerProcess:
                 )
         if served.fingerprint != wanted.fingerprint:
             raise HandshakeError(
-                f"version {wanted.version} of {wanted.name!r} has other tables or another seed than the client's; "
-                "copy the same export to both"
+                f"version {wanted.version} of {wanted.name!r} has other tables or another seed here than at the "
+                "client; copy the same export to both"
             )
         return served
 
@@ -228,9 +238,10 @@ class RowServerProcess:
         now = time.monotonic()
         with self._lock:
             newest = {model: max(n for name, n in self.versions if name == model) for model, _ in self.versions}
+            used = {model for (model, _), served in self.versions.items() if served.service.connections}
             dropped = []
             for (model, number), served in list(self.versions.items()):
-                if number == newest[model] or served.service.connections:
+                if served.service.connections or (number == newest[model] and model not in used):
                     served.unused_since = None
                 elif served.unused_since is None:
                     served.unused_since = now
