@@ -313,7 +313,7 @@ class Engine:
     def wait_for_row_servers(self, number: int) -> bool:
         """Wait up to SERVERS_CATCH_UP seconds until each shard range has a row server with this publication; returns
         whether that is so. True without row servers."""
-        return all([servers.wait_for(number, SERVERS_CATCH_UP) for servers in _row_servers(self._open().embeddings)])
+        return all(servers.wait_for(number, SERVERS_CATCH_UP) for servers in _row_servers(self._open().embeddings))
 
     def prepare_update(self, publication: Publication) -> Callable[[], None]:
         """Check and convert a publication while batches run; returns the function that puts it in service.

@@ -4,7 +4,7 @@
             version, catch up with its bus, accept clients. A model that does not load is reported; the others serve
     serve   a tower server names the version that it serves. One that is not loaded is loaded beside the others, and the
             tower server asks again until it is there. A version that no connection has used for a minute is dropped,
-            unless it is the newest of a model that nobody uses
+            unless it is its model's newest here
     stop    refuse lookups, so that clients go to replicas, send what is under way, end
 
 `hotrow serve --processes N` starts the same as a child, and tells it its options on stdin (processes/child.py).
@@ -238,10 +238,9 @@ class RowServerProcess:
         now = time.monotonic()
         with self._lock:
             newest = {model: max(n for name, n in self.versions if name == model) for model, _ in self.versions}
-            used = {model for (model, _), served in self.versions.items() if served.service.connections}
             dropped = []
             for (model, number), served in list(self.versions.items()):
-                if served.service.connections or (number == newest[model] and model not in used):
+                if number == newest[model] or served.service.connections:
                     served.unused_since = None
                 elif served.unused_since is None:
                     served.unused_since = now
