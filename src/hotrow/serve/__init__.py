@@ -39,7 +39,7 @@ Packages, each opening with its own map:
     load_estimate  estimates the duration of batches and the load of lanes
 
 `hotrow.cli`, `hotrow.bench` and `hotrow.demo` import this package; nothing below it does. Imports inside go downwards
-only, and import-linter checks it (pyproject.toml): rows → processes → frontend, batching → execution →
-compile → updates → repository → graph → protocol → load_estimate. frontend and batching do not import each other: they are different
-processes and share only protocol/.
+only, and import-linter checks it (pyproject.toml): rows → processes → frontend, batching → execution → compile →
+updates → repository → graph → protocol → load_estimate. frontend and batching do not import each other: they are
+different processes and share only protocol/.
 """
