@@ -299,3 +299,39 @@ def test_a_server_behind_retention_starts_again_from_a_newer_export(tmp_path: Pa
             assert same_bits(served.run(batch, "wait")[0], expected)
     finally:
         served.close()
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "dram": {"dram": "32MiB"},
+    "little dram": {"dram": "3MiB"},
+    "dram over ssd": {"dram": "3MiB", "ssd": "ssd"},
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_cache_over_row_servers_answers_one_publication_too(
+    tmp_path: Path, rows: Rows, story: Story, cache: str
+) -> None:
+    """Rows in the cache, rows that are being read, and rows that a publication changes meanwhile."""
+    servers = [rows.start(story.repository, shards, bus=(f"dir:{story.bus}",)) for shards in ("0:512", "512:1024")]
+    tiers = {name: str(tmp_path / value) if name == "ssd" else value for name, value in CACHES[cache].items()}
+    memory = hr.Memory(rows=where(*servers), **tiers)
+    with hr.Engine(story.repository / "ctr", memory=memory) as engine:
+        askers = Askers(story, engine)
+        for one in story.publications:
+            until(lambda: engine.publication in askers.seen, "answers of the publication")
+            engine.apply(one)
+        until(lambda: STEPS in askers.seen, "answers of the last publication")
+        askers.end()
+        assert not askers.late and askers.seen == set(range(STEPS + 1))
+        figures = engine.embeddings.remote.figures()  # type: ignore[union-attr]
+        assert figures["hits"] > 0 and figures["misses"] > 0
+
+
+def test_rows_fall_through_to_the_export_when_all_row_servers_are_gone(rows: Rows, story: Story) -> None:
+    server = rows.start(story.repository)
+    memory = hr.Memory(rows=where(server), dram="32MiB", remote="export:")
+    with hr.Engine(story.repository / "ctr", memory=memory) as engine:
+        rows.end(server)
+        for batch, expected in zip(BATCHES, story.expected[0], strict=True):
+            assert same_bits(engine.answer(batch).logits, expected)
