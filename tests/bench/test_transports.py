@@ -55,6 +55,7 @@ def test_a_transport_answers_with_the_rows_of_the_keys(module: str, library: str
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a core for each side")
+@pytest.mark.soak
 def test_the_bench_measures_gloo_beside_sockets_and_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(row_transports.ONLY, "gloo")
     monkeypatch.setattr(row_transports, "TURNS", 4)

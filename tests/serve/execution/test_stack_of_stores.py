@@ -44,7 +44,7 @@ def test_redis_gone_rocksdb_answers_and_both_gone_the_export(tmp_path: Path, red
             assert torch.equal(answered.logits, exported)
             assert (answered.fresh.publication, answered.late.ids) == (3, 0)
             servers.servers[0].start()
-            until(lambda: engine.answer(batch).fresh.publication == 4, "Redis to be used again", 15)
+            until(lambda: engine.answer(batch).fresh.publication == 4, "Redis to be used again", 60)
             assert torch.equal(engine.logits(batch), whole.logits(batch))
         store.close()
 
@@ -75,7 +75,7 @@ def test_a_server_starts_while_its_first_store_is_gone(tmp_path: Path, redis_ins
             servers.servers[0].start()
             assert engine.embeddings.remote is not None
             health = engine.embeddings.remote.store.health
-            until(lambda: bool(health()["ok"]), "Redis to be opened", 15)
+            until(lambda: bool(health()["ok"]), "Redis to be opened", 60)
 
 
 def test_an_export_is_not_written_and_its_links_are_removed(tmp_path: Path) -> None:

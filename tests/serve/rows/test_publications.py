@@ -304,7 +304,7 @@ def test_a_server_behind_retention_starts_again_from_a_newer_export(tmp_path: Pa
 CACHES: dict[str, dict[str, Any]] = {
     "dram": {"dram": "32MiB"},
     "little dram": {"dram": "3MiB"},
-    "dram over ssd": {"dram": "3MiB", "ssd": "ssd"},
+    "dram over ssd": {"dram": "8MiB", "ssd": "ssd"},
 }
 
 

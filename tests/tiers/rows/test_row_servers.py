@@ -385,10 +385,10 @@ def test_a_server_with_other_shards_than_the_list_says_is_refused(tmp_path: Path
             servers.wait_until_complete(1.0)
 
 
-@pytest.mark.parametrize("tier", ["dram", "hbm"])  # ssd= is refused without dram=
-def test_another_tier_with_row_servers_is_refused(tier: str) -> None:
-    with pytest.raises(OptionError, match=f"{tier}='4GiB' with rows=: the row servers hold all rows"):
-        hr.Memory(rows="10.0.0.1:8010", **{tier: "4GiB"})
+def test_tiers_over_row_servers_need_a_cache_in_dram() -> None:
+    with pytest.raises(OptionError, match="hbm= with rows= and without dram=: the cache over the row servers needs"):
+        hr.Memory(rows="10.0.0.1:8010", hbm="4GiB")
+    assert hr.Memory(rows="10.0.0.1:8010", hbm="4GiB", dram="1GiB").dram_bytes == 1 << 30
 
 
 def test_training_over_row_servers_is_refused() -> None:
