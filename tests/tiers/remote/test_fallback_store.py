@@ -110,7 +110,7 @@ def test_a_silent_store_costs_a_part_of_the_deadline_and_only_once(pair: list[Br
     np.testing.assert_array_equal(answer.values, values_of(1))
     assert both.read("t", KEYS, time.monotonic() + 1.0).found.all()
     assert pair[0].reads <= 2  # on a busy machine a check may find it up again before the second read
-    assert "no answer in 0.25 s" in str(both.health()["stores"])
+    assert both.members[0].up or "no answer in 0.25 s" in str(both.health()["stores"])
 
 
 def test_keys_of_a_part_that_is_down_come_from_the_next_store_with_its_publication(
