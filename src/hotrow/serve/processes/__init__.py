@@ -3,6 +3,7 @@
 Files in reading order:
 
     serve_options.py      ServeOptions: the command's options, checked before a process starts
+    model_addresses.py    options that give an address for a model; hotrow rows uses it too
     supervisor.py         Supervisor: starts, restarts and ends the processes; holds the ports
     child.py              Child: the supervisor's handle of one process
     child_runtime.py      the child's side: options from stdin, events on stdout
@@ -19,6 +20,6 @@ Files in reading order:
     engine_status.py      EngineStatus: models and figures as documents
     restore.py            Restore: makes a restarted engine serve the same versions
 
-`hotrow.cli` and `hotrow.demo` import it; nothing else in serve does. The supervisor runs on its main thread, with two
+`hotrow.cli`, `hotrow.demo` and serve/rows import it; nothing else in serve does. The supervisor runs on its main thread, with two
 reader threads for each child. engine_process.py lists the threads of an engine.
 """

@@ -7,18 +7,19 @@ would in the process.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hotrow.config import Memory, check_options
-from hotrow.credentials import public, split_login
+from hotrow.credentials import split_login
 from hotrow.errors import OptionError, choices
 from hotrow.publish.bus import SCHEMES
 from hotrow.serve.processes import gpus
 from hotrow.serve.processes.devices import GPU_INSIDE, Device, Placement, parse_devices, place
 from hotrow.serve.processes.engine_options import EngineOptions
+from hotrow.serve.processes.model_addresses import address_by_model, addresses_by_model
 from hotrow.serve.protocol.limits import Limits
 from hotrow.tiers.remote.store import SCHEMES as REMOTE_SCHEMES
 from hotrow.tiers.remote.tables import is_local
@@ -140,11 +141,11 @@ class ServeOptions:
 
     def buses(self) -> dict[str, str]:
         """The bus of each model that follows one. An address without a model's name belongs to the only model."""
-        return self._one_by_model("bus", self.bus, SCHEMES, "dir:/data/publications")
+        return address_by_model("bus", self.bus, self._names, SCHEMES, "dir:/data/publications")
 
     def row_servers(self) -> dict[str, str]:
         """The row servers of each model that has them. An address without a model's name belongs to the only model."""
-        return self._one_by_model("rows", self.rows, None, "10.0.0.1:8010")
+        return address_by_model("rows", self.rows, self._names, None, "10.0.0.1:8010")
 
     @property
     def shares_rows(self) -> bool:
@@ -167,45 +168,13 @@ class ServeOptions:
     def remotes(self) -> dict[str, list[str]]:
         """The remote stores of each model that has any, in the order in which they are read. An address without a
         model's name belongs to the only model."""
-        return self._by_model("remote", self.remote, REMOTE_SCHEMES, "redis://10.0.0.1:6379")
+        return addresses_by_model("remote", self.remote, self._names, REMOTE_SCHEMES, "redis://10.0.0.1:6379")
 
-    def _one_by_model(
-        self, option: str, all_given: Sequence[str], schemes: Sequence[str] | None, example: str
-    ) -> dict[str, str]:
-        found = self._by_model(option, all_given, schemes, example)
-        for name, addresses in found.items():
-            if len(addresses) > 1:
-                verb = "follows" if option == "bus" else "has"
-                raise OptionError(
-                    f"--{option} {name}={public(addresses[1])}: model {name!r} {verb} {public(addresses[0])} already"
-                )
-        return {name: address for name, (address,) in found.items()}
-
-    def _by_model(
-        self, option: str, all_given: Sequence[str], schemes: Sequence[str] | None, example: str
-    ) -> dict[str, list[str]]:
+    def _names(self) -> list[str]:
+        """The models that options may name."""
         from hotrow.serve.repository.manifest import Repository
 
-        found: dict[str, list[str]] = {}
-        names = list(self.models) or Repository(self.repository).models() if all_given else []
-        for given in all_given:
-            name, _, address = given.partition("=")
-            if ":" in name or "?" in name or not address:
-                name, address = "", given
-            shown = f"--{option} {name + '=' if name else ''}{public(address)}"
-            if not name:
-                if len(names) != 1:
-                    raise OptionError(
-                        f"{shown}: the repository has {', '.join(names) or 'no model'}; say which model follows it, "
-                        f"such as --{option} ctr={example}"
-                    )
-                name = names[0]
-            elif name not in names:
-                raise OptionError(f"{shown}: there is no model {name!r}; {choices(name, names)}")
-            if schemes is not None and address.partition(":")[0] not in schemes:
-                raise OptionError(f"{shown}: {choices(address.partition(':')[0], schemes)}, such as {example}")
-            found.setdefault(name, []).append(address)
-        return found
+        return list(self.models) or Repository(self.repository).models()
 
     def lane_threads(self, engines: int) -> int:
         """Intra-op threads of each lane: the option, or an equal part of the cores for all lanes of all engines. With

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from dataclasses import dataclass, field
 
@@ -10,6 +9,8 @@ from hotrow.config import Memory
 from hotrow.credentials import public, split_login
 from hotrow.errors import OptionError, choices
 from hotrow.publish.bus import SCHEMES
+from hotrow.serve.frontend.authorization import is_loopback_host
+from hotrow.serve.processes.model_addresses import address_by_model
 from hotrow.serve.repository.manifest import Repository
 from hotrow.serve.rows.shards import ALL, Shards
 from hotrow.tiers.rows.cluster_file import check_address
@@ -58,10 +59,9 @@ class RowServerOptions:
         for address in self.listen:
             if address.startswith("unix:"):
                 continue
-            host, _, port = address.rpartition(":")
-            if port != "0":
+            if not address.endswith(":0"):
                 check_address(address)
-            if not _is_loopback(host) and self.token is None:
+            if not is_loopback_host(address) and self.token is None:
                 raise OptionError(
                     f"--listen {address} without a token: every machine that reaches this port could read all rows; "
                     "make one with `openssl rand -hex 32 > rows.token; chmod 600 rows.token`, and give --token-file "
@@ -102,27 +102,4 @@ class RowServerOptions:
 
     def buses(self) -> dict[str, str]:
         """The bus of each model that follows one. An address without a model's name belongs to the only model."""
-        found: dict[str, str] = {}
-        models = self.served_models()
-        for text in self.bus:
-            shown = f"--bus {public(text)}"
-            name, mark, address = text.partition("=")
-            if not mark or ":" in name:
-                if len(models) != 1:
-                    raise OptionError(f"{shown}: there are {len(models)} models; give --bus MODEL=ADDRESS")
-                name, address = models[0], text
-            if name not in models:
-                raise OptionError(f"{shown}: there is no model {name!r}; {choices(name, models)}")
-            if address.partition(":")[0] not in SCHEMES:
-                raise OptionError(f"{shown}: {choices(address.partition(':')[0], SCHEMES)}")
-            found[name] = address
-        return found
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+        return address_by_model("bus", self.bus, self.served_models, SCHEMES, "dir:/data/publications")
