@@ -17,7 +17,17 @@ from contextlib import suppress
 from typing import Any
 
 from hotrow.errors import HotRowError, OptionError
-from hotrow.tiers.rows.handshake import CHALLENGE, ERROR, HEADER, HELLO, LONGEST, MAGIC, WELCOME
+from hotrow.tiers.rows.handshake import (
+    CHALLENGE,
+    ERROR,
+    HEADER,
+    HELLO,
+    LONGEST,
+    MAGIC,
+    WELCOME,
+    HandshakeError,
+    receive_bytes,
+)
 
 HELLO_SECONDS = 5.0
 MOST_GREETING = 64  # clients that have not proven themselves yet
@@ -71,11 +81,12 @@ class LocalClients:
                 connection.settimeout(HELLO_SECONDS)
                 challenge = secrets.token_bytes(32)
                 connection.sendall(HEADER.pack(MAGIC, CHALLENGE, 0, 0, len(challenge), 0, 0) + challenge)
-                magic, kind, _, _, size, _, _ = HEADER.unpack(_receive(connection, HEADER.size))
+                magic, kind, _, _, size, _, _ = HEADER.unpack(receive_bytes(connection, HEADER.size, "client"))
                 if magic != MAGIC or kind != HELLO or size > LONGEST:
                     return
+                hello = receive_bytes(connection, size, "client")
                 try:
-                    service, welcome = self._prove(challenge, _receive(connection, size))
+                    service, welcome = self._prove(challenge, hello)
                 except HotRowError as error:
                     text = str(error).encode()[:LONGEST]
                     connection.sendall(HEADER.pack(MAGIC, ERROR, 3, 0, len(text), 0, 0) + text)
@@ -87,7 +98,7 @@ class LocalClients:
                 finally:
                     for descriptor in descriptors:
                         os.close(descriptor)
-        except OSError:
+        except (OSError, HandshakeError):
             return
         finally:
             self._greeting.release()
@@ -110,13 +121,3 @@ def _remove_left(path: str) -> None:
                     os.unlink(path)
                 return
     raise OptionError(f"--listen unix:{path}: another process listens there; stop it, or give another path")
-
-
-def _receive(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = connection.recv(count - len(data))
-        if not part:
-            raise ConnectionError("the client closed the connection")
-        data += part
-    return data

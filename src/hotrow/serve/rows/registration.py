@@ -8,34 +8,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
-from urllib.parse import parse_qsl
 
-from hotrow.credentials import split_login
-from hotrow.errors import OptionError
+from hotrow.tiers.rows.cluster_file import REDIS_TIMEOUT, open_redis_set
 
 log = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 5.0  # Redis may have lost the set
-TIMEOUT = 2.0  # of one command
 
 
 class Registration:
     """`url` is redis://host/0?set=NAME; `address` is what tower servers connect to."""
 
     def __init__(self, url: str, address: str) -> None:
-        try:
-            from redis import Redis
-        except ModuleNotFoundError:
-            raise OptionError("--register needs the redis package: pip install 'hotrow[redis]'") from None
-        place, _, query = url.partition("?")
-        options = dict(parse_qsl(query))
-        self._set = options.pop("set", "hotrow-rows")
-        rest = "&".join(f"{name}={value}" for name, value in options.items())
-        where, self._login = split_login(place + (f"?{rest}" if rest else ""))
-        self._redis: Any = Redis.from_url(
-            where, username=self._login.user or None, password=self._login.password or None, socket_timeout=TIMEOUT
-        )
+        self._redis, self._set, self._login = open_redis_set(url, "--register")
         self._address = address
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hotrow-rows-register", daemon=True)
@@ -49,7 +34,7 @@ class Registration:
         """Remove the address."""
         self._stop.set()
         if self._thread.is_alive():  # it may be registering
-            self._thread.join(2 * TIMEOUT)
+            self._thread.join(2 * REDIS_TIMEOUT)
         try:
             self._redis.srem(self._set, self._address)
             self._redis.close()

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow import _core
 from hotrow.publish.publication import Publication
 from hotrow.serve.repository.manifest import TableOnDisk
 from hotrow.table import TableRows
 from hotrow.tiers.host.store import SHARDS, scan_snapshot
+from hotrow.tiers.rows.topology import shards_of
 
 Shards = tuple[int, int]  # from begin to before end
 ALL: Shards = (0, SHARDS)
-SHARD_SHIFT = 54  # the top ten bits of a key's hash (core/hash/hash.h)
 
 
 def in_shards(keys: Tensor, shards: Shards) -> Tensor:
@@ -25,10 +23,7 @@ def in_shards(keys: Tensor, shards: Shards) -> Tensor:
     >>> int(in_shards(torch.arange(1000), (0, 512)).sum() + in_shards(torch.arange(1000), (512, 1024)).sum())
     1000
     """
-    keys = keys.contiguous()
-    hashes = torch.empty_like(keys)
-    _core.hash_ints(keys, 1, hashes)  # hash_key is the bijection with seed 1
-    found = hashes.numpy().view(np.uint64) >> np.uint64(SHARD_SHIFT)
+    found = shards_of(keys.numpy())
     return torch.from_numpy((found >= shards[0]) & (found < shards[1]))
 
 

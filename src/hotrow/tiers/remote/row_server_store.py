@@ -21,7 +21,6 @@ from urllib.parse import parse_qsl, quote
 import numpy as np
 import torch
 
-from hotrow import _core
 from hotrow.errors import StorageError
 from hotrow.table_definition import Table
 from hotrow.tiers.remote.read_only import ReadOnlyStore
@@ -29,10 +28,10 @@ from hotrow.tiers.remote.store import Answer, Keys, Marks, TableFormat, check_ke
 from hotrow.tiers.rows.cluster_file import RowsAddress
 from hotrow.tiers.rows.handshake import Model
 from hotrow.tiers.rows.row_servers import RowServers
+from hotrow.tiers.rows.topology import shards_of
 
 SCHEME = "rows:"
 START_SECONDS = 60.0
-SHARD_SHIFT = 54  # the top ten bits of a key's hash (core/hash/hash.h)
 OWN = ("model", "version", "fingerprint", "tables")
 
 _publications: dict[str, int] = {}  # by URL: the publication that the reader serves
@@ -90,9 +89,7 @@ class RowServerStore(ReadOnlyStore):
             raise StorageError(f"the row servers have no table {table!r}; they have {sorted(self._numbers)}")
         keys = check_keys(keys)
         topology, publication = self.servers.topology, _publications.get(self._url, 0)
-        hashes = np.empty_like(keys)
-        _core.hash_ints(keys, 1, hashes)  # hash_key is the bijection with seed 1
-        owners = topology.owner_of.numpy()[(hashes.view(np.uint64) >> np.uint64(SHARD_SHIFT)).astype(np.int64)]
+        owners = topology.owner_of.numpy()[shards_of(keys)]
         order = np.argsort(owners, kind="stable")
         counts = np.bincount(owners, minlength=len(topology.servers)).tolist()
         out, found = torch.empty(len(keys), self._dims[table]), torch.zeros(len(keys), dtype=torch.bool)

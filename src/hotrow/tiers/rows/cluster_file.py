@@ -26,12 +26,12 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 from hotrow.config import check_options
-from hotrow.credentials import public, read_secret, split_login
-from hotrow.errors import HotRowError, OptionError, StorageError, choices
+from hotrow.credentials import Login, public, read_secret, split_login
+from hotrow.errors import OptionError, StorageError, choices
 from hotrow.tiers.host.store import SHARDS
 from hotrow.tiers.rows.handshake import token_key
 
@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 WIRES = {"fp32": 0, "fp16": 1, "int8": 2}
 OPTIONS = ("token_file", "wire", "hedge", "local", "ca")
+DEFAULT_SET = "hotrow-rows"
+REDIS_TIMEOUT = 2.0  # seconds of one command
 Shards = tuple[int, int]
 
 
@@ -182,26 +184,41 @@ def _resolve(name: str) -> list[str]:
     return sorted(f"[{one}]:{port}" if ":" in one else f"{one}:{port}" for one in addresses)
 
 
-def _redis_members(url: str) -> list[str]:
-    place, _, query = url.partition("?")
-    options = dict(parse_qsl(query))
-    name = options.pop("set", "hotrow-rows")
-    rest = "&".join(f"{key}={value}" for key, value in options.items())
+class RedisSet(NamedTuple):
+    """A set in Redis with the addresses of row servers."""
+
+    client: Any
+    name: str
+    login: Login
+
+
+def open_redis_set(url: str, option: str) -> RedisSet:
+    """The set at redis://host/0?set=NAME. Nothing is connected yet. `option` is for the error text."""
     try:
         from redis import Redis
     except ModuleNotFoundError:
-        raise OptionError("rows=redis://... needs the redis package: pip install 'hotrow[redis]'") from None
+        raise OptionError(f"{option} needs the redis package: pip install 'hotrow[redis]'") from None
+    place, _, query = url.partition("?")
+    options = dict(parse_qsl(query))
+    name = options.pop("set", DEFAULT_SET)
+    rest = "&".join(f"{key}={value}" for key, value in options.items())
     address, login = split_login(place + (f"?{rest}" if rest else ""))
     try:
         client = Redis.from_url(
-            address, username=login.user or None, password=login.password or None, socket_timeout=2.0
+            address, username=login.user or None, password=login.password or None, socket_timeout=REDIS_TIMEOUT
         )
+    except Exception as error:
+        raise StorageError(f"{option}: {login.redact(error)}") from None
+    return RedisSet(client, name, login)
+
+
+def _redis_members(url: str) -> list[str]:
+    client, name, login = open_redis_set(url, f"rows={public(url)}")
+    try:
         try:
             members = [_text(member) for member in client.smembers(name)]
         finally:
             client.close()
-    except HotRowError:
-        raise
     except Exception as error:
         raise StorageError(f"rows={public(url)}: {login.redact(error)}") from None
     found = []

@@ -141,18 +141,19 @@ def greet(connection: socket.socket, model: Model, key: bytes | None) -> Welcome
 
 
 def _receive(connection: socket.socket) -> tuple[int, bytes]:
-    magic, kind, _, _, size, _, _ = HEADER.unpack(_receive_bytes(connection, HEADER.size))
+    magic, kind, _, _, size, _, _ = HEADER.unpack(receive_bytes(connection, HEADER.size, "server"))
     if magic != MAGIC or size > LONGEST:
         raise HandshakeError("the peer does not speak the protocol of row servers")
-    return kind, _receive_bytes(connection, size)
+    return kind, receive_bytes(connection, size, "server")
 
 
-def _receive_bytes(connection: socket.socket, count: int) -> bytes:
+def receive_bytes(connection: socket.socket, count: int, peer: str) -> bytes:
+    """So many bytes of a blocking connection."""
     data = b""
     while len(data) < count:
         part = connection.recv(count - len(data))
         if not part:
-            raise HandshakeError("the server closed the connection")
+            raise HandshakeError(f"the {peer} closed the connection")
         data += part
     return data
 

@@ -11,10 +11,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from hotrow.features.hashing import hash_ints
 from hotrow.tiers.host.store import SHARDS
+
+SHARD_SHIFT = 54  # the top ten bits of a key's hash (core/hash/hash.h)
+
+
+def shards_of(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The shard of each key.
+
+    >>> shards = shards_of(np.arange(1000))
+    >>> int(shards.min()) >= 0, int(shards.max()) < SHARDS
+    (True, True)
+    """
+    hashes = hash_ints(keys, 1)  # hash_key is the bijection with seed 1
+    return (hashes.view(np.uint64) >> np.uint64(SHARD_SHIFT)).astype(np.int64)
 
 
 @dataclass(frozen=True)
