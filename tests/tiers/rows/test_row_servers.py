@@ -16,7 +16,7 @@ from small_models import make_batch, trained
 
 import hotrow as hr
 from hotrow.errors import ClosedError, HotRowError, LateError, OptionError, StorageError
-from hotrow.serve.execution import engine as engine_module
+from hotrow.serve.execution import version_rows
 from hotrow.tiers.rows import cluster_file, row_servers, tables
 from hotrow.tiers.rows.row_servers import RowServers
 from hotrow.tiers.rows.topology import Topology
@@ -320,7 +320,7 @@ def test_late_rows_are_answered_by_the_policy(
 def test_a_range_that_nobody_serves_is_refused_at_the_start_with_the_cure(
     repository: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "SERVERS_START", 0.5)
+    monkeypatch.setattr(version_rows, "SERVERS_START", 0.5)
     server = rows.start(repository, "0:512")
     with pytest.raises(StorageError) as refused:
         over(repository / "ctr", where(server))

@@ -2,6 +2,7 @@
 
 In reading order:
     engine.py               hr.Engine: look up rows, run the tower, apply updates between two batches
+    version_rows.py         a version's rows: loaded here, in remote stores, or on row servers
     servable.py             adapts an engine for lanes, with its bus follower
     reader_writer_gate.py   batches hold it shared, an update holds it exclusively
     towers.py               runs a tower on compiled buckets, otherwise on the original graph

@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -40,10 +40,10 @@ from hotrow.config import Memory
 from hotrow.errors import BatchError, CheckpointError, ClosedError, LeftError, OptionError, PublishError
 from hotrow.features import FeatureSpec
 from hotrow.nn import EmbeddingCollection
-from hotrow.optim import SGD
 from hotrow.publish.publication import Publication
 from hotrow.serve.execution.reader_writer_gate import ReaderWriterGate
 from hotrow.serve.execution.towers import Towers
+from hotrow.serve.execution.version_rows import load_rows, row_servers_below
 from hotrow.serve.graph import graph_archive
 from hotrow.serve.graph.tower import OriginalTower, Tower, TowerInputs
 from hotrow.serve.protocol.request import Signature
@@ -59,21 +59,15 @@ from hotrow.serve.repository.manifest import (
 )
 from hotrow.serve.updates.cut_over import PreparedUpdate, prepare
 from hotrow.serve.updates.freshness import Freshness
-from hotrow.serve.updates.remote_fill import fill_local, is_local
 from hotrow.table import Lookup
 from hotrow.tiers.host.store import HostStore, count_cold, prefetch_all
-from hotrow.tiers.remote.row_server_store import RowServerStore, url_of
 from hotrow.tiers.remote.tables import RemoteTables
-from hotrow.tiers.rows.cluster_file import RowsAddress
-from hotrow.tiers.rows.handshake import Model, fingerprint
-from hotrow.tiers.rows.row_servers import RowServers
 from hotrow.tiers.rows.tables import READ, ReadTerms, RowServerTables
 
 if TYPE_CHECKING:
     from hotrow.serve.execution.device_lane import DeviceLanes
 
 Columns = Mapping[str, Any]
-SERVERS_START = 60.0  # seconds that a version waits until every shard has a row server
 SERVERS_CATCH_UP = 2.0  # seconds that an update waits until row servers have it too
 READ_ATTEMPTS = 20  # to read a batch whose rows a small cache evicts while others are being read
 
@@ -313,7 +307,7 @@ class Engine:
     def wait_for_row_servers(self, number: int) -> bool:
         """Wait up to SERVERS_CATCH_UP seconds until each shard range has a row server with this publication; returns
         whether that is so. True without row servers."""
-        return all(servers.wait_for(number, SERVERS_CATCH_UP) for servers in _row_servers(self._open().embeddings))
+        return all(servers.wait_for(number, SERVERS_CATCH_UP) for servers in row_servers_below(self._open().embeddings))
 
     def prepare_update(self, publication: Publication) -> Callable[[], None]:
         """Check and convert a publication while batches run; returns the function that puts it in service.
@@ -552,67 +546,13 @@ def _open(
     check_name(path.resolve().name)
     if version is not None:
         chosen = open_version(path / str(check_version(version)))
-        return chosen, _load_rows(chosen, memory, device)
+        return chosen, load_rows(chosen, memory, device)
     for chosen in candidates(path):
         try:
-            return chosen, _load_rows(chosen, memory, device)
+            return chosen, load_rows(chosen, memory, device)
         except CheckpointError as error:  # a damaged block of rows: an older version may be intact
             warn_damaged(chosen.path, error)
     raise AssertionError("candidates raises when there is none")
-
-
-def _load_rows(version: Version, memory: Memory | None, device: str | torch.device | None) -> EmbeddingCollection:
-    """The version's rows as a read-only collection."""
-    memory = memory or Memory()
-    tables = version.tables
-    if memory.rows is not None:
-        model, definitions = _model_of(version), [on_disk.table for on_disk in tables]
-        if memory.dram is None:
-            return _open_row_servers(version, memory.rows, model)
-        memory = replace(memory, rows=None, remote=[url_of(memory.rows, model, definitions), *memory.remotes])
-    if memory.remote is not None:
-        own = f"export:{version.path.resolve()}"
-        memory = replace(memory, remote=[own if url == "export:" else url for url in memory.remotes])
-    for url in filter(is_local, memory.remotes):
-        fill_local(version, url)
-    embeddings = EmbeddingCollection(
-        [on_disk.table for on_disk in tables],
-        optimizer=SGD(),
-        memory=memory,
-        seed=int(version.manifest["seed"]),
-        device=device if memory.hbm is not None else None,
-    )
-    for on_disk, rows in zip(tables, embeddings.tables, strict=True) if memory.remote is None else ():
-        rows.store.load_snapshot(str(on_disk.folder))
-    return embeddings.eval()
-
-
-def _row_servers(embeddings: EmbeddingCollection) -> list[RowServers]:
-    """The row servers below a collection, with a cache or without."""
-    remote = embeddings.remote
-    if isinstance(remote, RowServerTables):
-        return [remote.servers]
-    if isinstance(remote, RemoteTables) and isinstance(remote.store, RowServerStore):
-        return [remote.store.servers]
-    return []
-
-
-def _model_of(version: Version) -> Model:
-    """What row servers must have."""
-    tables = [on_disk.table for on_disk in version.tables]
-    return Model(version.model, version.number, fingerprint(tables, int(version.manifest["seed"])))
-
-
-def _open_row_servers(version: Version, address: str, model: Model) -> EmbeddingCollection:
-    """The version's tables over row servers: no row is loaded here."""
-    tables, seed = [on_disk.table for on_disk in version.tables], int(version.manifest["seed"])
-    servers = RowServers(RowsAddress.parse(address), model, [table.dim for table in tables])
-    try:
-        servers.wait_until_complete(SERVERS_START)
-        return EmbeddingCollection(tables, SGD(), seed=seed, row_servers=servers).eval()
-    except BaseException:
-        servers.close()
-        raise
 
 
 def _tower(version: Version, embeddings: EmbeddingCollection, device: torch.device) -> OriginalTower:

@@ -20,6 +20,6 @@ Files in reading order:
     engine_status.py      EngineStatus: models and figures as documents
     restore.py            Restore: makes a restarted engine serve the same versions
 
-`hotrow.cli`, `hotrow.demo` and serve/rows import it; nothing else in serve does. The supervisor runs on its main thread,
-with two reader threads for each child. engine_process.py lists the threads of an engine.
+`hotrow.cli`, `hotrow.demo` and serve/rows import it; nothing else in serve does. The supervisor runs on its main
+thread, with two reader threads for each child. engine_process.py lists the threads of an engine.
 """

@@ -21,12 +21,12 @@ from hotrow.errors import OptionError, PublishError
 from hotrow.nn import EmbeddingCollection
 from hotrow.optim import SGD
 from hotrow.publish.publication import Publication
+from hotrow.serve.execution.version_rows import model_of
 from hotrow.serve.repository.manifest import Version, open_version
 from hotrow.serve.rows.shards import Shards, load_rows, part_of
 from hotrow.serve.updates.cut_over import PreparedUpdate, prepare
 from hotrow.serve.updates.follower import Follower
 from hotrow.serve.updates.freshness import Freshness
-from hotrow.tiers.rows.handshake import fingerprint
 
 HISTORY_PUBLICATIONS = 256
 
@@ -43,7 +43,7 @@ class ServedRows:
         history_publications: int = HISTORY_PUBLICATIONS,
     ) -> None:
         self.version, self.shards, self.memory = version, shards, memory
-        self.fingerprint = _fingerprint(version)
+        self.fingerprint = model_of(version).fingerprint
         self.embeddings = _load(version, shards, memory)
         self.fresh = _fresh_of(version)
         self.service = _core.RowService(self._cores(), self.fresh.publication, history_publications, history_bytes)
@@ -78,7 +78,7 @@ class ServedRows:
     def reopen(self, path: Path) -> None:
         """Load another export of the model while these rows serve, then replace them. An error changes nothing."""
         version = open_version(path)
-        if _fingerprint(version) != self.fingerprint:
+        if model_of(version).fingerprint != self.fingerprint:
             raise OptionError(f"{path} has other tables than {self.version.path}; serve it as a version")
         memory = self.memory
         if memory.ssd is not None:  # the rows in service still use theirs
@@ -127,10 +127,6 @@ class ServedRows:
             raise
         self.service.end_cut_over(update.fresh.publication, before)
         self.fresh = update.fresh
-
-
-def _fingerprint(version: Version) -> str:
-    return fingerprint([on_disk.table for on_disk in version.tables], int(version.manifest["seed"]))
 
 
 def _fresh_of(version: Version) -> Freshness:
