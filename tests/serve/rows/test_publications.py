@@ -28,6 +28,7 @@ from hotrow.serve.execution.engine import Engine
 from hotrow.serve.execution.servable import open_version
 from hotrow.serve.rows import row_server_options
 from hotrow.serve.rows.row_server_process import RowServerProcess
+from hotrow.tiers.remote.tables import RemoteTables
 
 STEPS = 12
 BATCHES = [make_batch(40, seed) for seed in (1001, 1002)]
@@ -335,3 +336,25 @@ def test_rows_fall_through_to_the_export_when_all_row_servers_are_gone(rows: Row
         rows.end(server)
         for batch, expected in zip(BATCHES, story.expected[0], strict=True):
             assert same_bits(engine.answer(batch).logits, expected)
+
+
+def test_a_batch_that_the_export_answers_is_read_once(rows: Rows, story: Story) -> None:
+    """The export is older than what is in service, and reading again would not make it newer."""
+    server = rows.start(story.repository, bus=(f"dir:{story.bus}",))
+    memory = hr.Memory(rows=where(server), dram="32MiB", remote="export:")
+    with hr.Engine(story.repository / "ctr", memory=memory) as engine:
+        for one in story.publications:
+            engine.apply(one)
+        rows.end(server)
+        remote = engine.embeddings.remote
+        assert isinstance(remote, RemoteTables)
+
+        def keys_read() -> int:
+            counts = remote.metrics()
+            return counts["hits"] + counts["misses"]
+
+        for batch in BATCHES:
+            before = keys_read()
+            answer = engine.answer(batch)
+            assert answer.fresh.publication == 0 and answer.late.ids == 0
+            assert 0 < keys_read() - before <= sum(ids.values.numel() for ids in batch.ids.values())

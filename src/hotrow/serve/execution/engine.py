@@ -433,7 +433,8 @@ class Engine:
             locked.enter_context(self._lookup_lock())
             held.enter_context(self._gate.shared())
             return embeddings.route(batch, ahead=False).read(policy)
-        lookup = embeddings.route(batch, ahead=False)
+        remote, lookup = embeddings.remote, embeddings.route(batch, ahead=False)
+        assert isinstance(remote, RemoteTables)
         for tries_left in reversed(range(READ_ATTEMPTS)):
             if policy == "wait" and (embeddings.hbm_cache is None or tries_left < READ_ATTEMPTS - 1):
                 lookup.prefetch()
@@ -441,8 +442,8 @@ class Engine:
             held.enter_context(self._gate.shared())
             try:
                 lookup.read(policy)
-                mixed = embeddings.remote.is_exact and lookup.publications[0] < self.fresh.publication
-                if not (mixed and tries_left):
+                wanted = self.fresh.publication
+                if lookup.publications[0] >= wanted or not tries_left or not remote.can_read(wanted):
                     return lookup
                 held.close()  # there was an update between loading rows and reading them
                 locked.close()

@@ -148,10 +148,10 @@ class RemoteTables:
         for url in filter(is_rows, self.urls):
             set_publication(url, number)
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether every answer must be of the publication in service: rows come from row servers, which can give it."""
-        return is_rows(self.urls[0])
+    def can_read(self, publication: int) -> bool:
+        """Whether a read gives all rows at this publication: they come from row servers, and not from an older store
+        because those are gone."""
+        return is_rows(self.urls[0]) and (len(self.urls) == 1 or self.store.lowest >= publication)
 
     def cold(self, parts: Sequence[tuple[HostStore, Tensor]]) -> int:
         """How many of some tables' keys are not in DRAM, duplicates counted."""

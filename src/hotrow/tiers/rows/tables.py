@@ -68,8 +68,6 @@ class RemoteRows:
 class RowServerTables:
     """The tables of a collection over row servers."""
 
-    is_exact = True  # every answer is of one publication
-
     def __init__(self, servers: RowServers, tables: Sequence[Any]) -> None:
         self.servers = servers
         self.rows = [RemoteRows() for _ in tables]
