@@ -13,27 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from towers import HOST, Client, steady_ports, until
+from towers import HOST, Client, until
 
 from hotrow import child_process
+from hotrow.bench.serving.fleet_servers import NGINX, NOBODY, steady_ports
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-NOBODY = 65534
-NGINX_MAIN = """
-pid {folder}/nginx.pid;
-error_log stderr warn;
-worker_processes 2;
-daemon off;
-events {{ worker_connections 256; }}
-http {{
-    client_body_temp_path {folder}/body;
-    proxy_temp_path {folder}/proxy;
-    fastcgi_temp_path {folder}/fastcgi;
-    uwsgi_temp_path {folder}/uwsgi;
-    scgi_temp_path {folder}/scgi;
-    include {folder}/hotrow.conf;
-}}
-"""
 
 
 class Proxy:
@@ -101,7 +86,7 @@ def start_nginx(towers: Sequence[Any], secrets: Path) -> Proxy:
     for name in ("http", "grpc"):
         text = with_servers(text, name, [getattr(tower, name) for tower in towers])
     (folder / "hotrow.conf").write_text(text)
-    (folder / "nginx.conf").write_text(NGINX_MAIN.format(folder=folder))
+    (folder / "nginx.conf").write_text(NGINX.format(folder=folder))
     for name in ("tls.crt", "tls.key"):
         shutil.copyfile(secrets / "public" / name, folder / name)
     command = [program, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", "stderr"]

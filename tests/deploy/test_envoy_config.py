@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 from proxies import DEPLOY, envoy_command, envoy_config, start_envoy
-from towers import steady_ports, until
+from towers import until
+
+from hotrow.bench.serving.fleet_servers import steady_ports
 
 
 def test_envoy_validates_the_file(secrets: Path, tmp_path: Path) -> None:

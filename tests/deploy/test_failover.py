@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from proxies import PROXIES, Proxy
-from towers import Client, Load, TowerServer, export_small_model, grpc_request, steady_ports, until
+from towers import Client, Load, TowerServer, export_small_model, grpc_request, until
+
+from hotrow.bench.serving.fleet_servers import steady_ports
 
 
 @pytest.fixture(scope="module")

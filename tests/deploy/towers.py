@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import random
 import signal
-import socket
 import ssl
 import threading
 import time
@@ -24,6 +22,7 @@ import torch
 from small_models import make_batch, make_model
 
 import hotrow as hr
+from hotrow.bench.serving.fleet_servers import steady_ports
 
 HOST = "127.0.0.1"
 PATIENCE = 120.0  # seconds, on a busy machine
@@ -48,17 +47,6 @@ def export_small_model(folder: Path) -> Path:
         model(make_batch(64))  # creates rows
     hr.export(model.eval(), folder / "repository" / "ctr")
     return folder / "repository"
-
-
-def steady_ports(count: int) -> list[int]:
-    """Free ports below those that the kernel gives to outgoing connections: a server can be started on them again."""
-    found: list[int] = []
-    while len(found) < count:
-        port = random.randrange(15_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server((HOST, port)):
-            if port not in found:
-                found.append(port)
-    return found
 
 
 class TowerServer:

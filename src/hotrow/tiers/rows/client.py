@@ -42,9 +42,8 @@ class PooledFeature(NamedTuple):
 class RowServerClient:
     """A batch whose rows are on row servers (hotrow.tiers.plan.RowClient)."""
 
-    def __init__(self, pools: bool = True) -> None:
+    def __init__(self) -> None:
         self._host = HostClient()
-        self._pools = pools
         self.pooled: list[PooledFeature] = []
 
     def request_keys(self, inputs: TableInputs, owner_of: Tensor, owners: int, ahead: bool) -> KeyRequest:
@@ -55,7 +54,7 @@ class RowServerClient:
         for table, (store, features) in enumerate(inputs):
             kept: list[tuple[Jagged, str]] = []
             for ids, pooling in features:
-                if owners == 1 and self._pools and is_smaller_pooled(ids, pooling, store.dim):
+                if owners == 1 and is_smaller_pooled(ids, pooling, store.dim):
                     vectors = torch.empty(ids.size, store.dim)
                     self.pooled.append(PooledFeature(position, table, store, ids, pooling, vectors))
                     ids = Jagged(ids.values[:0], torch.zeros_like(ids.offsets))  # type: ignore[arg-type]
