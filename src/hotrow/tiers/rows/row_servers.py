@@ -446,9 +446,9 @@ class RowServers:
 
 
 def _has_ended(control: socket.socket) -> bool:
-    """Whether the other process has closed its end."""
-    control.setblocking(False)
+    """Whether the other process has closed its end, or close() of this one has."""
     try:
+        control.setblocking(False)
         return control.recv(1) == b""
     except BlockingIOError:
         return False
