@@ -6,6 +6,7 @@
     interaction.py  DotInteraction, FactorizationMachine
     cross.py        CrossLayer
     attention.py    LocalActivation
+    multitask.py    SharedBottom, MMoE, PLE: heads of several tasks
     sizes.py        checks of the sizes that a layer is built with
 
 Imported by models, train, publish and serve. The training thread runs a model; pipelines call `route`, `prefetch` and
@@ -13,6 +14,7 @@ Imported by models, train, publish and serve. The training thread runs a model; 
 """
 
 from hotrow.nn.collection import EmbeddingCollection
+from hotrow.nn.multitask import PLE, MMoE, SharedBottom
 from hotrow.nn.recommender import Recommender
 
-__all__ = ["EmbeddingCollection", "Recommender"]
+__all__ = ["PLE", "EmbeddingCollection", "MMoE", "Recommender", "SharedBottom"]
