@@ -71,7 +71,7 @@ def batch_of(rows: int) -> hr.KeyedBatch:
 
 
 def test_a_server_answers_what_the_trainer_predicts(tmp_path: Path) -> None:
-    trainer, batch = trained(TASKS, {"kind": "ple", "levels": 2, "expert": [6], "tower": [4]}), batch_of(7)
+    trainer, batch = trained(TASKS, {"kind": "mmoe", "experts": 2, "expert": [6], "tower": []}), batch_of(7)
     with LookupServer(tmp_path, model=trainer.model, tasks=TASKS) as server:
         expected = trainer.predict(batch)
         torch.testing.assert_close(server.direct.predict(batch), expected, rtol=1e-6, atol=1e-6)
