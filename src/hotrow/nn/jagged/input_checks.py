@@ -88,7 +88,7 @@ def check_lengths(q: Tensor, k: Tensor, q_lengths: Tensor, k_lengths: Tensor, ca
         user = int((q_lengths != k_lengths).nonzero()[0])
         raise BatchError(
             f"jagged_attention: causal needs a key for each query, but user {user} has {int(q_lengths[user])} queries "
-            f"and {int(k_lengths[user])} keys; pass equal lengths, or `visible`: the number of keys that each query sees"
+            f"and {int(k_lengths[user])} keys; pass equal lengths, or `visible`, the number of keys a query sees"
         )
     return sums[0], sums[1]
 
