@@ -2,10 +2,12 @@
 
     collection.py   EmbeddingCollection: keys in, vectors out
     recommender.py  Recommender: a collection and a tower
+    tower_form.py   TowerForm: in which form a tower reads histories, and its user part
     mlp.py          MLP
     interaction.py  DotInteraction, FactorizationMachine
     cross.py        CrossLayer
     attention.py    LocalActivation
+    jagged/         layers over histories without padding
     multitask.py    SharedBottom, MMoE, PLE: heads of several tasks
     sizes.py        checks of the sizes that a layer is built with
 
