@@ -97,11 +97,21 @@ def check_same(ours: list[dict[str, Any]], whole: dict[str, Any]) -> None:
         np.testing.assert_allclose(ours[0]["tower"][name], values, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("examples", "options"), [(960, {}), (960, {"accumulate": 2}), (1030, {})])
+@pytest.mark.parametrize(("examples", "options"), [(960, {"accumulate": 2}), (1030, {})])
 def test_n_ranks_are_one_with_n_times_the_batch(crew: Crew, examples: int, options: dict[str, Any]) -> None:
     """With 1,030 examples some ranks have a short batch or none in the last step."""
     ours = crew.run(train_with, examples, 24, options)
     check_same(ours, train(None, examples, 24 * crew.world, **options))
+
+
+def test_towers_beside_row_ranks_are_one_process_too() -> None:
+    crew = Crew(3, rows=1)
+    try:
+        ours = crew.run(train_with, 430, 24, {"accumulate": 2})
+    finally:
+        crew.close()
+    assert ours[2]["metrics"] == ours[0]["metrics"] and ours[2]["evaluated"] == ours[0]["evaluated"]
+    check_same(ours[:2], train(None, 430, 48, accumulate=2))
 
 
 def test_ranks_of_other_tasks_are_refused(crews: dict[int, Crew]) -> None:
