@@ -92,7 +92,7 @@ def test_a_server_answers_what_the_trainer_predicts(tmp_path: Path) -> None:
 
 def test_binary_tasks_and_models_without_tasks_keep_their_outputs(tmp_path: Path) -> None:
     tasks = [hr.Task("click"), hr.Task("like")]
-    trainer = trained(tasks)
+    trainer = trained(tasks, {"kind": "ple", "shared_experts": 1, "task_experts": 1, "expert": [4], "tower": []})
     named = hr.export(trainer.model, tmp_path / "ctr", tasks=tasks)
     plain = hr.export(trainer.model, tmp_path / "ctr")
     assert "named_tasks" not in plain.manifest["signature"]

@@ -78,6 +78,7 @@ def test_trained_tasks_are_shown_inspected_and_exported_without_the_program(
     assert "click/auc 0." in shown and "orders/deviance" in shown and "examples 256" not in shown
     inspected = run.invoke(app, ["inspect", str(tmp_path / "runs" / "ctr")])
     assert "dwell/rmse" in inspected.output.replace("\n", " ")
+    assert "tasks: click (binary), dwell (regression), orders (count)" in inspected.output.replace("\n", " ")
     exported = run.invoke(app, ["export", str(tmp_path / "runs" / "ctr"), str(tmp_path / "repository")])
     assert exported.exit_code == 0, exported.output
     with hr.Engine(tmp_path / "repository" / "ctr") as engine:

@@ -121,6 +121,9 @@ def _overview(checkpoint: Checkpoint, console: Console) -> None:
             format_size(saved["rows"] * width),
         )
     console.print(view)
+    if tasks := manifest.get("tasks"):
+        named = ", ".join(f"{task['name']} ({task['kind']})" for task in tasks)
+        console.print(f"tasks: {named}", highlight=False)
     for split, figures in {"train": manifest["metrics"]["figures"], **(manifest["notes"].get("metrics") or {})}.items():
         known = {name: value for name, value in (figures or {}).items() if value is not None}
         if shown := describe_figures(known):
