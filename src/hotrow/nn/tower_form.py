@@ -5,7 +5,7 @@ A tower says so by attributes, all optional:
     jagged          True: a history is `name` [events, dim] and `name_lengths` [entries]; False: padded, with a mask
     user_features   the names that `encode_user` reads; the tower then has two parts, a user part and a candidate part
     aligned         tuples of names that are columns of one history: equal lengths in every example
-    prefixes        the columns of each history, as tuples of names, of a tower in which the encoding of an event depends
+    prefixes        the columns of each history, as tuples, of a tower in which the encoding of an event depends
                     on it and on earlier events alone. Examples whose histories are beginnings of one history then share
                     its encoding: `<name>_visible` says how much each sees
 
