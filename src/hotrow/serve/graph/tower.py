@@ -33,6 +33,7 @@ from hotrow.serve.graph.tower_inputs import CANDIDATES, ENCODING, USER, USER_OF,
 
 TOLERANCE = 1e-5  # between graph and tower, relative to the largest logit
 CHECKED = ((1, 1), (2, 3), (7, 1), (5, 4))  # rows and length of sequences
+DETECT_CAUSAL = "_detect_is_causal_mask"  # of torch.nn.modules.transformer; undocumented, so it may not exist
 LONGEST_CHECKED = 4096  # a plain attention over it takes 64 MB a head
 
 
@@ -77,14 +78,19 @@ def trace(tower: nn.Module, inputs: TowerInputs) -> Traced:
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Without torch's fast path of nn.TransformerEncoder, which a graph has not: it branches on the values of masks and
-    makes nested tensors."""
+    """Without what nn.TransformerEncoder does by the values of masks, which a graph cannot: its fast path over nested
+    tensors, and the comparison of its mask with a causal one. Results are the same to rounding."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    detect = getattr(torch.nn.modules.transformer, DETECT_CAUSAL, None)
+    if detect is not None:
+        setattr(torch.nn.modules.transformer, DETECT_CAUSAL, lambda mask, is_causal=None, size=None: bool(is_causal))
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+        if detect is not None:
+            setattr(torch.nn.modules.transformer, DETECT_CAUSAL, detect)
 
 
 def check_logits(logits: Any, rows: int) -> int:

@@ -33,7 +33,7 @@ from torch import Tensor
 from hotrow.errors import BatchError, OptionError
 from hotrow.serve.graph import graph_rewrite
 from hotrow.serve.graph.graph_arguments import arguments_of, output_names
-from hotrow.serve.graph.tower_inputs import ENCODING, LENGTHS, USER_OF
+from hotrow.serve.graph.tower_inputs import ENCODING, LENGTHS, TIMES, USER_OF
 from hotrow.undocumented import ChangedError, describe
 
 Weights = tuple[Tensor, ...]
@@ -183,7 +183,7 @@ class TowerGraph:
         return Shape(inputs[rows].shape[axis], tuple(lengths))
 
     def random_inputs(self, shape: Shape, device: torch.device, seed: int = 0) -> list[Tensor]:
-        """Random inputs of a shape: normal numbers, masks that are true for a prefix of at least one position, lengths
+        """Random inputs of a shape: normal numbers, times of events, masks that are true for a prefix of at least one position, lengths
         that sum to at most the events, and sorted users of rows."""
         generator = torch.Generator().manual_seed(seed)
         drawn: dict[tuple[int | None, int], Tensor] = {}  # aligned histories have equal lengths
@@ -276,6 +276,8 @@ def _drawn(given: Input, sizes: tuple[int, ...], generator: torch.Generator) -> 
         return torch.arange(sizes[-1]) < lengths.unsqueeze(-1)
     if given.dtype.is_floating_point:
         return torch.randn(sizes, generator=generator).to(given.dtype)
+    if given.dtype == torch.int64 and given.jagged:  # the times of events
+        return TIMES + torch.randint(0, 1 << 31, sizes, generator=generator)
     return torch.zeros(sizes, dtype=given.dtype)
 
 

@@ -29,6 +29,7 @@ WHOLE, USER, CANDIDATES = "whole", "user", "candidates"  # parts of a tower
 USER_OF, ENCODING = "user_of", "encoding."
 MASK, LENGTHS = "_mask", "_lengths"
 ROWS, USERS, LENGTH, EVENTS = "rows", "users", "length of ", "events of "
+TIMES = 1_700_000_000_000  # milliseconds; the first time that an example may have
 DIM_MOST = 1 << 31  # of a size that nothing limits
 
 
@@ -209,4 +210,4 @@ def _drawn(sizes: tuple[int, ...], real: bool, draw: torch.Generator) -> Tensor:
     """Vectors, or times in milliseconds that differ by seconds to weeks."""
     if real:
         return torch.randn(*sizes, generator=draw) * 0.1
-    return 1_700_000_000_000 + torch.randint(0, 1 << 31, sizes, generator=draw)
+    return TIMES + torch.randint(0, 1 << 31, sizes, generator=draw)
