@@ -98,7 +98,7 @@ def test_more_users_or_events_than_every_bucket_run_on_the_original_graph(served
 
 @torch.no_grad()
 def test_an_encoding_does_not_change_when_the_next_batch_runs(served: TwoPartTower) -> None:
-    vectors, dense = INPUTS.example(6, 5, 1, users=3)
+    vectors, _ = INPUTS.example(6, 5, 1, users=3)
     encoding = served.encode(vectors)
     kept = {name: value.clone() for name, value in encoding.items()}
     served.encode(INPUTS.example(6, 5, 2, users=4)[0])

@@ -183,8 +183,8 @@ class TowerGraph:
         return Shape(inputs[rows].shape[axis], tuple(lengths))
 
     def random_inputs(self, shape: Shape, device: torch.device, seed: int = 0) -> list[Tensor]:
-        """Random inputs of a shape: normal numbers, times of events, masks that are true for a prefix of at least one position, lengths
-        that sum to at most the events, and sorted users of rows."""
+        """Random inputs of a shape: normal numbers, times of events, masks that are true for a prefix of at least one
+        position, lengths that sum to at most the events, and sorted users of rows."""
         generator = torch.Generator().manual_seed(seed)
         drawn: dict[tuple[int | None, int], Tensor] = {}  # aligned histories have equal lengths
         tensors = []
@@ -324,7 +324,7 @@ def _inputs(program: torch.export.ExportedProgram, names: Sequence[str | None]) 
 def _divides(given: Input, first_axis: Mapping[str, int | None]) -> int | None:
     """For lengths, the axis of their history's events; for user_of, that of the users; otherwise None."""
     if given.vector == USER_OF:
-        by_user = (axis for name, axis in first_axis.items() if name.startswith(ENCODING) and name.endswith(LENGTHS))
+        by_user = [a for name, a in first_axis.items() if name.startswith(ENCODING) and name.endswith(LENGTHS)]
         return next((axis for axis in (*by_user, *_encoding_axes(first_axis)) if axis is not None and axis < 0), None)
     values = first_axis.get(given.vector.removesuffix(LENGTHS)) if given.vector.endswith(LENGTHS) else None
     return values if values is not None and values < 0 and given.dtype == torch.int64 else None

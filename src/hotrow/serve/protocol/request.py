@@ -32,7 +32,7 @@ class Signature:
     """A model's inputs: key features in order (`sequences` are those with pooling "none"), and dense columns.
 
     A model over histories has more: `numbers` are jagged integers without rows (times), which a request sends after the
-    key features. `user` are the features of a two-part tower's user part. `aligned` features have equal lengths in every
+    key features. `user` are the features of a two-part tower's user part. `aligned` features have equal lengths in each
     row. A feature of `max_lengths` has at most so many entries in a row. `jagged` says how the tower reads histories.
 
     >>> plain = Signature(("user", "item"), frozenset(), 0)
