@@ -6,6 +6,7 @@
     interaction.py  DotInteraction, FactorizationMachine
     cross.py        CrossLayer
     attention.py    LocalActivation
+    jagged/         layers over histories without padding
     sizes.py        checks of the sizes that a layer is built with
 
 Imported by models, train, publish and serve. The training thread runs a model; pipelines call `route`, `prefetch` and
