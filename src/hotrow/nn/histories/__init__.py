@@ -2,7 +2,7 @@
 
     segments.py          which user an event belongs to, its place, last event and mean of a user, rows grouped by user
     positions.py         LearnedPositions, RelativeBias
-    attend.py            multi-head attention over users' events, by `hotrow::jagged_attention`
+    encoder_block.py     EncoderBlock: one layer over events, and over candidates behind them
     transformer.py       TransformerBlock
     hstu.py              HSTUBlock
     target_attention.py  TargetAttention: candidates over a history by softmax; SelectedAttention: over k events of each
