@@ -82,7 +82,6 @@ def _shape(candidates: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(candidates, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("hotrow::local_activation_backward", mutates_args=())
 def _gradients(
     gradient: Tensor,
     candidates: Tensor,
@@ -108,11 +107,21 @@ def _gradients(
     return found
 
 
-@_gradients.register_fake
 def _gradient_shapes(
     gradient: Tensor, candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor, weights: list[Tensor], *_: Any
 ) -> list[Tensor]:
     return [torch.empty_like(tensor) for tensor in (candidates, events, *weights)]
+
+
+# Not a custom_op: those run where autograd records nothing, and `_gradients` uses autograd for a chunk.
+_library = torch.library.Library("hotrow", "FRAGMENT")
+_library.define(
+    "local_activation_backward(Tensor gradient, Tensor candidates, Tensor events, Tensor rows, Tensor lengths, "
+    "Tensor[] weights, str activation, bool normalize) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("local_activation_backward", _gradients, "CompositeExplicitAutograd")
+_library.impl("local_activation_backward", _gradient_shapes, "Meta")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -122,7 +131,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     candidates, events, rows, lengths, *weights = ctx.saved_tensors
-    of_candidates, of_events, *of_weights = _gradients(
+    of_candidates, of_events, *of_weights = torch.ops.hotrow.local_activation_backward(
         gradient.contiguous(), candidates, events, rows, lengths, weights, *ctx.options
     )
     return of_candidates, of_events, None, None, of_weights, None, None

@@ -54,7 +54,7 @@ def last_events(x: Tensor, lengths: Tensor) -> Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(lengths.shape[0], x.shape[1])
     newest = x.index_select(0, (lengths.cumsum(0) - 1).clamp(min=0))
-    return torch.where((lengths > 0).unsqueeze(1), newest, 0.0)
+    return newest.masked_fill((lengths == 0).unsqueeze(1), 0)
 
 
 def mean_events(x: Tensor, lengths: Tensor) -> Tensor:
