@@ -70,7 +70,8 @@ class History:
         """Width by feature."""
         if not isinstance(self.features, Mapping):
             raise OptionError(
-                f"the widths of history {self.name!r} are missing; pass dim= to the tower, or features as {{name: width}}"
+                f"history {self.name!r} has no widths; pass dim= to the tower, or features of the history as "
+                "{name: width}"
             )
         return dict(self.features)
 

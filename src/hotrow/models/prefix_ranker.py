@@ -104,9 +104,9 @@ class PrefixReader(HistoryReader):
         x = self.projection(history.events)
         if self.places is not None:
             x = self.places(x, history.lengths)
-        *early, last = self.blocks
+        last: EncoderBlock = self.blocks[-1]  # type: ignore[assignment]
         keys = []
-        for block in early:
+        for block in self.blocks[:-1]:
             x, own = block(x, history.lengths, history.times)
             keys.append(own)
         encoded = {"keys": torch.stack([*keys, last.keys(x)], dim=1)}
@@ -120,6 +120,7 @@ class PrefixReader(HistoryReader):
         rows, times = candidates.groups.lengths, encoded.get("times")
         asked = None if times is None else candidates.times
         for block, keys in zip(self.blocks, encoded["keys"].unbind(1), strict=True):
+            assert isinstance(block, EncoderBlock)
             x = block.candidates(x, keys, rows, lengths, asked, times)
         out: Tensor = self.norm(x)
         return out

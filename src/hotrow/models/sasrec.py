@@ -65,7 +65,11 @@ class NewestReader(HistoryReader):
     def interest(self, candidates: Candidates, encoded: Mapping[str, Tensor], lengths: Tensor) -> Tensor:
         """The products of the user's vector and the candidate's."""
         user = encoded["user"].index_select(0, candidates.groups.users)
-        return user * (self.projection.of_target(*candidates.target) * self.out_features**-0.5)
+        return user * self.candidates(*candidates.target)
+
+    def candidates(self, *target: Tensor) -> Tensor:
+        """What users are multiplied with, `[n, width]`."""
+        return self.projection.of_target(*target) * float(self.out_features) ** -0.5
 
 
 class SASRec(UserTower):
@@ -128,13 +132,13 @@ class SASRec(UserTower):
     def event_vectors(self, vectors: Mapping[str, Tensor]) -> list[Tensor]:
         """Each event's output, `[events, width]`, by history."""
         return [
-            reader.events(history.read(vectors))  # type: ignore[attr-defined]
-            for history, reader in zip(self.histories, self._readers, strict=True)
+            reader.events(history.read(vectors))
+            for history, reader in zip(self.histories, self._newest_readers(), strict=True)
         ]
 
     def candidate_vectors(self, *target: Tensor) -> list[Tensor]:
         """What event vectors are multiplied with, `[n, width]`, by history; from the target's vectors in order."""
-        return [
-            reader.projection.of_target(*target) * reader.out_features**-0.5  # type: ignore[attr-defined]
-            for reader in self._readers
-        ]
+        return [reader.candidates(*target) for reader in self._newest_readers()]
+
+    def _newest_readers(self) -> list[NewestReader]:
+        return [reader for reader in self._readers if isinstance(reader, NewestReader)]

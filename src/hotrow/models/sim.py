@@ -2,8 +2,8 @@
 
 The first stage picks at most `keep` events of a history for each candidate, the second is attention over those. Search
 is "hard" (the newest events of the candidate's category) or "soft" (the events whose vectors are the most similar to
-the candidate's). A history that is no longer than `keep` needs no search: the candidate attends to all of it. So a tower
-reads a short history of the last events beside a very long one.
+the candidate's). A history that is no longer than `keep` needs no search: the candidate attends to all of it. So a
+tower reads a short history of the last events beside a very long one.
 
 The user part of hard search sorts events by category; no part of this tower projects all events of a searched history.
 """
@@ -72,7 +72,8 @@ class SearchReader(HistoryReader):
         if not self.hard and not comparable:
             raise OptionError(
                 f"soft search compares the target, {list(target)} wide, with the first features of history "
-                f"{history.name!r}, {list(history.widths.values())} wide; list those that share the target's tables first"
+                f"{history.name!r}, {list(history.widths.values())} wide; list first those that share the target's "
+                "tables"
             )
         self.queries = linear(sum(target), width)
         self.attention = SelectedAttention(width, history.width, heads, times=history.times is not None)

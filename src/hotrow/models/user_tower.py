@@ -132,7 +132,8 @@ class UserTower(FeatureTower):
         self, vectors: Mapping[str, Tensor], encoding: Mapping[str, Tensor], dense: Tensor | None = None
     ) -> Tensor:
         """The candidate part: logits `[rows]`, or `[rows, tasks]` with a head. `vectors["user_of"]` int64 `[rows]`."""
-        return self.top(*self.parts(vectors, encoding, dense))
+        logits: Tensor = self.top(*self.parts(vectors, encoding, dense))
+        return logits
 
     def parts(
         self, vectors: Mapping[str, Tensor], encoding: Mapping[str, Tensor], dense: Tensor | None

@@ -1,4 +1,4 @@
-"""Layers over histories in jagged form: events `[events, dim]`, and how many of them each user has, `lengths` `[users]`.
+"""Layers over histories in jagged form: events `[events, dim]` and the number of each user's, `lengths` `[users]`.
 
     segments.py          which user an event belongs to, its place, last event and mean of a user, rows grouped by user
     positions.py         LearnedPositions, RelativeBias

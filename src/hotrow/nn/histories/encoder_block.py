@@ -86,9 +86,7 @@ class EncoderBlock(nn.Module):
         `keys` are those of the events. User `u` has the next `rows[u]` candidates and the next `lengths[u]` events.
         """
         if self.checkpoint and self.training and torch.is_grad_enabled():
-            out: Tensor = recomputed(
-                self._candidates, x, keys, rows, lengths, times, event_times, use_reentrant=False
-            )
+            out: Tensor = recomputed(self._candidates, x, keys, rows, lengths, times, event_times, use_reentrant=False)
             return out
         return self._candidates(x, keys, rows, lengths, times, event_times)
 

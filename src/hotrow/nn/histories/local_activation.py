@@ -50,7 +50,7 @@ class JaggedLocalActivation(LocalActivation):
 
     def forward(self, candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
         """`candidates` `[rows, dim]` grouped by user: user `u` has `rows[u]` of them and `lengths[u]` of the events."""
-        weights = list(self.parameters())
+        weights: list[Tensor] = list(self.parameters())
         if torch.is_autocast_enabled(events.device.type):
             dtype = torch.get_autocast_dtype(events.device.type)
             candidates, events = candidates.to(dtype), events.to(dtype)

@@ -55,9 +55,7 @@ def newest_in_category(
     return torch.where(place < count.unsqueeze(1), index, 0), count
 
 
-def most_similar(
-    candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor, keep: int
-) -> tuple[Tensor, Tensor]:
+def most_similar(candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """The `keep` events of its user with the largest inner product with each candidate, oldest first: `[rows, keep]`,
     and how many there are. User `u` has the next `rows[u]` candidates and the next `lengths[u]` events.
 

@@ -102,13 +102,15 @@ class SelectedAttention(nn.Module):
 
         Requires: `index` int64 `[rows, k]` is below the number of events everywhere, also beyond the counts.
         """
-        rows, most = index.shape
-        if events.shape[0] == 0:
-            return candidates.new_zeros(candidates.shape) + self.out(candidates.new_zeros(candidates.shape))
+        most = index.shape[1]
+        if events.shape[0] == 0:  # nothing to gather from
+            events = events.new_zeros(1, events.shape[1])
+            event_times = None if event_times is None else event_times.new_zeros(1)
         q = self.queries(candidates).view(-1, self.heads, self.head_dim)
         q = torch.einsum("rhd,hde->rhe", q, self.to_keys) * self.head_dim**-0.5
         chosen = nn.functional.embedding(index, events)  # [rows, k, events' width]
-        scores = torch.bmm(q, chosen.to(q.dtype).transpose(1, 2)).float()
+        scores = torch.bmm(q, chosen.to(q.dtype).transpose(1, 2))
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         table = self.bias.by_time
         if table is not None and times is not None and event_times is not None:
             elapsed = (times.unsqueeze(1) - event_times[index]).clamp(min=0)
