@@ -146,8 +146,8 @@ def _read_histories(
     given = options.get("histories", list(sequences) if len(sequences) == 1 else None)
     if given is None:
         raise OptionError(
-            f"tower {name!r} needs histories= for {', '.join(sequences)}: [{{ features = ['{next(iter(sequences))}'] }}], "
-            "with the columns of one history in one entry"
+            f"tower {name!r} needs histories=, which says which of {', '.join(sequences)} are columns of one history: "
+            f"histories = [{{ features = ['{next(iter(sequences))}'] }}]"
         )
     if "target" not in options:
         raise OptionError(f"tower {name!r} needs target=. Choose one of: {', '.join(features)}")

@@ -122,7 +122,7 @@ class History:
 
     def _column(self, vectors: Mapping[str, Tensor], name: str, width: int) -> Tensor:
         values = present(vectors, name)
-        if f"{name}_mask" in vectors:
+        if values.dim() == (3 if width else 2) or f"{name}_mask" in vectors:
             raise BatchError(
                 f"history {name!r} came padded, but the tower reads it jagged: {name!r} [events, dim] and "
                 f"'{name}_lengths'; call it through hr.Recommender, or with vectors of that form"

@@ -69,7 +69,8 @@ class NewestReader(HistoryReader):
 
     def candidates(self, *target: Tensor) -> Tensor:
         """What users are multiplied with, `[n, width]`."""
-        return self.projection.of_target(*target) * float(self.out_features) ** -0.5
+        vectors: Tensor = self.projection.of_target(*target)
+        return vectors * float(self.out_features) ** -0.5
 
 
 class SASRec(UserTower):
