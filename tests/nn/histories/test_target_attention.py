@@ -75,7 +75,7 @@ def test_target_attention_equals_loops(shape: str) -> None:
 def test_jagged_local_activation_equals_the_padded_one(
     shape: str, activation: str, normalize: bool, hidden: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_activation, "PAIRS_AT_ONCE", 8)  # rows of one user are in several chunks, too
+    monkeypatch.setitem(local_activation.PAIRS_AT_ONCE, "cpu", 8)  # rows of one user are in several chunks, too
     torch.manual_seed(0)
     layer = JaggedLocalActivation(4, hidden, activation=activation, normalize=normalize).double()
     padded = LocalActivation(4, hidden, activation=activation, normalize=normalize).double()

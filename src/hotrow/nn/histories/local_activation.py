@@ -22,8 +22,9 @@ from torch.nn import functional as F  # noqa: N812
 from hotrow.nn.attention import LocalActivation
 from hotrow.nn.histories.segments import first_events
 
-PAIRS_AT_ONCE = 32_768
-"""Of one call of the MLP. Larger chunks leave the cache and gain nothing."""
+PAIRS_AT_ONCE = {"cpu": 2_048, "cuda": 1 << 20}
+"""Of one call of the MLP. On a CPU the hidden layers of a chunk stay in its cache: 512,000 pairs of width 32 take 205 to
+331 ms in chunks of 1,024 to 4,096 pairs and 466 ms in chunks of 32,768, on one core of a shared AMD EPYC."""
 
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -162,9 +163,10 @@ def _chunks(rows: Tensor, lengths: Tensor) -> Iterator[_Chunk]:
     row_users = torch.arange(lengths.shape[0], device=lengths.device).repeat_interleave(rows)
     counts, firsts = lengths[row_users], first_events(lengths)[row_users]
     ends = counts.cumsum(0).cpu()
+    most = PAIRS_AT_ONCE.get(lengths.device.type, PAIRS_AT_ONCE["cpu"])
     begin, done, count = 0, 0, ends.shape[0]
     while begin < count:
-        end = int(torch.searchsorted(ends, done + PAIRS_AT_ONCE, right=True))
+        end = int(torch.searchsorted(ends, done + most, right=True))
         end = max(end, begin + 1)
         if int(ends[end - 1]) > done:
             first = int(firsts[begin])
