@@ -29,7 +29,17 @@ from torch.export.passes import move_to_device_pass
 from hotrow.errors import OptionError, RepositoryError, choices
 from hotrow.serve.graph import export_errors, graph_rewrite, two_parts
 from hotrow.serve.graph.graph_arguments import arguments_of, output_names
-from hotrow.serve.graph.tower_inputs import CANDIDATES, ENCODING, USER, USER_OF, WHOLE, TowerInputs
+from hotrow.serve.graph.tower_inputs import (
+    CANDIDATES,
+    ENCODING,
+    LENGTHS,
+    USER,
+    USER_OF,
+    WHOLE,
+    TowerInputs,
+    drop_padding,
+    pad_empty,
+)
 
 TOLERANCE = 1e-5  # between graph and tower, relative to the largest logit
 CHECKED = ((1, 1), (2, 3), (7, 1), (5, 4))  # rows and length of sequences
@@ -263,6 +273,7 @@ class OriginalTower:
         arguments = arguments_of(program)
         self.outputs = output_names(program)
         self._names = [tensor.name for tensor in inputs.tensors(part)]
+        self._jagged = [at for at, name in enumerate(self._names) if f"{name}{LENGTHS}" in self._names]
         self._reads_dense = bool(inputs.dense) and part != USER
         if part == CANDIDATES:
             self._names += [name for name in arguments["vectors"] if name.startswith(ENCODING)]
@@ -289,12 +300,14 @@ class OriginalTower:
     ) -> Sequence[Tensor]:
         """All outputs, in the order of `outputs`: of a user part, the tensors of the encoding."""
         chosen = self._weights if weights is None else weights
-        arguments = [*self._constants, *chosen.values(), *[vectors[name] for name in self._names]]
+        read = [vectors[name] for name in self._names]
+        padded = pad_empty(read, self._jagged)
+        arguments = [*self._constants, *chosen.values(), *(padded or read)]
         if self._reads_dense:
             assert dense is not None
             arguments.append(dense)
         outputs: Sequence[Tensor] = self._call(*arguments)
-        return outputs
+        return outputs if padded is None else drop_padding(self.outputs, outputs)
 
     def join_activations(self) -> int:
         """On a GPU: fuse linear layers with their ReLU (graph_rewrite.py). Returns how many."""

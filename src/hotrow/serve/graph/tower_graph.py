@@ -33,7 +33,7 @@ from torch import Tensor
 from hotrow.errors import BatchError, OptionError
 from hotrow.serve.graph import graph_rewrite
 from hotrow.serve.graph.graph_arguments import arguments_of, output_names
-from hotrow.serve.graph.tower_inputs import ENCODING, LENGTHS, TIMES, USER_OF
+from hotrow.serve.graph.tower_inputs import ENCODING, LENGTHS, TIMES, USER_OF, drop_padding, pad_empty
 from hotrow.undocumented import ChangedError, describe
 
 Weights = tuple[Tensor, ...]
@@ -121,6 +121,8 @@ class TowerGraph:
         self.totals = any(i.of is not None for i in self.inputs)
         # Whether a batch may be run in slices of its rows: not if its rows divide the events of a jagged history.
         self.splits = not any(i.has_rows and i.vector.endswith(LENGTHS) and i.of is not None for i in self.inputs)
+        events = {i.of for i in self.inputs if i.of is not None and i.vector != USER_OF}
+        self._jagged = [at for at, given in enumerate(self.inputs) if given.axes and given.axes[0] in events]
         self.output_axes = _output_axes(program, self.inputs)
         self.digest = _digest(program)
 
@@ -150,8 +152,9 @@ class TowerGraph:
 
     def run_all(self, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the original graph; returns its outputs, in the order of `outputs`."""
-        found: Sequence[Tensor] = self._rewritten(*weights, *inputs)
-        return found
+        padded = pad_empty(inputs, self._jagged)
+        found: Sequence[Tensor] = self._rewritten(*weights, *(padded or inputs))
+        return found if padded is None else drop_padding(self.outputs, found)
 
     @property
     def custom_ops(self) -> dict[str, str]:

@@ -15,7 +15,7 @@ The candidate part reads `user_of` and the encoding, whose tensors are named "en
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,6 +176,27 @@ class TowerInputs:
             length = f"{LENGTH}{self.group(feature)}"
             yield TowerTensor(feature, dtype, (entity, length, *width))
             yield TowerTensor(f"{feature}{MASK}", torch.bool, (entity, length))
+
+
+def pad_empty(tensors: Sequence[Tensor], places: Iterable[int]) -> list[Tensor] | None:
+    """The tensors, where a jagged one (at `places`) without any event gets one that belongs to no one; None if all
+    have events. Many operators refuse tensors without elements, and a graph cannot branch on it as a tower may."""
+    empty = [at for at in places if not tensors[at].shape[0]]
+    if not empty:
+        return None
+    padded = list(tensors)
+    for at in empty:
+        padded[at] = padded[at].new_zeros(1, *padded[at].shape[1:])
+    return padded
+
+
+def drop_padding(names: Sequence[str], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of an encoding without events that belong to no one."""
+    found = dict(zip(names, outputs, strict=True))
+    return [
+        value[: int(found[f"{name}{LENGTHS}"].sum())] if f"{name}{LENGTHS}" in found else value
+        for name, value in found.items()
+    ]
 
 
 def encoding_tensors(examples: list[dict[str, Tensor]]) -> list[TowerTensor]:

@@ -31,6 +31,7 @@ def describe_inputs(
     spec: FeatureSpec | None,
     max_lengths: Mapping[str, int] | None,
     aligned: Groups | None,
+    numbers: Sequence[str] = (),
 ) -> TowerInputs:
     """The tower's inputs, from its attributes, the tables and the options of the export."""
     form = TowerForm.of(tower)
@@ -41,13 +42,13 @@ def describe_inputs(
         *form.user_features,
         *(name for group in form.aligned for name in group),
     )
-    numbers = tuple(dict.fromkeys(name for name in declared if name not in keyed))
-    histories = {*embeddings.sequences, *numbers}
+    names = tuple(dict.fromkeys(name for name in declared if name not in keyed))
+    histories = {*embeddings.sequences, *names}
     groups = _join_groups(given, histories)
     return TowerInputs.of(
         embeddings,
         dense,
-        numbers=numbers,
+        numbers=names,
         jagged=form.jagged,
         user=form.user_features,
         aligned=groups,
