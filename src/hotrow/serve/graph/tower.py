@@ -273,10 +273,10 @@ class OriginalTower:
         arguments = arguments_of(program)
         self.outputs = output_names(program)
         self._names = [tensor.name for tensor in inputs.tensors(part)]
-        self._jagged = [at for at, name in enumerate(self._names) if f"{name}{LENGTHS}" in self._names]
         self._reads_dense = bool(inputs.dense) and part != USER
         if part == CANDIDATES:
             self._names += [name for name in arguments["vectors"] if name.startswith(ENCODING)]
+        self._jagged = [at for at, name in enumerate(self._names) if f"{name}{LENGTHS}" in self._names]
         mine = weights if part == WHOLE else {name: weights[name] for name in arguments["weights"]}
         self._weights = {name: value.to(self.device) for name, value in mine.items()}
         self._check_arguments()

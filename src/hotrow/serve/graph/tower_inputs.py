@@ -108,7 +108,8 @@ class TowerInputs:
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Random vectors and dense features, drawn without changing torch's random state.
 
-        Histories have `least` to `length` events, at most their max_length. `user_of` is sorted, as a server's is.
+        Histories have `least` to `length` events, at most their max_length. A number feature of a two-part tower's rows
+        that is aligned with no history has one, such as the time of the request. `user_of` is sorted, as a server's is.
         Jagged histories have `padding` more events, which are not zero, at the end.
         """
         draw = torch.Generator().manual_seed(seed)
@@ -123,7 +124,8 @@ class TowerInputs:
             group = self.group(feature)
             longest = min(length, self.max_length(feature) or length)
             if group not in lengths:
-                lengths[group] = torch.randint(min(least, longest), longest + 1, (count,), generator=draw)
+                low, high = (1, 1) if self._is_single(feature) else (min(least, longest), longest)
+                lengths[group] = torch.randint(low, high + 1, (count,), generator=draw)
             if self.jagged:
                 events = int(lengths[group].sum()) + padding
                 vectors[feature] = _drawn((events, *width), feature in self.widths, draw)
@@ -148,6 +150,10 @@ class TowerInputs:
             }
             for tensor in (self.tensors() if tensors is None else tensors)
         }
+
+    def _is_single(self, feature: str) -> bool:
+        alone = not any(feature in group for group in self.aligned)
+        return bool(self.user) and alone and feature in self.numbers and feature not in self.user
 
     def _dim(self, size: str, dims: dict[str, Any]) -> Any:
         """The Dim of a free size; None if it can only be 1."""
