@@ -5,6 +5,7 @@
         3/                        a version: a whole number, the highest is the newest
           manifest.json           all files with sizes and checksums; docs/formats/export.md
           tower.pt2               the tower's graph (serve/graph/graph_archive.py)
+          user.pt2                the graph of its user part, where it has one
           weights.safetensors     the tower's weights
           features.json           the feature spec, where there is one
           rows/<table>/           rows: values only, in segments
@@ -37,13 +38,13 @@ from hotrow.errors import CheckpointError, HotRowError, OptionError, RepositoryE
 from hotrow.features import FeatureSpec
 from hotrow.serve.protocol.request import POLICIES, Signature
 from hotrow.table import Table
-from hotrow.task import tasks_from_json
 from hotrow.tiers.host.store import HostStore
 from hotrow.train.checkpoint import durable_files, state_encoding
 
 FORMAT, VERSION = "hotrow-export", 1
 MANIFEST_JSON = FileFormat(FORMAT, (VERSION,))
 MANIFEST, TOWER, WEIGHTS, FEATURES = "manifest.json", "tower.pt2", "weights.safetensors", "features.json"
+USER = "user.pt2"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NUMBER = re.compile(r"[1-9][0-9]{0,17}")
 _FILE = re.compile(r"[^/\\\0]+(/[^/\\\0]+)*")
@@ -111,15 +112,7 @@ class Version:
     @property
     def signature(self) -> Signature:
         """The model's inputs and outputs."""
-        saved = self.manifest["signature"]
-        named = tasks_from_json(saved.get("named_tasks", ()))
-        return Signature(
-            tuple(saved["features"]),
-            frozenset(saved["sequences"]),
-            int(saved["dense"]),
-            int(saved["tasks"]),
-            tuple((task.name, task.kind) for task in named),
-        )
+        return Signature.from_json(self.manifest["signature"])
 
     @property
     def tables(self) -> list[TableOnDisk]:
