@@ -64,6 +64,12 @@ def test_numbers_of_candidates_have_one_value_each() -> None:
         make("hstu")(vectors | {"now_lengths": torch.tensor([1, 2]), "now": torch.zeros(3, dtype=torch.int64)}, dense)
 
 
+def test_a_tower_that_is_not_causal_refuses_rows_that_see_a_beginning() -> None:
+    vectors, dense = batch_of([3, 2], [0, 1])
+    with pytest.raises(BatchError, match=r"has 'seen_item_visible', .* but this tower encodes whole histories"):
+        make("sasrec")(vectors | {"seen_item_visible": torch.tensor([2, 2])}, dense)
+
+
 def test_a_part_that_reads_the_other_part_is_told_so() -> None:
     class Curious(BST):
         def score(

@@ -125,7 +125,30 @@ def test_causal_towers_encode_an_event_by_it_and_earlier_ones_alone(name: str) -
     whole, short = tower.encode_user(vectors), tower.encode_user(before)
     jagged = [key for key in whole if f"{key}_lengths" in whole]
     same = all(torch.allclose(whole[key][:3], short[key], atol=1e-6) for key in jagged)
-    assert same == tower.causal or name == "sasrec"  # its encoding has no events, and its positions are learned
+    assert same == tower.causal or name == "sasrec"  # its encoding has no events
+
+
+@pytest.mark.parametrize("name", ["bst relative", "hstu", "sim soft", "sim whole", "din"])
+def test_rows_that_see_the_beginning_of_a_history_equal_users_with_that_history(name: str) -> None:
+    tower = make(name)
+    assert tower.causal
+    vectors, dense = batch_of([LONGEST, 0, 4], [2, 0, 0, 1, 0, 2], searches=[3, 2, 5])
+    for key in ("seen_item", "searched", "item"):
+        vectors[key].requires_grad_()
+    seen = {"seen_item": torch.tensor([1, LONGEST, 0, 0, 4, 3]), "searched": torch.tensor([5, 0, 3, 1, 2, 4])}
+    apart = expanded(tower, vectors)
+    for history in tower.histories:
+        its = seen[history.name]
+        for column in history.columns:
+            pieces = apart[column].split(apart[f"{column}_lengths"].tolist())
+            apart[column] = torch.cat([piece[:count] for piece, count in zip(pieces, its.tolist(), strict=True)])
+            apart[f"{column}_lengths"] = its
+    shared = vectors | {f"{column}_visible": seen[h.name] for h in tower.histories for column in h.columns}
+    ours, theirs = tower(shared, dense), tower(apart, dense)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    found, wanted = gradients(tower, ours, vectors), gradients(tower, theirs, vectors)
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[key], atol=2e-5, rtol=1e-4, msg=lambda text, key=key: key + text)
 
 
 @pytest.mark.parametrize("name", ["bst", "bst dot", "hstu", "sasrec"])
