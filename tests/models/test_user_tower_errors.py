@@ -68,6 +68,7 @@ def test_a_tower_that_is_not_causal_refuses_rows_that_see_a_beginning() -> None:
     vectors, dense = batch_of([3, 2], [0, 1])
     with pytest.raises(BatchError, match=r"has 'seen_item_visible', .* but this tower encodes whole histories"):
         make("sasrec")(vectors | {"seen_item_visible": torch.tensor([2, 2])}, dense)
+    assert make("sasrec").prefixes is None
 
 
 def test_a_part_that_reads_the_other_part_is_told_so() -> None:

@@ -131,7 +131,7 @@ def test_causal_towers_encode_an_event_by_it_and_earlier_ones_alone(name: str) -
 @pytest.mark.parametrize("name", ["bst relative", "hstu", "sim soft", "sim whole", "din"])
 def test_rows_that_see_the_beginning_of_a_history_equal_users_with_that_history(name: str) -> None:
     tower = make(name)
-    assert tower.causal
+    assert tower.causal and tower.prefixes == tuple(history.columns for history in tower.histories)
     vectors, dense = batch_of([LONGEST, 0, 4], [2, 0, 0, 1, 0, 2], searches=[3, 2, 5])
     for key in ("seen_item", "searched", "item"):
         vectors[key].requires_grad_()

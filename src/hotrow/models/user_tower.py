@@ -106,7 +106,6 @@ class UserTower(FeatureTower):
         columns = [column for history in self.histories for column in history.columns]
         self.user_features: tuple[str, ...] = (*columns, *self.user_widths)
         self.aligned = tuple(history.columns for history in self.histories if len(history.columns) > 1)
-        self.prefixes = tuple(history.columns for history in self.histories)
         self.max_lengths = {column: history.max_length for history in self.histories for column in history.columns}
         target = [self.widths[name] for name in self.target]
         self.readers = nn.ModuleList(reader(history, target) for history in self.histories)
@@ -117,6 +116,11 @@ class UserTower(FeatureTower):
     def causal(self) -> bool:
         """Whether the encoding of an event depends on it and on earlier events alone."""
         return all(reader.causal for reader in self._readers)
+
+    @property
+    def prefixes(self) -> tuple[tuple[str, ...], ...] | None:
+        """The columns of each history, if rows may see the beginnings of histories."""
+        return tuple(history.columns for history in self.histories) if self.causal else None
 
     @property
     def _readers(self) -> Iterable[HistoryReader]:
