@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
 from user_batches import DENSE, FEATURES, ITEMS, LONGEST, batch_of, make
 
 from hotrow.errors import BatchError, OptionError

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from user_batches import DIM, LONGEST, TOWERS, batch_of, columns, expanded, gradients, make, padded
 
 from hotrow.models import SASRec
