@@ -23,7 +23,12 @@ struct Problem {
   bool softmax, causal;
 
   Problem(std::vector<int64_t> queries_of, std::vector<int64_t> keys_of, size_t d, size_t w, bool soft, bool is_causal)
-      : q_lengths(std::move(queries_of)), k_lengths(std::move(keys_of)), dim(d), width(w), softmax(soft), causal(is_causal) {
+      : q_lengths(std::move(queries_of)),
+        k_lengths(std::move(keys_of)),
+        dim(d),
+        width(w),
+        softmax(soft),
+        causal(is_causal) {
     for (int64_t length : q_lengths) queries += static_cast<size_t>(length);
     for (int64_t length : k_lengths) keys += static_cast<size_t>(length);
     q = values(queries * kHeads * dim, 1);
@@ -56,13 +61,15 @@ struct Problem {
 
   AttentionInputs inputs() const {
     AttentionInputs in;
-    in.users = q_lengths.size(), in.queries = queries, in.keys = keys, in.heads = kHeads, in.dim = dim, in.width = width;
+    in.users = q_lengths.size(), in.queries = queries, in.keys = keys, in.heads = kHeads, in.dim = dim,
+    in.width = width;
     in.q = rows(q, dim), in.k = rows(k, dim), in.v = rows(v, width);
     in.own_k = rows(own_k, dim), in.own_v = rows(own_v, width);
     in.q_lengths = q_lengths.data(), in.k_lengths = k_lengths.data();
     in.visible = visible.empty() ? nullptr : visible.data();
     in.q_times = q_times.data(), in.k_times = k_times.data();
-    in.position_bias = position_bias.empty() ? nullptr : position_bias.data(), in.positions = position_bias.size() / kHeads;
+    in.position_bias = position_bias.empty() ? nullptr : position_bias.data(),
+    in.positions = position_bias.size() / kHeads;
     in.time_bias = time_bias.empty() ? nullptr : time_bias.data(), in.times = time_bias.size() / kHeads;
     in.softmax = softmax, in.causal = causal, in.scale = 0.4f, in.divisor = 3;
     return in;
@@ -106,7 +113,8 @@ struct Problem {
             if (softmax) total += s;
           }
           for (size_t j = 0; j < scores.size(); ++j)
-            for (size_t d = 0; d < width; ++d) out[(row * kHeads + h) * width + d] += scores[j] / total * seen_values[j][d];
+            for (size_t d = 0; d < width; ++d)
+              out[(row * kHeads + h) * width + d] += scores[j] / total * seen_values[j][d];
         }
       q_first += nq;
       k_first += nk;
@@ -178,7 +186,8 @@ void check(Problem problem) {
   check_gradient(problem, problem.own_v, found.own_v, gradient);
   check_gradient(problem, problem.position_bias, found.position_bias, gradient);
   check_gradient(problem, problem.time_bias, found.time_bias, gradient);
-  for (size_t i = found.out.size() - kPadding * kHeads * problem.width; i < found.out.size(); ++i) CHECK_EQ(found.out[i], 0.f);
+  for (size_t i = found.out.size() - kPadding * kHeads * problem.width; i < found.out.size(); ++i)
+    CHECK_EQ(found.out[i], 0.f);
   for (size_t i = found.k.size() - kPadding * kHeads * problem.dim; i < found.k.size(); ++i) CHECK_EQ(found.k[i], 0.f);
 }
 
@@ -211,7 +220,8 @@ TEST(attention_gives_the_same_bits_for_any_number_of_threads) {
     found.push_back(solve(problem, gradient));
   }
   ThreadPool::shared().set_threads(before);
-  CHECK(found[0].out == found[1].out && found[0].q == found[1].q && found[0].k == found[1].k && found[0].v == found[1].v);
+  CHECK(found[0].out == found[1].out && found[0].q == found[1].q && found[0].k == found[1].k &&
+        found[0].v == found[1].v);
   CHECK(found[0].position_bias == found[1].position_bias && found[0].time_bias == found[1].time_bias);
 }
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,6 +98,37 @@ def test_kernel_equals_the_reference(form: str) -> None:
         for mine, exact in zip(case.run(), case.run(torch.float64), strict=True):  # float64 runs the reference
             largest = exact.abs().max() if exact.numel() else 0.0
             torch.testing.assert_close(mine.double(), exact, rtol=0.0, atol=2e-5 * max(1.0, float(largest)))
+
+
+OTHER_INSTRUCTION_SET = """
+import torch
+from hotrow import _core
+from hotrow.nn.jagged import jagged_attention
+lengths = torch.tensor([40, 0, 3, 130])
+times = torch.arange(173) * 1500
+for kind in ("softmax", "silu"):
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        sizes = [(173, 2, 9)] * 3 + [(2, 20), (2, 8)]
+        q, k, v, position, time = leaves = [torch.randn(size).to(dtype).requires_grad_() for size in sizes]
+        out = jagged_attention(q, k, v, lengths, lengths, q_times=times, k_times=times, position_bias=position,
+                               time_bias=time, kind=kind, causal=True)
+        found.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    for mine, exact in zip(*found):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-4)
+print(_core.attention_instruction_set())
+"""
+
+
+@pytest.mark.parametrize("most", ["baseline", "avx2"])
+def test_kernels_of_older_processors_equal_the_reference(most: str) -> None:
+    environment = {**os.environ, "HOTROW_SIMD": most}
+    ran = subprocess.run(
+        [sys.executable, "-c", OTHER_INSTRUCTION_SET], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() in (most, "baseline")
 
 
 @pytest.mark.parametrize("kind", ["softmax", "silu"])
