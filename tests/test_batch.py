@@ -119,3 +119,48 @@ def test_parts_of_another_type_or_shape_are_refused_by_name(part: str, value: An
 
 def test_batch_errors_are_hotrows_and_pythons() -> None:
     assert issubclass(BatchError, HotRowError) and issubclass(BatchError, ValueError)
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=3), st.integers(0, 1)), min_size=0, max_size=12),
+    st.booleans(),
+)
+def test_share_users_gives_equal_examples_one_user(examples: list[tuple[list[int], int]], weighted: bool) -> None:
+    seen = Jagged.from_lists([list(history) for history, _ in examples])
+    if weighted:
+        seen = Jagged(seen.values, seen.offsets, seen.values.float() / 2)
+    country = Jagged(torch.tensor([c for _, c in examples], dtype=torch.int64))
+    item = Jagged(torch.arange(len(examples)))
+    batch = KeyedBatch({"seen": seen, "country": country, "item": item}, numbers={"time": seen})
+    shared = batch.share_users(["country", "seen", "time"])
+    users = list(dict.fromkeys((tuple(history), c) for history, c in examples))
+    assert shared.users == len(users)
+    assert shared.user_of is not None
+    assert shared.user_of.tolist() == [users.index((tuple(history), c)) for history, c in examples]
+    pieces = shared.ids["seen"].values.split(shared.ids["seen"].lengths().tolist())
+    assert [(tuple(p.tolist()), c) for p, c in zip(pieces, shared.ids["country"].values.tolist(), strict=True)] == users
+    assert shared.numbers["time"].values.equal(shared.ids["seen"].values)
+    assert shared.size == batch.size
+    assert shared.ids["item"] is item
+    assert shared.share_users(["seen"]) is shared
+
+
+def test_examples_that_differ_in_weights_or_order_alone_are_different_users() -> None:
+    ids, offsets = torch.tensor([1, 2, 2, 1, 1, 2]), torch.tensor([0, 2, 4, 6])
+    assert KeyedBatch({"seen": Jagged(ids, offsets)}).share_users(["seen"]).user_of.tolist() == [0, 1, 0]
+    weights = torch.tensor([1.0, 1, 1, 1, 1, 2])
+    assert KeyedBatch({"seen": Jagged(ids, offsets, weights)}).share_users(["seen"]).user_of.tolist() == [0, 1, 2]
+
+
+def test_users_that_do_not_fit_are_refused() -> None:
+    seen, item = Jagged.from_lists([[1], [2]]), Jagged(torch.arange(3))
+    users = frozenset({"seen"})
+    with pytest.raises(BatchError, match="user_of has users from 0 to 2, but the user features have 2 entries"):
+        KeyedBatch({"seen": seen, "item": item}, user_of=torch.arange(3), user_features=users)
+    with pytest.raises(BatchError, match="without user_of"):
+        KeyedBatch({"seen": seen}, user_features=users)
+    with pytest.raises(BatchError, match="different numbers of users"):
+        KeyedBatch({"seen": seen, "item": item}, user_of=torch.zeros(3, dtype=torch.int64),
+                   user_features=frozenset({"seen", "item"}))  # fmt: skip
+    with pytest.raises(BatchError, match="among ids and numbers"):
+        KeyedBatch({"seen": seen}, numbers={"seen": seen})

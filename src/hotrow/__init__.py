@@ -16,7 +16,7 @@
 Everything public is listed below; the rest may change.
 """
 
-from hotrow import data, features, models, optim
+from hotrow import data, features, models, nn, optim
 from hotrow._core import set_threads, threads
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.config import Initial, Memory
@@ -44,6 +44,7 @@ from hotrow.publish.subscriber import Subscriber
 from hotrow.serve.execution.engine import Engine
 from hotrow.serve.repository.export import export
 from hotrow.table import Admission, Expiry, Table
+from hotrow.task import Task
 from hotrow.train.report import Report, SaveReport
 from hotrow.train.trainer import Trainer
 
@@ -79,6 +80,7 @@ __all__ = [
     "StorageError",
     "Subscriber",
     "Table",
+    "Task",
     "Trainer",
     "__version__",
     "data",
@@ -88,6 +90,7 @@ __all__ = [
     "from_torch",
     "join_ranks",
     "models",
+    "nn",
     "optim",
     "set_threads",
     "threads",

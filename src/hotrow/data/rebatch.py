@@ -56,10 +56,14 @@ def slice_batch(batch: KeyedBatch, start: int, stop: int) -> KeyedBatch:
     """
     if start == 0 and stop == batch.size:
         return batch
-    return KeyedBatch(
-        {name: _slice_jagged(jagged, start, stop) for name, jagged in batch.ids.items()},
-        *(None if part is None else part[start:stop] for part in (batch.dense, batch.labels, batch.time)),
+    dense, labels, time = (
+        None if part is None else part[start:stop] for part in (batch.dense, batch.labels, batch.time)
     )
+    ids, numbers = (
+        {name: _slice_jagged(jagged, start, stop) for name, jagged in columns.items()}
+        for columns in (batch.ids, batch.numbers)
+    )
+    return KeyedBatch(ids, dense, labels, time, numbers)
 
 
 def join_batches(batches: list[KeyedBatch]) -> KeyedBatch:
@@ -76,6 +80,7 @@ def join_batches(batches: list[KeyedBatch]) -> KeyedBatch:
         _join_parts([batch.dense for batch in batches]),
         _join_parts([batch.labels for batch in batches]),
         _join_parts([batch.time for batch in batches]),
+        {name: _join_jagged([batch.numbers[name] for batch in batches]) for name in batches[0].numbers},
     )
 
 
