@@ -55,8 +55,8 @@ class UserCache:
         self._bytes = 0
         self._counts = {"hits": 0, "misses": 0, "evicted": 0, "outdated": 0}
 
-    def find(self, state: State, digests: Sequence[bytes]) -> list[Encoding | None]:
-        """The encoding of each user, or None."""
+    def find(self, state: State, digests: Sequence[bytes], count: bool = True) -> list[Encoding | None]:
+        """The encoding of each user, or None. Without `count` hits and misses are not counted."""
         found: list[Encoding | None] = [None] * len(digests)
         with self._lock:
             if self._enter(state):
@@ -65,9 +65,10 @@ class UserCache:
                     if entry is not None:
                         self._entries.move_to_end(digest)
                         found[number] = entry[0]
-            hits = sum([one is not None for one in found])
-            self._counts["hits"] += hits
-            self._counts["misses"] += len(found) - hits
+            if count:
+                hits = sum([one is not None for one in found])
+                self._counts["hits"] += hits
+                self._counts["misses"] += len(found) - hits
         return found
 
     def store(self, state: State, digests: Sequence[bytes], encodings: Sequence[Encoding]) -> None:
