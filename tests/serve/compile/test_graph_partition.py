@@ -18,7 +18,8 @@ from hotrow.serve.compile.compiled_tower import ArtifactError
 from hotrow.serve.compile.compiler_process import JobCompiler, _named
 from hotrow.serve.compile.graph_partition import CannotCutError, Refusal, assemble, cut, search
 from hotrow.serve.execution.towers import TowerOptions, Towers
-from hotrow.serve.graph.tower import TowerInputs, trace
+from hotrow.serve.graph.tower import trace
+from hotrow.serve.graph.tower_inputs import TowerInputs
 from hotrow.serve.graph.tower_graph import Shape, TowerGraph
 
 CPU = torch.device("cpu")

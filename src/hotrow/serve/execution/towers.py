@@ -159,6 +159,13 @@ class Towers:
         self._count(shape, parts)
         return logits, all(part.bucket is not None for part in parts)
 
+    def encode(self, vectors: Mapping[str, Tensor], weights: Weights | None = None) -> dict[str, Tensor]:
+        """The encoding of the users whose vectors these are, for the graph of a user part."""
+        inputs = self.graph.flatten(vectors, None)
+        with torch.inference_mode(), self._running() as current:
+            outputs = self.graph.run_all(weights or current, inputs)
+        return dict(zip(self.graph.outputs, outputs, strict=True))
+
     def replace_weights(self, state: Mapping[str, Tensor]) -> None:
         """Use new weights from the next run on, in the original graph and all artifacts. Nothing is compiled again.
 

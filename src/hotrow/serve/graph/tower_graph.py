@@ -27,6 +27,8 @@ from torch import Tensor
 
 from hotrow.errors import BatchError, OptionError
 from hotrow.serve.graph import graph_rewrite
+from hotrow.serve.graph.graph_arguments import arguments_of, output_names
+from hotrow.serve.graph.tower_inputs import LENGTHS, USER_OF
 from hotrow.undocumented import ChangedError, describe
 
 Weights = tuple[Tensor, ...]
@@ -87,7 +89,8 @@ class TowerGraph:
         if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
             changed = next(iter([*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]))
             raise OptionError(f"the tower writes to {changed!r} when it runs; export it after tower.eval()")
-        if len(signature.user_outputs) != 1:
+        self.outputs = output_names(program)
+        if len(signature.user_outputs) != len(self.outputs):
             raise OptionError(f"the tower gives {len(signature.user_outputs)} outputs; give one tensor of logits")
         self.program = program
         self.path = None if path is None else Path(path)
@@ -99,8 +102,9 @@ class TowerGraph:
         self.names = (*lifted, *given)
         self.weights: Weights = (*(held[name].detach() for name in lifted), *given.values())
         self._unsaved = frozenset(given)
-        self.inputs, self.lengths = _inputs(program)
         self._input_names = _input_names(program)
+        self.inputs, self.lengths = _inputs(program, self._input_names)
+        self._rows_at = next((i, given.axes.index(None)) for i, given in enumerate(self.inputs) if None in given.axes)
         self.digest = _digest(program)
 
     @classmethod
@@ -124,9 +128,13 @@ class TowerGraph:
         return cls(program)
 
     def __call__(self, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
-        """Run the original graph."""
-        logits: Tensor = self._rewritten(*weights, *inputs)[0]
-        return logits
+        """Run the original graph; returns its first output, the logits of a tower or a candidate part."""
+        return self.run_all(weights, inputs)[0]
+
+    def run_all(self, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the original graph; returns its outputs, in the order of `outputs`."""
+        found: Sequence[Tensor] = self._rewritten(*weights, *inputs)
+        return found
 
     @property
     def custom_ops(self) -> dict[str, str]:
@@ -147,13 +155,15 @@ class TowerGraph:
 
     def shape_of(self, inputs: Sequence[Tensor]) -> Shape:
         """The shape of these inputs."""
+        rows, axis = self._rows_at
+        if not self.lengths:
+            return Shape(inputs[rows].shape[axis])
         lengths = [0] * self.lengths
-        if self.lengths:
-            for given, tensor in zip(self.inputs, inputs, strict=True):
-                for axis, size in zip(given.axes, tensor.shape, strict=True):
-                    if axis is not None and axis < 0:
-                        lengths[-1 - axis] = size
-        return Shape(inputs[0].shape[0], tuple(lengths))
+        for given, tensor in zip(self.inputs, inputs, strict=True):
+            for size_of, size in zip(given.axes, tensor.shape, strict=True):
+                if size_of is not None and size_of < 0:
+                    lengths[-1 - size_of] = size
+        return Shape(inputs[rows].shape[axis], tuple(lengths))
 
     def random_inputs(self, shape: Shape, device: torch.device, seed: int = 0) -> list[Tensor]:
         """Random inputs of a shape: normal numbers, and masks that are true for a prefix of at least one position."""
@@ -217,57 +227,60 @@ def _drawn(given: Input, sizes: tuple[int, ...], generator: torch.Generator) -> 
     return torch.zeros(sizes, dtype=given.dtype)
 
 
-def _arguments(program: torch.export.ExportedProgram) -> dict[str, Any]:
-    """Positions of the user inputs by argument: weights (if they are an argument), vectors and dense."""
-    spec = program.call_spec.in_spec
-    args, kwargs = spec.unflatten(range(spec.num_leaves))
-    both = len(args) > 1 and isinstance(args[0], dict) and isinstance(args[1], dict)
-    return {**dict(zip(("weights", "vectors", "dense")[not both :], args, strict=False)), **kwargs}
-
-
 def _given_weights(program: torch.export.ExportedProgram) -> dict[str, Tensor]:
     """For weights that are an argument of the graph: zeros of their shapes, by name."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     names = list(program.graph_signature.user_inputs)
-    places = _arguments(program).get("weights", {})
+    places = arguments_of(program).get("weights", {})
     found = {name: values[str(names[leaf])] for name, leaf in places.items()}
     return {name: torch.zeros(tuple(value.shape), dtype=value.dtype) for name, value in found.items()}
 
 
 def _user_inputs(program: torch.export.ExportedProgram) -> list[str]:
     """The graph's names of its inputs other than weights."""
-    skipped = len(_arguments(program).get("weights", {}))
+    skipped = len(arguments_of(program).get("weights", {}))
     return [str(name) for name in program.graph_signature.user_inputs[skipped:]]
 
 
-def _inputs(program: torch.export.ExportedProgram) -> tuple[tuple[Input, ...], int]:
+def _inputs(program: torch.export.ExportedProgram, names: Sequence[str | None]) -> tuple[tuple[Input, ...], int]:
     """The inputs and the number of lengths. Dimensions with the same symbol are the same size."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    symbols: dict[str, int | None] = {}
-    found = []
+    read = []
     for name in _user_inputs(program):
         value = values.get(str(name))
-        if not isinstance(value, Tensor):
-            if value is None:
-                continue  # an argument that was None at export
+        if isinstance(value, Tensor):
+            read.append((str(name), value))
+        elif value is not None:  # None: an argument that was None at export
             raise OptionError(f"the tower reads {name!r}, which is not a tensor; pass tensors only")
+    rows = _rows_symbol(names, [value for _, value in read])
+    symbols: dict[str, int | None] = {rows: None}
+    found = []
+    for name, value in read:
         axes: list[int | None] = []
         for size in value.shape:
             if isinstance(size, int):
                 axes.append(size)
             else:
-                if str(size) not in symbols:
-                    symbols[str(size)] = None if not symbols else -len(symbols)
-                axes.append(symbols[str(size)])
-        found.append(Input(str(name), value.dtype, tuple(axes)))
-    if not found or found[0].axes[:1] != (None,):
-        raise OptionError("the tower was exported with a fixed number of rows; export it with a free first dimension")
+                axes.append(symbols.setdefault(str(size), -len(symbols)))
+        found.append(Input(name, value.dtype, tuple(axes)))
     return tuple(found), len(symbols) - 1
+
+
+def _rows_symbol(names: Sequence[str | None], values: Sequence[Tensor]) -> str:
+    """The size that is the rows: that of `user_of`, else the first dimension of the first input that is not the events
+    of a jagged history. In a user part these are the users."""
+    known = set(names)
+    jagged = {name for name in known if name is not None and f"{name}{LENGTHS}" in known}
+    first = {name: value.shape[0] for name, value in zip(names, values, strict=True) if value.dim()}
+    rows = next((first[n] for n in (USER_OF, *names) if n in first and n not in jagged), None)
+    if rows is None or isinstance(rows, int):
+        raise OptionError("the tower was exported with a fixed number of rows; export it with a free first dimension")
+    return str(rows)
 
 
 def _input_names(program: torch.export.ExportedProgram) -> list[str | None]:
     """For each input the name of its vector, or None for the dense features."""
-    given = _arguments(program)
+    given = arguments_of(program)
     by_leaf: dict[int, str | None] = {leaf: name for name, leaf in given["vectors"].items()}
     if isinstance(given.get("dense"), int):
         by_leaf[given["dense"]] = None

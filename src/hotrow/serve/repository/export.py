@@ -27,7 +27,8 @@ from hotrow.errors import OptionError, StorageError, choices
 from hotrow.features import FeatureSpec
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.serve.graph import graph_archive
-from hotrow.serve.graph.tower import TowerInputs, Traced, trace
+from hotrow.serve.graph.tower import Traced, trace
+from hotrow.serve.graph.tower_inputs import TowerInputs
 from hotrow.serve.protocol.request import POLICIES
 from hotrow.serve.repository.manifest import (
     FEATURES,

@@ -1,0 +1,89 @@
+"""Why torch.export refused a tower, with the line of the tower's source and the cure.
+
+Depending on the kind of refusal, torch gives the user's frames in the traceback, in the exception's attribute
+`real_stack`, or in a "User code" section of the message. `source_line` takes the innermost frame that is neither
+torch's nor of this package.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+_OWN = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
+_CURES = (
+    (
+        ("Constraints violated", "constraints violated", "was specialized", "ConstraintViolation"),
+        "Declare the longest sequence: hr.Table(..., max_length=200), or hr.export(..., max_lengths={'seen': 200}); and "
+        "let tables of positions have so many rows",
+    ),
+    (
+        ("data-dependent", "DataDependent", "dynamic control flow", "unbacked", "Eq(u", "Ne(u"),
+        "A tower must not branch on the values of tensors, nor take a size from them; use torch.where and masks",
+    ),
+)
+_CURE = (
+    "A tower must not branch on the values of tensors, and every size that depends on the batch must come from its "
+    "inputs"
+)
+
+
+def describe(tower: nn.Module, error: BaseException) -> str:
+    """The message for a tower that torch.export does not take."""
+    text = _reason(str(error).strip() or type(error).__name__)
+    line = source_line(error)
+    kind = f"{type(error).__name__} {error}"
+    cure = next((cure for marks, cure in _CURES if any(mark in kind for mark in marks)), _CURE)
+    at = f" at {line}" if line else ""
+    return f"torch.export cannot take the tower {type(tower).__name__}{at}: {text}. {cure}"
+
+
+def source_line(error: BaseException) -> str:
+    """The file, line and text of the user's code that led to an error, or an empty string."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        frames = [(file, number) for file, number in _frames(error) if _is_users(file)]
+        if frames:
+            file, number = frames[-1]
+            return f"{file}:{number}{_text(file, number)}"
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    return ""
+
+
+def _frames(error: BaseException) -> Iterator[tuple[str, int]]:
+    """Frames of an error, outermost first: those of the tower's forward, however torch gives them."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        yield frame.filename, frame.lineno or 0
+    for frame in getattr(error, "real_stack", None) or ():
+        yield frame.filename, frame.lineno or 0
+    for match in _FRAME.finditer(str(error)):
+        yield match.group(1), int(match.group(2))
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith("<"):
+        return False
+    path = str(Path(file).absolute())
+    return not path.startswith((_TORCH, _OWN)) and "/hotrow/serve/" not in path and not path.endswith("_ops.py")
+
+
+def _text(file: str, number: int) -> str:
+    try:
+        line = Path(file).read_text(encoding="utf-8").splitlines()[number - 1].strip()
+    except (OSError, IndexError, UnicodeDecodeError):
+        return ""
+    return f" ({line})"
+
+
+def _reason(text: str) -> str:
+    """The first lines of torch's message, without its stacks and advice for its own developers."""
+    text = re.split(r"\n\s*(?:User code:|Real stack|User Stack|\(snipped|For more information|Caused by:)", text)[0]
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())[:600].rstrip(".")
