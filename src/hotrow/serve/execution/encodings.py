@@ -49,7 +49,9 @@ def size_of(encoding: Encoding) -> int:
     return sum([value.numel() * value.element_size() for value in encoding.values()])
 
 
-def user_vectors(vectors: Mapping[str, Tensor], features: Iterable[str], users: Sequence[int] | None) -> dict[str, Tensor]:
+def user_vectors(
+    vectors: Mapping[str, Tensor], features: Iterable[str], users: Sequence[int] | None
+) -> dict[str, Tensor]:
     """The vectors of user features, of some users. Requires: the other users have no events (`users` None: all)."""
     found = {}
     for name in features:

@@ -123,14 +123,17 @@ class ServedVersion:
 
     def figures(self) -> dict[str, Any]:
         """Counters and gauges of its tower and its cache."""
-        towers = self.engine.towers
-        if not isinstance(towers, Towers):
-            return {}
-        counts, metrics = towers.counts, towers.metrics()
-        remote = self.engine.embeddings.remote
-        return {
+        towers, users, remote = self.engine.towers, self.engine.users, self.engine.embeddings.remote
+        found = {
             "remote": None if remote is None or self.waits_for_rows else remote.figures(),
             "row_servers": remote.figures() if remote is not None and self.waits_for_rows else None,
+            "users": None if users is None else users.figures(),
+        }
+        if not isinstance(towers, Towers):
+            return found
+        counts, metrics = towers.counts, towers.metrics()
+        return {
+            **found,
             "buckets": {str(shape): hits for shape, hits in counts.hits.items()},
             "padded_rows": counts.padded_rows,
             **{name: metrics[name] for name in ("compile_queue", "compile_seconds", "compiled_pieces")},
@@ -145,12 +148,12 @@ class ServedVersion:
         self.engine.close()
 
     def cold(self, batch: KeyedBatch) -> Array | None:
-        """Which rows of a batch have keys that are on SSD only."""
-        return cold_rows(self.engine.embeddings, batch)
+        """Which rows of a batch have keys that are on SSD only, without those of cached users, which are not read."""
+        return cold_rows(self.engine.embeddings, self.engine.without_cached_users(batch))
 
     def prefetch(self, batch: KeyedBatch, patient: bool = False) -> None:
         """Read them into memory."""
-        self.engine.warm(batch, patient)
+        self.engine.warm(self.engine.without_cached_users(batch), patient)
 
 
 def cold_rows(embeddings: Any, batch: KeyedBatch) -> Array | None:
@@ -163,7 +166,11 @@ def cold_rows(embeddings: Any, batch: KeyedBatch) -> Array | None:
     for rows in embeddings.tables:
         for name in rows.table.poolings:
             ids = batch.ids[name]
-            cold[_rows_of(ids, rows.cold(ids.values).numpy())] = True
+            entries = _rows_of(ids, rows.cold(ids.values).numpy())
+            if batch.user_of is not None and name in batch.user_features:
+                cold |= np.isin(batch.user_of.numpy(), entries)
+            else:
+                cold[entries] = True
     return cold
 
 
@@ -238,4 +245,5 @@ def _open_engine(folder: Path, name: str, options: Mapping[str, Any]) -> Engine:
         precision=precision,
         ladder=ladder,
         lanes=int(options.get("lanes", 1)),
+        user_cache=options.get("user_cache"),
     )

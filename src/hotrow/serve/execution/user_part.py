@@ -2,9 +2,9 @@
 
     arrange → probe the cache → (the engine looks up rows) → encode the users that it lacks → store → join
 
-`arrange` gives equal users one entry and sorts the rows by user, as a candidate part may expect. `probe` takes the ids of
-users that the cache has out of the batch, so that the engine does not look up their rows. `encode` returns one encoding
-for all users of the batch, in their order.
+`arrange` gives equal users one entry and sorts the rows by user, as a candidate part may expect. `probe` takes the ids
+of users that the cache has out of the batch, so that the engine does not look up their rows. `encode` returns one
+encoding for all users of the batch, in their order.
 
 The engine compares the state of the rows that it read with the state that was probed. If they differ, it reads again
 with a batch that was not probed: cached encodings and rows of one batch are always of one publication.
@@ -26,7 +26,6 @@ from hotrow.nn.collection import pad
 from hotrow.serve.execution import encodings
 from hotrow.serve.execution.encodings import Encoding
 from hotrow.serve.execution.user_cache import State, UserCache, digests
-from hotrow.serve.protocol.histories import check_batch
 from hotrow.serve.protocol.request import Signature
 
 
@@ -56,11 +55,12 @@ class UserPart:
     def __init__(self, signature: Signature, cache: UserCache | None = None) -> None:
         self.signature, self.cache = signature, cache
         self.features = tuple(name for name in signature.columns if name in signature.user)
+        grouped = {name for group in signature.aligned for name in group[1:]}  # a history's events are counted once
+        self._histories = [n for n in self.features if n in signature.sequences and n not in grouped]
         self.batches = self.users = self.events = 0  # encoded
 
     def arrange(self, batch: KeyedBatch) -> tuple[KeyedBatch, Tensor | None]:
         """The batch with users, its rows sorted by user; and the places of the original rows, if it was sorted."""
-        check_batch(self.signature, batch)
         batch = batch.share_users(self.features)
         if batch.user_of is None or bool((batch.user_of[1:] >= batch.user_of[:-1]).all()):
             return batch, None
@@ -102,7 +102,7 @@ class UserPart:
         encoded = tower.encode(of_users, weights)
         self.batches += 1
         self.users += len(missing)
-        self.events += sum([len(probe.batch.column(n).values) for n in self.features if n in self.signature.sequences])
+        self.events += sum([len(probe.batch.ids[name].values) for name in self._histories])
         if self.cache is None or (state is None and len(missing) == users):
             return encoded
         parts = encodings.cut(encoded, len(missing))

@@ -212,7 +212,9 @@ def join(pieces: Sequence[Piece], signature: Signature, fingerprint: int) -> Key
             jagged[name] = _checked(Jagged, values=keys, offsets=places, weights=None)
     matrix = torch.from_numpy(dense) if signature.dense else None
     if signature.numbers:
-        return KeyedBatch({name: jagged[name] for name in signature.features}, matrix, numbers=_numbers(jagged, signature))
+        return KeyedBatch(
+            {name: jagged[name] for name in signature.features}, matrix, numbers=_numbers(jagged, signature)
+        )
     return _checked(KeyedBatch, ids=jagged, dense=matrix, labels=None, time=None, **_NO_USERS, size=rows)
 
 

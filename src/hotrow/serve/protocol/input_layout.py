@@ -6,13 +6,13 @@ A model's inputs are named after its signature. For a key feature `item`:
     item + item.offsets     INT64 [ids], and INT64 or INT32 [rows + 1]: any number of ids per row
     item.weights            FP32, one for each id, in the same order
 
-A number feature (`Signature.numbers`: the time of each event, for example) is sent like a sequence. `dense` is FP32
-[rows, width]. `keys` is INT64 [rows, f]: one id per row for each of the f features that have no tensor
-of their own, in the signature's order. A client with 26 such features sends one tensor.
+A number feature (`Signature.numbers`, such as the time of each event) is sent like a sequence. `dense` is FP32
+[rows, width]. `keys` is INT64 [rows, f]: one id per row for each of the f features that have no tensor of their own, in
+the signature's order. A client with 26 such features sends one tensor.
 
 **rows** is the largest first size among all tensors (of a jagged one: offsets minus one). Every tensor has that many
-rows, or exactly one row, which is then used for all (`shared`: the user's features, sent once). A model with a user part
-never repeats these for each row (docs/serving.md). Everything else is an error. So is a plain [n] with n > 1 for a feature that the model uses as a sequence: it could mean n rows or one
+rows, or exactly one row, which is then used for all (`shared`: the user's features, sent once). Everything else is
+an error. So is a plain [n] with n > 1 for a feature that the model uses as a sequence: it could mean n rows or one
 row with n ids. It needs offsets, or the shape [1, n] or [n, 1].
 
 An InputPlan depends only on names, types and shapes. Clients repeat these, so inference_json.py caches plans. For a

@@ -31,9 +31,10 @@ POLICIES = ("wait", "initial", "default")  # for rows that would arrive after th
 class Signature:
     """A model's inputs: key features in order (`sequences` are those with pooling "none"), and dense columns.
 
-    A model over histories has more: `numbers` are jagged integers without rows (times), which a request sends after the
-    key features. `user` are the features of a two-part tower's user part. `aligned` features have equal lengths in every
-    row. A feature of `max_lengths` has at most so many entries in a row. `jagged` says how the tower reads histories.
+    A model over histories has more: `numbers` are jagged integers that are no keys, such as times; a request sends them
+    after the key features. `user` are the features of a two-part tower's user part. `aligned` features have equal
+    lengths in every row. A feature of `max_lengths` has at most so many entries in a row. `jagged` says how the tower
+    reads histories.
 
     >>> plain = Signature(("user", "item"), frozenset(), 0)
     >>> plain.columns, Signature(("item", "seen"), frozenset({"seen"}), 0, numbers=("seen_at",)).columns
