@@ -19,8 +19,8 @@ from hotrow.serve.compile.compiler_process import JobCompiler, _named
 from hotrow.serve.compile.graph_partition import CannotCutError, Refusal, assemble, cut, search
 from hotrow.serve.execution.towers import TowerOptions, Towers
 from hotrow.serve.graph.tower import trace
-from hotrow.serve.graph.tower_inputs import TowerInputs
 from hotrow.serve.graph.tower_graph import Shape, TowerGraph
+from hotrow.serve.graph.tower_inputs import TowerInputs
 
 CPU = torch.device("cpu")
 BUCKET = Shape(16)

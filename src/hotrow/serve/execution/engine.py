@@ -46,6 +46,7 @@ from hotrow.publish.publication import Publication
 from hotrow.serve.execution.opening import open_rows, open_tower, run_with
 from hotrow.serve.execution.reader_writer_gate import ReaderWriterGate
 from hotrow.serve.execution.scoring import scorer
+from hotrow.serve.execution.tower_weights import prepare_weights
 from hotrow.serve.execution.towers import Towers
 from hotrow.serve.execution.two_part_tower import TwoPartTower
 from hotrow.serve.execution.user_cache import State, UserCache
@@ -411,35 +412,13 @@ class Engine:
 
     def _prepare_weights(self, live: _Live, state: Mapping[str, Tensor]) -> Callable[[], None]:
         """Check a tower's state dict; returns the function that replaces the weights. Call it inside the gate."""
-        set_weights = self._weights_setter(live.original, live.towers, state)
+        set_weights = prepare_weights(live.original, live.towers, self._lanes, state)
 
         def set_and_count() -> None:
             self._weights_number += 1
             set_weights()
 
         return set_and_count
-
-    def _weights_setter(
-        self, original: OriginalTower | TwoPartTower, towers: Tower | TwoPartTower, state: Mapping[str, Tensor]
-    ) -> Callable[[], None]:
-        if isinstance(original, TwoPartTower):
-            assert isinstance(towers, TwoPartTower)
-            both = [(one, one.prepare_weights(state)) for one in {id(one): one for one in (original, towers)}.values()]
-            return lambda: [one.set_weights(parts) for one, parts in both].clear()
-        weights = original.prepare_weights(state)
-        ordered = towers.order_weights(weights) if isinstance(towers, Towers) else None
-
-        def set_weights() -> None:
-            if self._lanes is not None:
-                self._lanes.set_weights(weights)  # copies into the storage that the graphs read
-            else:
-                original.set_weights(weights)
-            if isinstance(towers, Towers) and ordered is not None:
-                towers.set_weights(ordered)
-            elif towers is not original and hasattr(towers, "replace_weights"):
-                towers.replace_weights(weights)
-
-        return set_weights
 
     def close(self) -> None:
         """Free rows and weights. Later calls raise ClosedError; batches that already run end normally."""

@@ -24,9 +24,13 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from hotrow.errors import OptionError, choices
+from hotrow.nn import EmbeddingCollection
 from hotrow.serve.execution.towers import Towers
+from hotrow.serve.graph import graph_archive
 from hotrow.serve.graph.tower import OriginalTower
 from hotrow.serve.graph.tower_inputs import CANDIDATES, ENCODING, LENGTHS, USER, TowerInputs
+from hotrow.serve.repository.manifest import TOWER, Version
+from hotrow.serve.repository.manifest import USER as USER_GRAPH
 
 Vectors = Mapping[str, Tensor]
 
@@ -64,11 +68,10 @@ class TwoPartTower:
         device: torch.device | None = None,
     ) -> TwoPartTower:
         """Both parts as their original graphs."""
-        parts = [
-            OriginalTower(program, inputs, weights, tied, device, part)
-            for program, part in ((user, USER), (candidates, CANDIDATES))
-        ]
-        return TwoPartTower(*parts, inputs, weights, tied)
+        user_part = OriginalTower(user, inputs, weights, tied, device, USER)
+        return TwoPartTower(
+            user_part, OriginalTower(candidates, inputs, weights, tied, device, CANDIDATES), inputs, weights, tied
+        )
 
     def with_parts(self, make: Callable[[OriginalTower, str], OriginalTower | Towers]) -> TwoPartTower:
         """The same tower over other runners of its parts, such as a Towers for each. `make` gets the part's graph and
@@ -156,3 +159,29 @@ def _prepared(part: OriginalTower | Towers, state: Mapping[str, Tensor]) -> Any:
     if isinstance(part, Towers):
         return part.order_weights({name: state[name] for name in part.graph.names if name in state})
     return part.prepare_weights({name: state[name] for name in part.weights if name in state})
+
+
+def inputs_of(version: Version, embeddings: EmbeddingCollection) -> TowerInputs:
+    """What the tower of an exported version reads."""
+    found = version.signature
+    return TowerInputs.of(
+        embeddings,
+        found.dense,
+        numbers=found.numbers,
+        jagged=found.jagged,
+        user=tuple(sorted(found.user)),
+        aligned=found.aligned,
+        max_lengths=found.max_lengths,
+    )
+
+
+def open_tower(
+    version: Version, embeddings: EmbeddingCollection, device: torch.device | None = None
+) -> OriginalTower | TwoPartTower:
+    """The original graphs of an exported version with the saved weights; an OriginalTower if it has no user part."""
+    inputs, weights, tied = inputs_of(version, embeddings), version.weights(), version.manifest["tower"]["tied"]
+    program = graph_archive.unpack(version.read(TOWER), version.path / TOWER)
+    if not inputs.user:
+        return OriginalTower(program, inputs, weights, tied, device)
+    user = graph_archive.unpack(version.read(USER_GRAPH), version.path / USER_GRAPH)
+    return TwoPartTower.of(user, program, inputs, weights, tied, device)

@@ -21,8 +21,8 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
 _CURES = (
     (
         ("Constraints violated", "constraints violated", "was specialized", "ConstraintViolation"),
-        "Declare the longest sequence: hr.Table(..., max_length=200), or hr.export(..., max_lengths={'seen': 200}); and "
-        "let tables of positions have so many rows",
+        "Declare the longest sequence: hr.Table(..., max_length=200), or hr.export(..., max_lengths={'seen': 200}); "
+        "and let tables of positions have so many rows",
     ),
     (
         ("data-dependent", "DataDependent", "dynamic control flow", "unbacked", "Eq(u", "Ne(u"),

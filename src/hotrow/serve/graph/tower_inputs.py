@@ -177,7 +177,8 @@ def encoding_tensors(examples: list[dict[str, Tensor]]) -> list[TowerTensor]:
 
     Two jagged tensors whose lengths were equal in all batches are aligned: they have one free size.
     """
-    first, groups = examples[0], {}
+    first = examples[0]
+    groups: dict[str, str] = {}
     for name in first:
         if f"{name}{LENGTHS}" in first:
             mine = [example[f"{name}{LENGTHS}"] for example in examples]
