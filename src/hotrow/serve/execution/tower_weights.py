@@ -1,7 +1,7 @@
 """Replaces the weights of a tower in all that run it: the original graphs, compiled buckets, captured lanes.
 
-`prepare_weights` checks and converts while batches run. The function that it returns is called inside the engine's gate,
-between two batches.
+`prepare_weights` checks and converts while batches run. The function that it returns is called inside the gate of the
+engine, between two batches.
 """
 
 from __future__ import annotations
