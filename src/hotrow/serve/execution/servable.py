@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from hotrow.config import Memory
 from hotrow.errors import ClosedError, OptionError, StorageError
 from hotrow.publish.publication import Publication
 from hotrow.serve.execution.towers import TowerOptions, Towers
+from hotrow.serve.execution.two_part_tower import TwoPartTower
 from hotrow.serve.graph.tower import OriginalTower
 from hotrow.serve.graph.tower_graph import TowerGraph
 from hotrow.serve.protocol.request import Array, Signature
@@ -129,17 +131,12 @@ class ServedVersion:
             "row_servers": remote.figures() if remote is not None and self.waits_for_rows else None,
             "users": None if users is None else users.figures(),
         }
-        if not isinstance(towers, Towers):
-            return found
-        counts, metrics = towers.counts, towers.metrics()
-        return {
-            **found,
-            "buckets": {str(shape): hits for shape, hits in counts.hits.items()},
-            "padded_rows": counts.padded_rows,
-            **{name: metrics[name] for name in ("compile_queue", "compile_seconds", "compiled_pieces")},
-            "eager_ops": dict(towers.eager_ops()),
-            "compiler": towers.describe()["compiler"],
-        }
+        if isinstance(towers, TwoPartTower):
+            parts = {"user ": towers.user, "": towers.candidates}
+        else:
+            parts = {"": towers}
+        compiled = {prefix: part for prefix, part in parts.items() if isinstance(part, Towers)}
+        return {**found, **_compiled_figures(compiled)} if compiled else found
 
     def close(self) -> None:
         """Free rows and weights; end the threads and the compile process."""
@@ -154,6 +151,26 @@ class ServedVersion:
     def prefetch(self, batch: KeyedBatch, patient: bool = False) -> None:
         """Read them into memory."""
         self.engine.warm(self.engine.without_cached_users(batch), patient)
+
+
+def _compiled_figures(parts: Mapping[str, Towers]) -> dict[str, Any]:
+    """The figures of a tower's compiled parts, added up. Shapes of buckets have the part's prefix."""
+    metrics = [part.metrics() for part in parts.values()]
+    eager: Counter[str] = Counter()
+    for part in parts.values():
+        eager.update(part.eager_ops())
+    return {
+        "buckets": {
+            f"{prefix}{shape}": hits for prefix, part in parts.items() for shape, hits in part.counts.hits.items()
+        },
+        "padded_rows": sum([part.counts.padded_rows for part in parts.values()]),
+        **{
+            name: sum([one[name] for one in metrics])
+            for name in ("compile_queue", "compile_seconds", "compiled_pieces")
+        },
+        "eager_ops": dict(eager),
+        "compiler": next(iter(parts.values())).describe()["compiler"],
+    }
 
 
 def cold_rows(embeddings: Any, batch: KeyedBatch) -> Array | None:
