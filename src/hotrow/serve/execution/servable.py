@@ -131,10 +131,9 @@ class ServedVersion:
             "row_servers": remote.figures() if remote is not None and self.waits_for_rows else None,
             "users": None if users is None else users.figures(),
         }
+        parts: dict[str, Any] = {"": towers}
         if isinstance(towers, TwoPartTower):
             parts = {"user ": towers.user, "": towers.candidates}
-        else:
-            parts = {"": towers}
         compiled = {prefix: part for prefix, part in parts.items() if isinstance(part, Towers)}
         return {**found, **_compiled_figures(compiled)} if compiled else found
 
