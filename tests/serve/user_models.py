@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hotrow as hr
+from hotrow.publish.publication import DELTA, Publication, TableChange
 from hotrow.serve.protocol.request import Ids, Request, Signature
 
 DIM, DENSE, KEYS, MOST = 4, 2, 60, 12
@@ -174,6 +175,13 @@ def exported(folder: Path, model: hr.Recommender) -> Path:
     """A repository with the model ctr."""
     hr.export(model, folder / "ctr", max_lengths={"seen_item": MOST})
     return folder
+
+
+def items_set_to(value: float, keys: Sequence[int], number: int) -> Publication:
+    """The publication that follows `number - 1` and sets these items' rows."""
+    rows = torch.tensor(sorted(set(keys)), dtype=torch.int64)
+    changed = TableChange(rows, torch.full((len(rows), DIM), value), torch.empty(0, dtype=torch.int64))
+    return Publication(DELTA, number, number - 1, "r", number, None, 0.0, {"item": changed})
 
 
 def signature() -> Signature:

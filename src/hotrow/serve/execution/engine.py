@@ -256,6 +256,7 @@ class Engine:
             places = None
             if tower:
                 self._check_dense(batch)
+                check_batch(self.signature, batch)
                 if self._users is not None:
                     batch, places = self._users.arrange(batch)
             dense = self._dense(batch)

@@ -61,7 +61,8 @@ def open_tower(version: Version, embeddings: EmbeddingCollection, device: torch.
     """The saved graphs with the saved weights."""
     signature, tied = version.signature, version.manifest["tower"]["tied"]
     users = tuple(name for name in signature.columns if name in signature.user)
-    embeddings.form = TowerForm(signature.jagged, users, signature.aligned)
+    # Without aligned groups: the engine checks them where a tower runs. A lookup may leave out columns of a history.
+    embeddings.form = TowerForm(signature.jagged, users)
     inputs = TowerInputs.of(
         embeddings,
         signature.dense,
