@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from lookup_server import LookupServer, as_binary, as_json
 from user_models import HISTORY, MOST, Ask, ask, batch_of, items_set_to, user_trainer
 
@@ -20,15 +19,9 @@ from hotrow.client import Client, ClientError
 from hotrow.serve.frontend.engine_statistics import add_figures
 from hotrow.serve.protocol.metrics import TABLE, render
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = {"export": {"max_lengths": {"seen_item": MOST}}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

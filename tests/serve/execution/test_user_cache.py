@@ -16,6 +16,8 @@ from hotrow.errors import OptionError
 from hotrow.serve.execution.user_cache import ENTRY, TENSOR, State, UserCache, digests
 from hotrow.serve.execution.user_part import UserPart
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def encoding(user: int, floats: int = 4) -> dict[str, torch.Tensor]:
     return {"x": torch.full((floats,), float(user))}

@@ -20,16 +20,9 @@ from hotrow.errors import BatchError, OptionError
 from hotrow.serve.execution.engine import Engine
 from hotrow.serve.execution.user_cache import ENTRY, State
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CACHES = [None, "1MiB", 3000]  # none, one that holds everything, one of two users
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors here are tiny: on a busy machine, threads of one operation only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
