@@ -14,9 +14,11 @@ not through `ExportedProgram.module()`, which would repeat the engine's checks o
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -65,8 +67,11 @@ def trace(tower: nn.Module, inputs: TowerInputs) -> Traced:
         vectors, dense = inputs.example(3, 5, least=1)
         logits = tower(dict(vectors), dense)
         tasks = check_logits(logits, 3)
-        program = export_graph(WeightsAsInputs(tower), tower, weights, inputs.free_sizes(), vectors, dense)
+        program = export_graph(
+            WeightsAsInputs(tower), tower, weights, inputs.free_sizes(), vectors, dense, inputs.limited
+        )
         _compare(tower, OriginalTower(program, inputs, weights), inputs)
+        drop_size_assertions(program)
     return Traced(program, weights, tied, tasks)
 
 
@@ -99,18 +104,37 @@ def export_graph(
     free_sizes: Mapping[str, Any],
     vectors: Mapping[str, Tensor],
     dense: Tensor | None,
+    limited: bool,
 ) -> ExportedProgram:
-    """The graph of `module`, called as (weights, vectors) or (weights, vectors, dense). `tower` is named in errors."""
+    """The graph of `module`, called as (weights, vectors) or (weights, vectors, dense). `tower` is named in errors.
+
+    torch.export refuses a graph if it cannot prove a relation of sizes for all of them, such as min(1 + n, 2 + 2n) ==
+    1 + n. With `limited` (every size of a history has a largest value) such relations become assertions in the graph.
+    The comparison with the tower runs them at the smallest and the largest size; then `drop_size_assertions`.
+    """
     sizes: tuple[Any, ...] = (dict.fromkeys(weights), dict(free_sizes))
     example: tuple[Any, ...] = (dict(weights), dict(vectors))
     if dense is not None:
         rows = free_sizes.get(USER_OF) or next(iter(free_sizes.values()))
         sizes, example = (*sizes, {0: rows[0]}), (*example, dense)
     try:
-        with torch.no_grad():
-            return torch.export.export(module, example, dynamic_shapes=sizes)
+        return _export(module, example, sizes)
     except Exception as error:
-        raise OptionError(export_errors.describe(tower, error)) from error
+        if limited and export_errors.is_about_sizes(error):
+            with suppress(Exception):
+                return _export(module, example, sizes, defer=True)
+        retry = partial(_export, module, example, sizes)
+        raise OptionError(export_errors.describe(tower, error, retry)) from error
+
+
+def _export(
+    module: nn.Module, example: tuple[Any, ...], sizes: tuple[Any, ...], defer: bool = False
+) -> ExportedProgram:
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.export.export(
+            module, example, dynamic_shapes=sizes, prefer_deferred_runtime_asserts_over_guards=defer
+        )
 
 
 def split_weights(tower: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -143,6 +167,18 @@ class WeightsAsInputs(nn.Module):
         return logits.float()
 
 
+def drop_size_assertions(program: ExportedProgram) -> None:
+    """Remove assertions on the sizes of inputs, which the comparison with the tower has run."""
+    graph = program.graph_module.graph
+    for node in list(graph.nodes):
+        if str(node.target) == "aten._assert_scalar.default" and isinstance(node.args[0], torch.fx.Node):
+            condition = getattr(getattr(node.args[0].meta.get("val"), "node", None), "expr", None)
+            if condition is not None and not any(str(s).startswith("u") for s in condition.free_symbols):
+                graph.erase_node(node)
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
 def _drop_assertions(program: ExportedProgram) -> None:
     """Remove assertions on tensors' metadata at export. They would all fail on another device, and the engine checks
     the inputs before."""
@@ -165,6 +201,7 @@ def _compare(tower: nn.Module, graph: OriginalTower, inputs: TowerInputs) -> Non
                     f"the exported tower fails for {rows} rows and sequences of {length}: {error}. It has a size of "
                     "the example in it; take sizes from the inputs"
                 ) from error
+        check_finite(expected, f"{rows} rows and sequences of {length}")
         if not is_close(got, expected):
             raise OptionError(
                 f"the exported tower gives other logits than the tower itself for {rows} rows and sequences of "
@@ -176,6 +213,15 @@ def checked_sizes(inputs: TowerInputs) -> list[tuple[int, int]]:
     """Rows and length of the sequences at which graph and tower are compared: CHECKED, and the longest sequence."""
     longest = max(inputs.max_lengths.values(), default=0)
     return [*CHECKED, *([(1, longest)] if 4 < longest <= LONGEST_CHECKED else [])]
+
+
+def check_finite(logits: Tensor, where: str) -> None:
+    """Raise if the tower itself gives NaN."""
+    if not bool(torch.isfinite(logits).all()):
+        raise OptionError(
+            f"the tower gives NaN or infinite logits for {where}, some of them empty: attention to masked events alone "
+            "has no value. Let a row without events see one position (a cls token, the target), or use nan_to_num"
+        )
 
 
 def is_close(got: Tensor, expected: Tensor) -> bool:

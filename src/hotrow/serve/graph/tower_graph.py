@@ -6,8 +6,13 @@ weights as an argument from the start (tower.py). So the original graph and ever
 replaced by one assignment, so a run keeps the weights that it began with. (Rejected: AOTInductor's own constant
 buffers. An update writes to each artifact in turn, so two buckets could answer one batch with different weights.)
 
-The dimensions of an input are numbers, or free. The first dimension of the first input is `rows`; every other free one
-is a `length` of a sequence, numbered in the order of the inputs. A `Shape` gives values to the free dimensions.
+The dimensions of an input are numbers, or free. One free dimension is the `rows`: of a candidate part that of
+`user_of`, otherwise the first dimension of the first input that is not jagged (in a user part, the users). Every other
+free one is a `length`, numbered in the order of the inputs: the length of padded sequences, the events of a jagged
+history, the users of a candidate part. A `Shape` gives values to the free dimensions.
+
+Padding goes to the end of every dimension. Padded histories have masks that are false there. Jagged ones have padding
+users without events, whose lengths are 0, and padding rows belong to the last user, so that `user_of` stays sorted.
 
 A TowerGraph never changes after its construction; any thread may call it.
 """
@@ -18,7 +23,7 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +33,7 @@ from torch import Tensor
 from hotrow.errors import BatchError, OptionError
 from hotrow.serve.graph import graph_rewrite
 from hotrow.serve.graph.graph_arguments import arguments_of, output_names
-from hotrow.serve.graph.tower_inputs import LENGTHS, USER_OF
+from hotrow.serve.graph.tower_inputs import ENCODING, LENGTHS, USER_OF
 from hotrow.undocumented import ChangedError, describe
 
 Weights = tuple[Tensor, ...]
@@ -70,6 +75,8 @@ class Input:
     name: str
     dtype: torch.dtype
     axes: tuple[int | None, ...]
+    vector: str = ""  # its name among the tower's vectors
+    of: int | None = None  # for lengths: the axis of the events that they divide; for user_of: that of the users
 
     def sizes(self, shape: Shape) -> tuple[int, ...]:
         """The tensor's sizes in a batch of that shape."""
@@ -79,6 +86,11 @@ class Input:
     def jagged(self) -> bool:
         """Whether it has a length axis."""
         return any(axis is not None and axis < 0 for axis in self.axes)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its first axis is the rows, so that rows of a batch are a slice of it."""
+        return self.axes[:1] == (None,)
 
 
 class TowerGraph:
@@ -105,6 +117,11 @@ class TowerGraph:
         self._input_names = _input_names(program)
         self.inputs, self.lengths = _inputs(program, self._input_names)
         self._rows_at = next((i, given.axes.index(None)) for i, given in enumerate(self.inputs) if None in given.axes)
+        # Whether the lengths are totals of the batch (events, users), not of each row.
+        self.totals = any(i.of is not None for i in self.inputs)
+        # Whether a batch may be run in slices of its rows: not if its rows divide the events of a jagged history.
+        self.splits = not any(i.has_rows and i.vector.endswith(LENGTHS) and i.of is not None for i in self.inputs)
+        self.output_axes = _output_axes(program, self.inputs)
         self.digest = _digest(program)
 
     @classmethod
@@ -166,9 +183,38 @@ class TowerGraph:
         return Shape(inputs[rows].shape[axis], tuple(lengths))
 
     def random_inputs(self, shape: Shape, device: torch.device, seed: int = 0) -> list[Tensor]:
-        """Random inputs of a shape: normal numbers, and masks that are true for a prefix of at least one position."""
+        """Random inputs of a shape: normal numbers, masks that are true for a prefix of at least one position, lengths
+        that sum to at most the events, and sorted users of rows."""
         generator = torch.Generator().manual_seed(seed)
-        return [_drawn(given, given.sizes(shape), generator).to(device) for given in self.inputs]
+        drawn: dict[tuple[int | None, int], Tensor] = {}  # aligned histories have equal lengths
+        tensors = []
+        for given in self.inputs:
+            sizes = given.sizes(shape)
+            if given.of is None:
+                tensor = _drawn(given, sizes, generator)
+            elif given.vector == USER_OF:
+                tensor = torch.randint(0, shape.lengths[-1 - given.of], sizes, generator=generator).sort().values
+            else:
+                key = (given.axes[0], given.of)
+                if key not in drawn:
+                    drawn[key] = _drawn_lengths(shape.lengths[-1 - given.of], sizes[0], generator)
+                tensor = drawn[key].clone()
+            tensors.append(tensor.to(device))
+        return tensors
+
+    def cut_outputs(self, outputs: Sequence[Tensor], shape: Shape) -> list[Tensor]:
+        """Outputs of a padded batch without the padding: of a user part, the encoding of its users and events."""
+        found = dict(zip(self.outputs, outputs, strict=True))
+        cut = []
+        for (name, tensor), axis in zip(found.items(), self.output_axes, strict=True):
+            if axis is None:
+                size = shape.rows
+            elif axis < 0:
+                size = shape.lengths[-1 - axis]
+            else:  # neither rows nor an input's events: the lengths say how many
+                size = int(found[f"{name}{LENGTHS}"][: shape.rows].sum())
+            cut.append(tensor[:size])
+        return cut
 
     def order_weights(self, state: Mapping[str, Tensor], device: torch.device) -> Weights:
         """Weights by name as one tuple in the graph's order; weights that `state` lacks keep their saved value.
@@ -218,6 +264,12 @@ def _without_none(program: torch.export.ExportedProgram) -> torch.fx.GraphModule
     return module
 
 
+def _drawn_lengths(events: int, count: int, generator: torch.Generator) -> Tensor:
+    """Lengths of `count` users that sum to at most `events`."""
+    cuts = torch.randint(0, events + 1, (count,), generator=generator).sort().values
+    return cuts.diff(prepend=torch.zeros(1, dtype=torch.int64))
+
+
 def _drawn(given: Input, sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
     if given.dtype == torch.bool:
         lengths = torch.randint(1, max(2, sizes[-1] + 1), sizes[:-1], generator=generator)
@@ -255,15 +307,43 @@ def _inputs(program: torch.export.ExportedProgram, names: Sequence[str | None]) 
     rows = _rows_symbol(names, [value for _, value in read])
     symbols: dict[str, int | None] = {rows: None}
     found = []
-    for name, value in read:
+    for (name, value), vector in zip(read, names, strict=True):
         axes: list[int | None] = []
         for size in value.shape:
             if isinstance(size, int):
                 axes.append(size)
             else:
                 axes.append(symbols.setdefault(str(size), -len(symbols)))
-        found.append(Input(name, value.dtype, tuple(axes)))
-    return tuple(found), len(symbols) - 1
+        found.append(Input(name, value.dtype, tuple(axes), vector or ""))
+    first_axis = {given.vector: given.axes[0] for given in found if given.axes}
+    return tuple(replace(given, of=_divides(given, first_axis)) for given in found), len(symbols) - 1
+
+
+def _divides(given: Input, first_axis: Mapping[str, int | None]) -> int | None:
+    """For lengths, the axis of their history's events; for user_of, that of the users; otherwise None."""
+    if given.vector == USER_OF:
+        by_user = (axis for name, axis in first_axis.items() if name.startswith(ENCODING) and name.endswith(LENGTHS))
+        return next((axis for axis in (*by_user, *_encoding_axes(first_axis)) if axis is not None and axis < 0), None)
+    values = first_axis.get(given.vector.removesuffix(LENGTHS)) if given.vector.endswith(LENGTHS) else None
+    return values if values is not None and values < 0 and given.dtype == torch.int64 else None
+
+
+def _encoding_axes(first_axis: Mapping[str, int | None]) -> list[int | None]:
+    """The first axes of an encoding's tensors that are not jagged: the users."""
+    names = [name for name in first_axis if name.startswith(ENCODING) and f"{name}{LENGTHS}" not in first_axis]
+    return [first_axis[name] for name in names]
+
+
+def _output_axes(program: torch.export.ExportedProgram, inputs: Sequence[Input]) -> tuple[int | None, ...]:
+    """The first axis of each output as Input.axes has it; 0 for a size that is no input's."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    axes: dict[str, int | None] = {}
+    for given in inputs:
+        for axis, size in zip(given.axes, values[given.name].shape, strict=True):
+            if axis is None or axis < 0:
+                axes[str(size)] = axis
+    outputs = [values.get(name) for name in map(str, program.graph_signature.user_outputs)]
+    return tuple(axes.get(str(v.shape[0]), 0) if isinstance(v, Tensor) and v.dim() else None for v in outputs)
 
 
 def _rows_symbol(names: Sequence[str | None], values: Sequence[Tensor]) -> str:

@@ -93,6 +93,11 @@ class TowerInputs:
         group = next((group for group in self.aligned if feature in group), (feature,))
         return min((self.max_lengths[name] for name in group if name in self.max_lengths), default=None)
 
+    @property
+    def limited(self) -> bool:
+        """Whether every padded history has a largest length."""
+        return self.jagged or all(self.max_length(name) is not None for name in (*self.sequences, *self.numbers))
+
     def entity(self, feature: str) -> str:
         """What a feature has one entry for: rows or users."""
         return USERS if feature in self.user else ROWS

@@ -56,6 +56,8 @@ def trace(tower: nn.Module, inputs: TowerInputs, weights: dict[str, Tensor], tie
         dense,
     )
     _compare(tower, inputs, *(_original(p, inputs, weights, n) for p, n in ((user, USER), (candidates, CANDIDATES))))
+    for program in (user, candidates):
+        towers.drop_size_assertions(program)
     return towers.Traced(candidates, weights, tied, tasks, user)
 
 
@@ -83,14 +85,14 @@ def _export(
     dense: Tensor | None = None,
 ) -> ExportedProgram:
     """The graph of one part. It is exported twice: the first time shows which weights it reads."""
-    program = towers.export_graph(part(tower), tower, weights, free_sizes, vectors, dense)
+    program = towers.export_graph(part(tower), tower, weights, free_sizes, vectors, dense, limited=True)
     places = arguments_of(program)["weights"]
     names = list(program.graph_signature.user_inputs)
     used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
     read = {name: weights[name] for name, leaf in places.items() if names[leaf] in used}
     if len(read) == len(weights):
         return program
-    return towers.export_graph(part(tower), tower, read, free_sizes, vectors, dense)
+    return towers.export_graph(part(tower), tower, read, free_sizes, vectors, dense, limited=True)
 
 
 def _original(program: ExportedProgram, inputs: TowerInputs, weights: Vectors, part: str) -> towers.OriginalTower:
@@ -234,6 +236,7 @@ def _compare(
         where = f"{users} users, {rows} rows and histories of {length}"
         with torch.inference_mode():
             expected = tower(dict(vectors), dense).float()
+            towers.check_finite(expected, where)
             for given, padding in ((vectors, ""), (padded, " with padding at the end")):
                 try:
                     encoding = dict(zip(user.outputs, user.run_part(given, None), strict=True))
