@@ -47,9 +47,12 @@ def model_metadata(info: ModelInfo) -> dict[str, Any]:
 
 def model_config(info: ModelInfo) -> dict[str, Any]:
     """The model's configuration as Triton's clients read it; the export's own fields are among the parameters, and
-    `embeddings`: the columns of each feature in the output of that name, as JSON."""
+    `embeddings` (the columns of each feature in the output of that name) and `max_lengths` (the most events of each
+    history) are JSON."""
     embeddings = EmbeddingOutputs(info.signature, info.widths)
     parameters = dict(info.config)
+    if info.signature.max_lengths:
+        parameters["max_lengths"] = json.dumps(dict(info.signature.max_lengths))
     if embeddings.places:
         parameters[EMBEDDINGS] = json.dumps([asdict(place) for place in embeddings.places])
     return {
