@@ -37,6 +37,7 @@ from hotrow.errors import (
 )
 from hotrow.features import FeatureSpec
 from hotrow.interop import from_keyed_jagged, from_torch, to_keyed_jagged
+from hotrow.model_partition import partition
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.parallel import Ranks, join_ranks
 from hotrow.publish.publisher import Publish
@@ -92,6 +93,7 @@ __all__ = [
     "models",
     "nn",
     "optim",
+    "partition",
     "set_threads",
     "threads",
     "to_keyed_jagged",

@@ -14,13 +14,14 @@ offsets of 26 features in every batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from hotrow.errors import BatchError
+from hotrow.jagged_groups import Column, group_equal, group_prefixes, take
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class KeyedBatch:
     """One step's examples: ids by feature, dense features, labels, event times.
 
     `numbers` are int64 by name, jagged as ids are. `user_of` has the user of each example, from 0; features and numbers
-    in `user_features` then have one entry per user.
+    in `user_features` then have one entry per user. `visible` has how many events of its user's history an example
+    sees, by feature; without it, all.
 
     >>> batch = KeyedBatch({"user": Jagged(torch.tensor([3, 3]))}, labels=torch.tensor([1.0, 0.0]))
     >>> batch.size
@@ -89,6 +91,7 @@ class KeyedBatch:
     numbers: Mapping[str, Jagged] = field(default_factory=dict)
     user_of: Tensor | None = None
     user_features: frozenset[str] = frozenset()
+    visible: Mapping[str, Tensor] = field(default_factory=dict)
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,6 +107,9 @@ class KeyedBatch:
             _check("user_of", self.user_of, torch.int64, 1, "the number of each example's user, int64")
             _check_users(self.user_of, users)
             sizes["user_of"] = self.user_of.shape[0]
+            for name, events in self.visible.items():
+                _check(f"visible[{name!r}]", events, torch.int64, 1, "a number of events per example, int64")
+                sizes[f"visible[{name!r}]"] = events.shape[0]
         elif users:
             raise BatchError(f"user_features={sorted(users)} without user_of; give the user of each example, int64")
         if self.dense is not None:
@@ -143,26 +149,44 @@ class KeyedBatch:
         """The ids or the numbers with this name."""
         return self.ids[name] if name in self.ids else self.numbers[name]
 
-    def share_users(self, features: Iterable[str]) -> KeyedBatch:
+    def share_users(self, features: Iterable[str], prefixes: Sequence[Sequence[str]] | None = None) -> KeyedBatch:
         """The same examples, where those whose `features` are all equal are one user, which has these features once.
 
-        Users are numbered in the order of their first examples. A batch that has users already is returned as it is.
+        With `prefixes` (groups of names among `features`: the columns of each history) examples share a user also if
+        their histories are beginnings of its histories; `visible` then has how many events each example sees. Users are
+        numbered in the order of their first examples. A batch that has users already is returned as it is.
 
-        >>> batch = KeyedBatch({"seen": Jagged.from_lists([[1, 2], [3], [1, 2]]), "item": Jagged(torch.arange(3))})
-        >>> shared = batch.share_users(["seen"])
-        >>> shared.user_of, shared.ids["seen"].values
-        (tensor([0, 1, 0]), tensor([1, 2, 3]))
+        >>> batch = KeyedBatch({"seen": Jagged.from_lists([[1, 2], [3], [1]]), "item": Jagged(torch.arange(3))})
+        >>> batch.share_users(["seen"]).user_of
+        tensor([0, 1, 2])
+        >>> shared = batch.share_users(["seen"], prefixes=[["seen"]])
+        >>> shared.user_of, shared.ids["seen"].values, shared.visible["seen"]
+        (tensor([0, 1, 0]), tensor([1, 2, 3]), tensor([2, 1, 1]))
         """
         names = frozenset(features) & (self.ids.keys() | self.numbers.keys())
         if self.user_of is not None or not names:
             return self
-        user_of, first = group_equal([self.column(name) for name in sorted(names)], self.size)
+        columns = {name: _column(self.column(name)) for name in sorted(names)}
+        visible: dict[str, Tensor] = {}
+        if prefixes is None:
+            user_of, owner = group_equal(list(columns.values()), self.size)
+        else:
+            histories = [[name for name in group if name in names] for group in prefixes]
+            of_history = {name for history in histories for name in history}
+            user_of, owner = group_prefixes(
+                [column for name, column in columns.items() if name not in of_history],
+                [[columns[name] for name in history] for history in histories if history],
+                self.size,
+            )
+            visible = {name: columns[name].lengths() for name in of_history}
+        shared = {name: Jagged(*take(column, owner)) for name, column in columns.items()}
         return replace(
             self,
-            ids={name: take(ids, first) if name in names else ids for name, ids in self.ids.items()},
-            numbers={name: take(ids, first) if name in names else ids for name, ids in self.numbers.items()},
+            ids={name: shared.get(name, ids) for name, ids in self.ids.items()},
+            numbers={name: shared.get(name, ids) for name, ids in self.numbers.items()},
             user_of=user_of,
             user_features=names,
+            visible=visible,
         )
 
     def id_count(self) -> int:
@@ -170,94 +194,8 @@ class KeyedBatch:
         return sum(jagged.values.numel() for jagged in self.ids.values())
 
 
-def take(jagged: Jagged, entries: Tensor) -> Jagged:
-    """The entries with these numbers, in that order.
-
-    >>> take(Jagged.from_lists([[1, 2], [], [3]]), torch.tensor([2, 0])).values
-    tensor([3, 1, 2])
-    """
-    weights = jagged.weights
-    if jagged.offsets is None:
-        return Jagged(jagged.values[entries], None, None if weights is None else weights[entries])
-    lengths = jagged.lengths()[entries]
-    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=offsets[1:])
-    at = torch.repeat_interleave(jagged.offsets[entries] - offsets[:-1], lengths) + torch.arange(int(offsets[-1]))
-    return Jagged(jagged.values[at], offsets, None if weights is None else weights[at])
-
-
-def group_equal(columns: list[Jagged], size: int) -> tuple[Tensor, Tensor]:
-    """The group of each example, and the first example of each group. Examples of a group are equal in all columns.
-
-    Groups are found by two 64-bit hashes and then compared value by value; an example that differs from the first of
-    its group, which is all but impossible, gets a group of its own.
-
-    >>> group_equal([Jagged(torch.tensor([7, 8, 7]))], 3)
-    (tensor([0, 1, 0]), tensor([0, 1]))
-    """
-    hashes = torch.zeros(2, size, dtype=torch.int64)
-    for number, column in enumerate(columns):
-        hashes = _mixed(hashes ^ _hash_entries(column), number)
-    _, group = torch.unique(hashes, dim=1, return_inverse=True)
-    first = _first_of(group)
-    for column in columns:
-        differs = ~_equal_entries(column, first[group])
-        if bool(differs.any()):
-            group[differs] = first.numel() + torch.arange(int(differs.sum()))
-            first = _first_of(group)
-    order = torch.argsort(first)
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(order.numel())
-    return rank[group], first[order]
-
-
-_FACTORS = torch.tensor([[-7046029254386353131], [-4417276706812531889]])  # odd, of SplitMix64 and xxHash
-
-
-def _mixed(hashes: Tensor, salt: int) -> Tensor:
-    """A bijection of 64 bits for each salt (two rounds of multiply and shift)."""
-    mixed = (hashes + (2 * salt + 1)) * _FACTORS
-    mixed = (mixed ^ (mixed >> 32)) * _FACTORS.flip(0)
-    return mixed ^ (mixed >> 29)
-
-
-def _hash_entries(column: Jagged) -> Tensor:
-    """Two hashes of each entry: of its values, their places and its length."""
-    values = column.values
-    if column.weights is not None:
-        values = values ^ (column.weights.view(torch.int32).to(torch.int64) << 17)
-    if column.offsets is None:
-        return _mixed(values.expand(2, -1), 1)
-    lengths = column.lengths()
-    places = torch.arange(values.numel()) - torch.repeat_interleave(column.offsets[:-1], lengths)
-    each = _mixed(_mixed(values.expand(2, -1), 1) + places, 2)
-    sums = torch.zeros(2, values.numel() + 1, dtype=torch.int64)
-    torch.cumsum(each, 1, out=sums[:, 1:])
-    return _mixed(sums[:, column.offsets[1:]] - sums[:, column.offsets[:-1]] + lengths, 3)
-
-
-def _first_of(group: Tensor) -> Tensor:
-    """The first example of each group."""
-    groups = int(group.max()) + 1 if group.numel() else 0
-    first = torch.full((groups,), group.numel(), dtype=torch.int64)
-    return first.scatter_reduce(0, group, torch.arange(group.numel()), "amin")
-
-
-def _equal_entries(column: Jagged, others: Tensor) -> Tensor:
-    """Whether each entry equals the entry with the number in `others`."""
-    taken = take(column, others)
-    if column.offsets is None:
-        same = taken.values == column.values
-        return same if column.weights is None else same & (taken.weights == column.weights)
-    assert taken.offsets is not None
-    equal = taken.lengths() == column.lengths()
-    if not bool(equal.all()):
-        return equal
-    wrong = taken.values != column.values
-    if column.weights is not None:
-        wrong |= taken.weights != column.weights
-    sums = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(wrong, 0)])
-    return sums[column.offsets[1:]] == sums[column.offsets[:-1]]
+def _column(jagged: Jagged) -> Column:
+    return Column(jagged.values, jagged.offsets, jagged.weights)
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, dims: int, cure: str) -> None:

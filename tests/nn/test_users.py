@@ -201,6 +201,54 @@ def test_towers_with_half_a_declaration_are_refused() -> None:
         TowerForm.of(NoScore())
 
 
+class Causal(TwoParts):
+    """Each event's encoding is the sum of the events up to it; a candidate reads the last one that it sees."""
+
+    prefixes = TwoParts.aligned
+
+    def encode_user(self, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+        lengths, events = vectors["seen_item_lengths"], torch.cat([vectors["seen_item"], vectors["seen_action"]], dim=1)
+        self.shapes.append(tuple(events.shape))
+        sums = [self.mix(part).cumsum(0) for part in events.split(lengths.tolist())]
+        return {"events": torch.cat(sums), "events_lengths": lengths, "user": vectors["age"]}
+
+    def score(self, vectors: dict[str, Tensor], encoding: dict[str, Tensor], dense: Tensor | None) -> Tensor:
+        users, lengths = vectors["user_of"], encoding["events_lengths"]
+        seen = vectors.get("seen_item_visible", lengths[users])
+        none = torch.zeros(1, 4)
+        last = torch.where(seen > 0, (lengths.cumsum(0) - lengths)[users] + seen, 0)
+        state = torch.cat([none, encoding["events"]])[last] + encoding["user"][users]
+        return (state * vectors["item"]).sum(1)
+
+
+def test_growing_histories_train_a_causal_tower_as_repeated_ones() -> None:
+    def growing(seed: int) -> hr.KeyedBatch:
+        draw = torch.Generator().manual_seed(seed)
+        items, cuts = torch.randint(0, 40, (20,), generator=draw), torch.randint(0, 21, (12,), generator=draw).tolist()
+        lists = [items[:cut].tolist() for cut in cuts]
+        ids = {"seen_item": hr.Jagged.from_lists(lists), "seen_action": hr.Jagged.from_lists(lists)}
+        ids |= {"age": hr.Jagged(torch.zeros(12, dtype=torch.int64)), "item": hr.Jagged(torch.arange(12))}
+        ids["tags"] = hr.Jagged(torch.arange(12) % 3)
+        labels = torch.randint(0, 2, (12,), generator=draw).float()
+        return hr.KeyedBatch(ids, labels=labels, numbers={"seen_time": hr.Jagged.from_lists(lists)})
+
+    found = []
+    for shared in (True, False):
+        torch.manual_seed(3)
+        tower = Causal(shared)
+        trainer = hr.Trainer(hr.Recommender(hr.EmbeddingCollection(tables(), hr.optim.SGD(lr=0.1), seed=1), tower))
+        source = Batches(0)
+        source.all = [growing(seed) for seed in range(4)]
+        trainer.fit(source, progress=False)
+        assert (tower.shapes[0][0] <= 20) == shared
+        found.append((list(trainer.parameters), rows_of(trainer)))
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for name, rows in found[0][1].items():
+        for key, values in rows.items():
+            torch.testing.assert_close(values, found[1][1][name][key], rtol=1e-4, atol=1e-5)
+
+
 def test_a_prediction_equals_that_of_each_example_alone() -> None:
     trainer = trained(True, steps=2)
     batch = batch_of(9)

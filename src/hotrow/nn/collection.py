@@ -160,7 +160,7 @@ class EmbeddingCollection(nn.Module):
         """Vectors by feature: [batch, dim] where pooled; [batch, length, dim] and a `<name>_mask` for sequences.
 
         For a tower that is `jagged` (tower_form.py) a sequence is [events, dim] and `<name>_lengths`. One with a user
-        part also gets `user_of`.
+        part also gets `user_of`, and a causal one `<name>_visible` where examples see the beginning of a history.
         """
         outputs, examples = self._vectors(batch, whole=False)
         vectors: dict[str, Tensor] = {}
@@ -174,6 +174,8 @@ class EmbeddingCollection(nn.Module):
         if self.form.user_features:
             users = torch.arange(examples.size) if examples.user_of is None else examples.user_of
             vectors["user_of"] = users.to(self.device, non_blocking=True)
+            for name, events in examples.visible.items():
+                vectors[f"{name}_visible"] = events.to(self.device, non_blocking=True)
         return vectors
 
     def _sequence(self, name: str, ids: Jagged, values: Tensor) -> dict[str, Tensor]:

@@ -5,7 +5,9 @@ A tower says so by attributes, all optional:
     jagged          True: a history is `name` [events, dim] and `name_lengths` [entries]; False: padded, with a mask
     user_features   the names that `encode_user` reads; the tower then has two parts, a user part and a candidate part
     aligned         tuples of names that are columns of one history: equal lengths in every example
-    causal          whether an event's encoding depends on it and on earlier events alone
+    prefixes        the columns of each history, as tuples, of a tower in which the encoding of an event depends
+                    on it and on earlier events alone. Examples whose histories are beginnings of one history then share
+                    its encoding: `<name>_visible` says how much each sees
 
 docs/decisions/0013-histories.md has the forms of the tensors.
 """
@@ -28,13 +30,14 @@ class TowerForm:
     jagged: bool = False
     user_features: tuple[str, ...] = ()
     aligned: tuple[tuple[str, ...], ...] = ()
+    prefixes: tuple[tuple[str, ...], ...] | None = None
 
     @staticmethod
     def of(tower: nn.Module) -> TowerForm:
         """The form that a tower's attributes declare.
 
         >>> TowerForm.of(nn.Linear(2, 2))
-        TowerForm(jagged=False, user_features=(), aligned=())
+        TowerForm(jagged=False, user_features=(), aligned=(), prefixes=None)
         """
         user_features = tuple(getattr(tower, "user_features", ()))
         aligned = tuple(tuple(group) for group in getattr(tower, "aligned", ()))
@@ -50,7 +53,9 @@ class TowerForm:
                     f"the tower {type(tower).__name__} has user_features={user_features!r} but no {method}(); write "
                     "it, or derive from hr.models.UserTower"
                 )
-        return TowerForm(jagged, user_features, aligned)
+        prefixes = getattr(tower, "prefixes", None) if user_features else None
+        groups = None if prefixes is None else tuple(tuple(group) for group in prefixes)
+        return TowerForm(jagged, user_features, aligned, groups)
 
     def arrange(self, batch: KeyedBatch) -> KeyedBatch:
         """The batch as the tower reads it: examples of one user share it, and aligned histories are of equal lengths.
@@ -59,7 +64,7 @@ class TowerForm:
         """
         for group in self.aligned:
             self._check_aligned(batch, group)
-        return batch.share_users(self.user_features) if self.user_features else batch
+        return batch.share_users(self.user_features, self.prefixes) if self.user_features else batch
 
     def _check_aligned(self, batch: KeyedBatch, group: tuple[str, ...]) -> None:
         present = [name for name in group if name in batch.ids or name in batch.numbers]
