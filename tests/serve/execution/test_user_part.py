@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fresh_engine import change, publication
 from torch import Tensor
-from user_models import FEATURES, MOST, Ask, ask, batch_of, exported, user_model, user_trainer
+from user_models import FEATURES, HISTORY, MOST, USER, Ask, ask, batch_of, exported, user_model, user_trainer
 
 import hotrow as hr
 from hotrow.errors import BatchError, OptionError
@@ -125,6 +125,14 @@ def test_too_long_and_unaligned_histories_are_errors_with_a_cure(engine: Engine)
     one = ask(1, events=4)
     with pytest.raises(BatchError, match="'seen_item' and 'seen_time' are columns of one history, but row 0 has 4 and"):
         engine.predict(batch_of([one._replace(times=one.times[:3])]))
+
+
+def test_a_batch_of_growing_histories_is_refused(engine: Engine) -> None:
+    one = ask(1, events=4)
+    shorter = one._replace(items=one.items[:2], actions=one.actions[:2], times=one.times[:2])
+    grown = batch_of([one, shorter]).share_users(USER, prefixes=[HISTORY])
+    with pytest.raises(BatchError, match=r"see the beginnings of .*share_users\(prefixes=\) is for training"):
+        engine.predict(grown)
 
 
 def test_an_empty_batch_has_no_logits(engine: Engine) -> None:

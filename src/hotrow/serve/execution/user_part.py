@@ -21,7 +21,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hotrow.batch import Jagged, KeyedBatch, take
+from hotrow.batch import Jagged, KeyedBatch
+from hotrow.errors import BatchError
+from hotrow.jagged_groups import Column, take
 from hotrow.nn.collection import pad
 from hotrow.serve.execution import encodings
 from hotrow.serve.execution.encodings import Encoding
@@ -61,6 +63,11 @@ class UserPart:
 
     def arrange(self, batch: KeyedBatch) -> tuple[KeyedBatch, Tensor | None]:
         """The batch with users, its rows sorted by user; and the places of the original rows, if it was sorted."""
+        if batch.visible:
+            raise BatchError(
+                f"examples of the batch see the beginnings of {', '.join(batch.visible)}: share_users(prefixes=) is "
+                "for training; give the engine the batch without users, or with share_users(features)"
+            )
         batch = batch.share_users(self.features)
         if batch.user_of is None or bool((batch.user_of[1:] >= batch.user_of[:-1]).all()):
             return batch, None
@@ -69,7 +76,9 @@ class UserPart:
         places[order] = torch.arange(order.numel())
 
         def sort(columns: Mapping[str, Jagged]) -> dict[str, Jagged]:
-            return {name: one if name in batch.user_features else take(one, order) for name, one in columns.items()}
+            own = {name: Column(one.values, one.offsets, one.weights) for name, one in columns.items()}
+            kept = batch.user_features
+            return {name: one if name in kept else Jagged(*take(own[name], order)) for name, one in columns.items()}
 
         dense = None if batch.dense is None else batch.dense[order]
         ids, numbers = sort(batch.ids), sort(batch.numbers)

@@ -222,7 +222,7 @@ def _numbers(columns: Mapping[str, Jagged], signature: Signature) -> dict[str, J
     return {name: columns[name] for name in signature.numbers}
 
 
-_NO_USERS: dict[str, Any] = {"numbers": {}, "user_of": None, "user_features": frozenset()}
+_NO_USERS: dict[str, Any] = {"numbers": {}, "user_of": None, "user_features": frozenset(), "visible": {}}
 
 
 _T = TypeVar("_T")

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from hotrow.batch import Jagged, KeyedBatch, group_equal
+from hotrow.batch import Jagged, KeyedBatch
+from hotrow.jagged_groups import Column, group_equal
 from hotrow.serve.protocol import frames
 from hotrow.serve.protocol.frames import FrameError, Piece, RequestColumns
 from hotrow.serve.protocol.request import Array, Ids, Signature
@@ -85,10 +86,11 @@ def _users_of(request: RequestColumns, of_user: Sequence[bool], wanted: slice) -
     return first.numpy() + wanted.start, user_of.numpy()
 
 
-def _rows_of(ids: Ids, rows: Array) -> Jagged:
+def _rows_of(ids: Ids, rows: Array) -> Column:
     column = _Column()
     column.add(ids, rows)
-    return column.joined()
+    joined = column.joined()
+    return Column(joined.values, joined.offsets, joined.weights)
 
 
 @dataclass
