@@ -47,6 +47,7 @@ from hotrow.serve.repository.manifest import (
 )
 from hotrow.serve.repository.row_files import check_values, write_rows
 from hotrow.table import TableRows
+from hotrow.task import Task, check_tasks
 from hotrow.train.checkpoint import durable_files, state_encoding
 
 DefaultRows = Mapping[str, Tensor | Sequence[float]]
@@ -63,6 +64,7 @@ class ExportOptions:
     features: FeatureSpec | None
     on_rows: Callable[[int], object] = field(default=lambda rows: None)
     publication: int = 0
+    tasks: tuple[Task, ...] = ()
 
 
 def export(
@@ -80,6 +82,7 @@ def export(
     publication: int = 0,
     max_lengths: Mapping[str, int] | None = None,
     aligned: Sequence[Sequence[str]] | None = None,
+    tasks: Sequence[Task] | None = None,
 ) -> Version:
     """Write `model` as the next version of `path`, such as "repository/ctr", for `hr.Engine` and `hotrow serve`.
 
@@ -89,7 +92,8 @@ def export(
     (`deadline` seconds, or the server's): "wait" for them, or use the "initial" values, or the "default" row of the
     table in `default_rows` (zeros by default). `progress` is called with the number of rows of each chunk.
     `publication` is the number of the publication that these rows are from: a server that follows the bus starts there
-    (`hr.Publish(snapshot=lambda n: hr.export(model, path, publication=n).path)`).
+    (`hr.Publish(snapshot=lambda n: hr.export(model, path, publication=n).path)`). `tasks` are those of the trainer
+    (`trainer.tasks`): their kinds decide whether a logit is answered as a probability, a value or a rate.
     `max_lengths` are the most events of histories by feature, where tables do not say it (`hr.Table(max_length=)`), and
     `aligned` are groups of features that are columns of one history, besides those that the tower names.
 
@@ -116,11 +120,17 @@ def export(
         features,
         progress or (lambda rows: None),
         _publication(publication),
+        check_tasks(tasks) if tasks else (),
     )
     _check_spec(embeddings, features)
     dense = _dense(model, features, dense_features)
     inputs = describe_inputs(model.tower, embeddings, dense, features, max_lengths, aligned)
     traced, inputs = trace_with_lengths(model.tower, inputs, features)
+    if options.tasks and len(options.tasks) != traced.tasks:
+        raise OptionError(
+            f"tasks= has {len(options.tasks)} tasks but the tower gives {traced.tasks} logits for a row; pass those "
+            "that it was trained on (trainer.tasks)"
+        )
     durable_files.make(folder)
     with durable_files.exclusive(folder, "wait for it, or export under another name"):
         for left in folder.glob(".*.tmp"):
@@ -164,7 +174,10 @@ def _write(
             "number": number,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "torch": str(torch.__version__),
-            "signature": _signature(inputs, traced.tasks).as_json(),
+            "signature": {
+                **_signature(inputs, traced.tasks).as_json(),
+                **({"named_tasks": [task.to_dict() for task in options.tasks]} if options.tasks else {}),
+            },
             "tower": {"weights": list(traced.weights), "tied": traced.tied},
             "seed": embeddings.seed,
             "tables": tables,
@@ -189,11 +202,11 @@ def _signature(inputs: TowerInputs, tasks: int) -> Signature:
         inputs.sequences,
         inputs.dense,
         tasks,
-        frozenset(inputs.user),
-        inputs.numbers,
-        inputs.jagged,
-        inputs.aligned,
-        dict(inputs.max_lengths),
+        user=frozenset(inputs.user),
+        numbers=inputs.numbers,
+        jagged=inputs.jagged,
+        aligned=inputs.aligned,
+        max_lengths=dict(inputs.max_lengths),
     )
 
 

@@ -38,6 +38,7 @@ from hotrow.errors import CheckpointError, HotRowError, OptionError, RepositoryE
 from hotrow.features import FeatureSpec
 from hotrow.serve.protocol.request import POLICIES, Signature
 from hotrow.table import Table
+from hotrow.task import tasks_from_json
 from hotrow.tiers.host.store import HostStore
 from hotrow.train.checkpoint import durable_files, state_encoding
 
@@ -112,7 +113,9 @@ class Version:
     @property
     def signature(self) -> Signature:
         """The model's inputs and outputs."""
-        return Signature.from_json(self.manifest["signature"])
+        saved = self.manifest["signature"]
+        named = tasks_from_json(saved.get("named_tasks", ()))
+        return Signature.from_json({**saved, "named_tasks": [(task.name, task.kind) for task in named]})
 
     @property
     def tables(self) -> list[TableOnDisk]:
@@ -350,6 +353,8 @@ def _check_fields(path: Path, manifest: dict[str, Any]) -> None:
             raise OptionError(f"policy {version.policy!r}: {choices(version.policy, POLICIES)}")
         if [f for t in tables for f in t.table.poolings] != list(signature.features):
             raise OptionError("the signature's features are not those of the tables")
+        if signature.named_tasks and len(signature.named_tasks) != signature.tasks:
+            raise OptionError(f"{len(signature.named_tasks)} tasks are named but a row has {signature.tasks} logits")
         for name in manifest["files"]:
             if not _FILE.fullmatch(name) or ".." in name.split("/"):
                 raise OptionError(f"a file is named {name!r}")
