@@ -13,7 +13,6 @@ from hotrow.kernels.attention.backward import backward
 from hotrow.kernels.attention.forward import forward
 from hotrow.nn.jagged import reference
 
-LAYERS = ("causal", "bidirectional", "visible", "own", "visible and own")
 NAMES = ("q", "k", "v", "own_k", "own_v", "position_bias", "time_bias")
 
 
@@ -21,7 +20,7 @@ NAMES = ("q", "k", "v", "own_k", "own_v", "position_bias", "time_bias")
 class Case:
     """What is drawn. `padding` rows follow the last user's."""
 
-    layer: str
+    layer: str  # "causal", "bidirectional", "visible", "own" or "visible and own"
     kind: str = "softmax"
     heads: int = 2
     dim: int = 5

@@ -140,7 +140,9 @@ def _bias_gradient_kernel(
             )  # fmt: skip
             mask = key_place[None, :] < seen[:, None]
             weight_above = tl.dot(above, tl.trans(value), input_precision=PRECISION)
-            _weight, slope = weights_and_slopes(score, mask, log_sum[:, None], weight_above, delta[:, None], divisor, SILU)
+            _weight, slope = weights_and_slopes(
+                score, mask, log_sum[:, None], weight_above, delta[:, None], divisor, SILU
+            )
             if POSITIONS > 0:
                 if CAUSAL or BIDIRECTIONAL:
                     last = _add_diagonals(partial, tile_place - begin, slope, last, POSITIONS, N)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.errors import OptionError
+from hotrow.errors import BatchError, OptionError
 from hotrow.kernels.attention.tiles import tile_table
 from hotrow.kernels.launch import cdiv, power_of_2
 
@@ -73,7 +73,7 @@ class Problem:
         tensors = [value for value in vars(self).values() if isinstance(value, Tensor)]
         devices = {tensor.device for tensor in tensors}
         if len(devices) > 1:
-            raise OptionError(f"jagged_attention has tensors on {sorted(map(str, devices))}; move all to one device")
+            raise BatchError(f"jagged_attention has tensors on {sorted(map(str, devices))}; move all to one device")
 
     @property
     def queries(self) -> int:
@@ -154,28 +154,41 @@ class Problem:
     def forward_sizes(self) -> TileSizes:
         """Tiles of the forward pass."""
         if self.q.dtype == torch.float32:
-            return TileSizes(FEW if self.few_queries else 32, 32, stages=1)
-        keys = 64 if self.widest <= 128 else 32
-        return TileSizes(FEW, keys) if self.few_queries else TileSizes(64, keys, 4 if self.widest <= 64 else 8)
+            return self._fp32_query_sizes()
+        queries = FEW if self.few_queries else self._at_widths(64, 64, 32)
+        return TileSizes(queries, self._at_widths(64, 32, 32), self._warps(64), self._at_widths(2, 2, 1))
 
     def query_gradient_sizes(self) -> TileSizes:
         """Tiles of the gradients of queries."""
         if self.q.dtype == torch.float32:
-            return TileSizes(FEW if self.few_queries else 32, 32 if self.widest <= 128 else 16, stages=1)
-        keys = 64 if self.widest <= 64 else 32
-        few = TileSizes(FEW, keys, stages=1)
-        return few if self.few_queries else TileSizes(64, keys, 4 if self.widest <= 64 else 8, 1)
+            return self._fp32_query_sizes()
+        queries = FEW if self.few_queries else self._at_widths(64, 64, 32)
+        return TileSizes(queries, self._at_widths(64, 32, 32), self._warps(64), 1)
 
     def key_gradient_sizes(self) -> TileSizes:
         """Tiles of the gradients of keys and values."""
         if self.q.dtype == torch.float32:
-            return TileSizes(32 if self.widest <= 128 else 16, 32 if self.widest <= 128 else 16, stages=1)
-        queries = 16 if self.queries <= FEW * self.q_lengths.numel() else 32
-        return TileSizes(queries, 64, 4 if self.widest <= 64 else 8, 1)
+            side = self._at_widths(32, 32, 16)
+            return TileSizes(side, side, self._warps(32), 1)
+        queries = FEW if self.queries <= FEW * self.q_lengths.numel() else 32
+        return TileSizes(queries, self._at_widths(64, 64, 32), self._warps(64), 1)
+
+    def _fp32_query_sizes(self) -> TileSizes:
+        queries = FEW if self.few_queries else self._at_widths(32, 16, 16)
+        return TileSizes(queries, self._at_widths(32, 32, 16), self._warps(32), 1)
+
+    def _at_widths(self, narrow: int, wide: int, widest: int) -> int:
+        """A size for heads of at most 64, at most 128, and more floats."""
+        return narrow if self.widest <= 64 else wide if self.widest <= 128 else widest
 
     def bias_gradient_sizes(self) -> TileSizes:
         """Tiles of the gradients of the biases; as many queries as keys."""
-        return TileSizes(32, 32, stages=1) if self.widest <= 128 else TileSizes(16, 16, stages=1)
+        side = 32 if self.widest <= 128 else 16
+        return TileSizes(side, side, self._warps(32 if self.q.dtype == torch.float32 else 128), 1)
+
+    def _warps(self, widest: int) -> int:
+        """Warps of a program: more where heads have more floats than `widest`, since registers would not do."""
+        return 4 if self.widest <= widest else 8
 
 
 def _with_contiguous_floats(matrix: Tensor) -> Tensor:

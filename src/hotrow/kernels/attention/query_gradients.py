@@ -61,11 +61,11 @@ def _query_gradient_kernel(
         own_value = load_rows(own_v + head * own_v_head, at, has_own, own_v_row, VALUE_DIM, VD)
         own = own_scores(query, own_key, scale, position_bias, time_bias, head, POSITIONS, BUCKETS)
         own_above = tl.sum(above.to(tl.float32) * own_value.to(tl.float32), axis=1)
-        weight, slope = weights_and_slopes(own, has_own, log_sum, own_above, delta, divisor, SILU)
-        result = slope[:, None] * own_key.to(tl.float32)
-        key_slope = (slope * scale)[:, None] * query.to(tl.float32)
+        own_weight, own_slope = weights_and_slopes(own, has_own, log_sum, own_above, delta, divisor, SILU)
+        result = own_slope[:, None] * own_key.to(tl.float32)
+        key_slope = (own_slope * scale)[:, None] * query.to(tl.float32)
         store_rows(own_k_gradient + head * DIM, at, real, HEADS * DIM, key_slope, DIM, D)
-        value_slope = weight[:, None] * above.to(tl.float32)
+        value_slope = own_weight[:, None] * above.to(tl.float32)
         store_rows(own_v_gradient + head * VALUE_DIM, at, real, HEADS * VALUE_DIM, value_slope, VALUE_DIM, VD)
 
     for begin in loop_range(0, tl.max(seen, axis=0), N):
