@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_inputs import Case, compare, computed, converted, draw
+from kernel_attention_inputs import Case, compare, computed, converted, draw
 
 from hotrow.errors import BatchError, OptionError
 from hotrow.kernels.attention import problem as problem_module
@@ -100,10 +100,11 @@ def test_time_buckets_are_exact_at_their_bounds(device: torch.device) -> None:
     elapsed = torch.tensor([-5, 0, 1, *(bound + near for bound in bounds for near in (-1, 0, 1)), 2**62, -(2**63)])
     n, buckets = elapsed.numel(), 60
     table = torch.arange(buckets, dtype=torch.float32, device=device)[None]
-    rows, ones = torch.zeros(n, 1, 4, device=device), torch.ones(n, dtype=torch.int64, device=device)
-    times = elapsed.to(device)
+    rows, times = torch.zeros(n, 1, 4, device=device), elapsed.to(device)
+    n_of_one, one_of_one = torch.tensor([n], device=device), torch.tensor([1], device=device)
     _, log_sums = forward(
-        rows, rows, rows, ones, ones, None, None, ones, times, times * 0, None, table, "softmax", False, 1.0, 1.0
+        rows, rows[:1], rows[:1], n_of_one, one_of_one, None, None, torch.ones_like(times), times, times[:1] * 0, None,
+        table, "softmax", False, 1.0, 1.0,
     )  # fmt: skip
     wanted = time_bucket(elapsed.clamp(0, 2**62)).clamp(max=buckets - 1)
     assert log_sums[:, 0].round().long().tolist() == wanted.tolist()

@@ -1,4 +1,4 @@
-"""Compiled kernels on a GPU: large shapes beside the reference, equal bits, CUDA graphs, and the operator's gradients."""
+"""Compiled kernels on a GPU: large shapes beside the reference, equal bits, CUDA graphs and autograd."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_inputs import Case, compare, computed, converted, draw
+from kernel_attention_inputs import Case, compare, computed, converted, draw
 
 from hotrow.kernels.attention.forward import forward
 from hotrow.kernels.graph_capture import capture_graph
