@@ -2,6 +2,7 @@
 
     attention.py      jagged_attention: the function that layers call
     attention_op.py   the torch operators behind it: schemas, shapes for export, gradients
+    attention_cpu.py  their CPU implementation: the core's kernel
     input_checks.py   checks of shapes, dtypes and lengths, for every implementation
     cuda.py           the implementation for a GPU: kernels/attention, imported at the first call
     reference.py      the same in plain torch, a loop over users: what the tests compare with

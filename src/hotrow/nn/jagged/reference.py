@@ -115,5 +115,8 @@ def backward(gradient: Tensor, out: Tensor, log_sums: Tensor, *inputs: Any) -> t
     with torch.enable_grad():
         again, _ = attend(*leaves)
     given = [leaves[at] for at in places if leaves[at] is not None]
-    found = iter(torch.autograd.grad(again, given, gradient, materialize_grads=True))
+    if again.requires_grad:
+        found = iter(torch.autograd.grad(again, given, gradient, materialize_grads=True))
+    else:  # no user, so nothing was computed
+        found = iter([torch.zeros_like(leaf) for leaf in given])
     return tuple(gradient.new_empty(0) if inputs[at] is None else next(found).contiguous() for at in places)
