@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import hotrow.nn.jagged.attention_op
-import hotrow.nn.jagged.cuda  # noqa: F401  registers the GPU's implementation
+import hotrow.nn.jagged.attention_op  # noqa: F401  registers the operators
 
 
 def jagged_attention(
