@@ -87,16 +87,19 @@ def empty_like(batch: KeyedBatch) -> KeyedBatch:
     >>> empty_like(KeyedBatch({"user": Jagged(torch.tensor([1, 2]))}, dense=torch.ones(2, 3))).dense.shape
     torch.Size([0, 3])
     """
-    none = torch.zeros(0, dtype=torch.int64)
-    ids = {
-        name: Jagged(
-            none,
-            None if jagged.offsets is None else torch.zeros(1, dtype=torch.int64),
-            None if jagged.weights is None else torch.zeros(0),
-        )
-        for name, jagged in batch.ids.items()
-    }
-    return KeyedBatch(ids, *(None if part is None else part[:0] for part in (batch.dense, batch.labels, batch.time)))
+    dense, labels, time = (None if part is None else part[:0] for part in (batch.dense, batch.labels, batch.time))
+    ids, numbers = (
+        {name: _without_entries(jagged) for name, jagged in columns.items()} for columns in (batch.ids, batch.numbers)
+    )
+    return KeyedBatch(ids, dense, labels, time, numbers)
+
+
+def _without_entries(jagged: Jagged) -> Jagged:
+    return Jagged(
+        torch.zeros(0, dtype=torch.int64),
+        None if jagged.offsets is None else torch.zeros(1, dtype=torch.int64),
+        None if jagged.weights is None else torch.zeros(0),
+    )
 
 
 def _some(shape: KeyedBatch | None) -> KeyedBatch:

@@ -44,6 +44,7 @@ def pack(part: DecodedUnit) -> tuple[str, Arrays]:
     batches = [
         {
             "ids": {name: [place(j.values), place(j.offsets), place(j.weights)] for name, j in batch.ids.items()},
+            "numbers": {name: [place(j.values), place(j.offsets), None] for name, j in batch.numbers.items()},
             "rest": [place(batch.dense), place(batch.labels), place(batch.time)],
         }
         for batch in part.batches
@@ -64,11 +65,13 @@ def unpack(text: str, arrays: Arrays) -> DecodedUnit:
         assert values is not None
         return Jagged(values, offsets, weights)
 
+    def keyed(batch: dict[str, Any]) -> KeyedBatch:
+        dense, labels, time = map(tensor, batch["rest"])
+        ids, numbers = ({name: jagged(at) for name, at in batch[kind].items()} for kind in ("ids", "numbers"))
+        return KeyedBatch(ids, dense, labels, time, numbers)
+
     return DecodedUnit(
-        batches=[
-            KeyedBatch({name: jagged(places) for name, places in batch["ids"].items()}, *map(tensor, batch["rest"]))
-            for batch in header["batches"]
-        ],
+        batches=[keyed(batch) for batch in header["batches"]],
         positions=[tuple(arrays[place] for place in found) for found in header["positions"]],
         notes=header["notes"],
     )
