@@ -93,7 +93,8 @@ def computed(inputs: Sequence[Any], gradient: Tensor) -> dict[str, Tensor]:
 
 
 def compare(inputs: Sequence[Any], tolerance: float, seed: int = 1) -> None:
-    """The kernels' results differ from the reference's by at most `tolerance` of the largest magnitude of each."""
+    """The kernels' results differ from the reference's by at most `tolerance` of the largest magnitude of each; tables'
+    gradients by three times that, since they add up the rounding of `out` over all events."""
     q, v = inputs[0], inputs[2]
     random = torch.Generator().manual_seed(seed)
     gradient = torch.randn(q.shape[0], q.shape[1], v.shape[2], generator=random).to(q.device, q.dtype)
@@ -106,4 +107,5 @@ def compare(inputs: Sequence[Any], tolerance: float, seed: int = 1) -> None:
         value, other = value[finite], other[finite].double()
         if value.numel():
             largest = max(float(value.abs().max()), 1e-3)
-            assert float((value - other).abs().max()) <= tolerance * largest, name
+            allowed = 3 * tolerance if name.endswith("bias") else tolerance
+            assert float((value - other).abs().max()) <= allowed * largest, name
