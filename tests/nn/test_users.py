@@ -204,7 +204,7 @@ def test_towers_with_half_a_declaration_are_refused() -> None:
 class Causal(TwoParts):
     """Each event's encoding is the sum of the events up to it; a candidate reads the last one that it sees."""
 
-    causal = True
+    prefixes = TwoParts.aligned
 
     def encode_user(self, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
         lengths, events = vectors["seen_item_lengths"], torch.cat([vectors["seen_item"], vectors["seen_action"]], dim=1)

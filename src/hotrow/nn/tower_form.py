@@ -5,9 +5,9 @@ A tower says so by attributes, all optional:
     jagged          True: a history is `name` [events, dim] and `name_lengths` [entries]; False: padded, with a mask
     user_features   the names that `encode_user` reads; the tower then has two parts, a user part and a candidate part
     aligned         tuples of names that are columns of one history: equal lengths in every example
-    causal          whether an event's encoding depends on it and on earlier events alone. Examples whose histories are
-                    beginnings of one history then share its encoding: `<name>_visible` says how much each sees
-    prefixes        of a causal tower: the columns of each history, as tuples of names (default: aligned)
+    prefixes        the columns of each history, as tuples, of a tower in which the encoding of an event depends
+                    on it and on earlier events alone. Examples whose histories are beginnings of one history then share
+                    its encoding: `<name>_visible` says how much each sees
 
 docs/decisions/0013-histories.md has the forms of the tensors.
 """
@@ -53,10 +53,9 @@ class TowerForm:
                     f"the tower {type(tower).__name__} has user_features={user_features!r} but no {method}(); write "
                     "it, or derive from hr.models.UserTower"
                 )
-        prefixes = None
-        if user_features and getattr(tower, "causal", False):
-            prefixes = tuple(tuple(group) for group in getattr(tower, "prefixes", aligned))
-        return TowerForm(jagged, user_features, aligned, prefixes)
+        prefixes = getattr(tower, "prefixes", None) if user_features else None
+        groups = None if prefixes is None else tuple(tuple(group) for group in prefixes)
+        return TowerForm(jagged, user_features, aligned, groups)
 
     def arrange(self, batch: KeyedBatch) -> KeyedBatch:
         """The batch as the tower reads it: examples of one user share it, and aligned histories are of equal lengths.

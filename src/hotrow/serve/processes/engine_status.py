@@ -140,6 +140,7 @@ def _describe(model: Model) -> dict[str, Any]:
                 "sequences": sorted(v.signature.sequences),
                 "dense": v.signature.dense,
                 "tasks": v.signature.tasks,
+                "named_tasks": [list(task) for task in v.signature.named_tasks],
                 "spec": getattr(v.servable, "features", None),
                 "widths": list(getattr(v.servable, "widths", ())),
                 "config": getattr(v.servable, "config", None) or {},

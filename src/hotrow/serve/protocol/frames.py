@@ -167,7 +167,7 @@ def join(pieces: Sequence[Piece], signature: Signature, fingerprint: int) -> Key
         else:
             jagged[name] = _checked(Jagged, values=keys, offsets=places, weights=None)
     matrix = torch.from_numpy(dense) if signature.dense else None
-    return _checked(KeyedBatch, ids=jagged, dense=matrix, labels=None, time=None, size=rows)
+    return _checked(KeyedBatch, ids=jagged, dense=matrix, labels=None, time=None, numbers={}, size=rows)
 
 
 _T = TypeVar("_T")

@@ -35,6 +35,12 @@ class Signature:
     sequences: frozenset[str]
     dense: int
     tasks: int = 1  # logits of a row
+    named_tasks: tuple[tuple[str, str], ...] = ()  # name and kind of each, if the model was trained on named tasks
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of the named tasks (task.py), which choose the link from a logit to a prediction."""
+        return tuple(kind for _, kind in self.named_tasks)
 
     @property
     def fingerprint(self) -> int:
@@ -111,6 +117,7 @@ class Answer:
     compiled: bool = False  # whether a compiled bucket ran, or the original graph
     parameters: dict[str, str | int | float] = field(default_factory=dict)
     vectors: tuple[Array, ...] = ()  # in the order of Wanted.outputs; float32, float16 or bool
+    kinds: tuple[str, ...] = ()  # of the version's named tasks
 
 
 class RefusedError(HotRowError):

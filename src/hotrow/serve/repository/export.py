@@ -43,6 +43,7 @@ from hotrow.serve.repository.manifest import (
 )
 from hotrow.serve.repository.row_files import check_values, write_rows
 from hotrow.table import TableRows
+from hotrow.task import Task, check_tasks
 from hotrow.train.checkpoint import durable_files, state_encoding
 
 DefaultRows = Mapping[str, Tensor | Sequence[float]]
@@ -59,6 +60,7 @@ class ExportOptions:
     features: FeatureSpec | None
     on_rows: Callable[[int], object] = field(default=lambda rows: None)
     publication: int = 0
+    tasks: tuple[Task, ...] = ()
 
 
 def export(
@@ -74,6 +76,7 @@ def export(
     default_rows: DefaultRows | None = None,
     progress: Callable[[int], object] | None = None,
     publication: int = 0,
+    tasks: Sequence[Task] | None = None,
 ) -> Version:
     """Write `model` as the next version of `path`, such as "repository/ctr", for `hr.Engine` and `hotrow serve`.
 
@@ -83,7 +86,8 @@ def export(
     (`deadline` seconds, or the server's): "wait" for them, or use the "initial" values, or the "default" row of the
     table in `default_rows` (zeros by default). `progress` is called with the number of rows of each chunk.
     `publication` is the number of the publication that these rows are from: a server that follows the bus starts there
-    (`hr.Publish(snapshot=lambda n: hr.export(model, path, publication=n).path)`).
+    (`hr.Publish(snapshot=lambda n: hr.export(model, path, publication=n).path)`). `tasks` are those of the trainer
+    (`trainer.tasks`): their kinds decide whether a logit is answered as a probability, a value or a rate.
 
     >>> import tempfile, torch, hotrow as hr
     >>> embeddings = hr.EmbeddingCollection([hr.Table("user", dim=4), hr.Table("item", dim=4)])
@@ -108,9 +112,15 @@ def export(
         features,
         progress or (lambda rows: None),
         _publication(publication),
+        check_tasks(tasks) if tasks else (),
     )
     _check_spec(embeddings, features)
     traced = trace(model.tower, TowerInputs.of(embeddings, dense := _dense(model, features, dense_features)))
+    if options.tasks and len(options.tasks) != traced.tasks:
+        raise OptionError(
+            f"tasks= has {len(options.tasks)} tasks but the tower gives {traced.tasks} logits for a row; pass those "
+            "that it was trained on (trainer.tasks)"
+        )
     durable_files.make(folder)
     with durable_files.exclusive(folder, "wait for it, or export under another name"):
         for left in folder.glob(".*.tmp"):
@@ -158,6 +168,7 @@ def _write(
                 "sequences": sorted(embeddings.sequences),
                 "dense": dense,
                 "tasks": traced.tasks,
+                **({"named_tasks": [task.to_dict() for task in options.tasks]} if options.tasks else {}),
             },
             "tower": {"weights": list(traced.weights), "tied": traced.tied},
             "seed": embeddings.seed,

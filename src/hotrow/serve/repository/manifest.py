@@ -37,6 +37,7 @@ from hotrow.errors import CheckpointError, HotRowError, OptionError, RepositoryE
 from hotrow.features import FeatureSpec
 from hotrow.serve.protocol.request import POLICIES, Signature
 from hotrow.table import Table
+from hotrow.task import tasks_from_json
 from hotrow.tiers.host.store import HostStore
 from hotrow.train.checkpoint import durable_files, state_encoding
 
@@ -111,8 +112,13 @@ class Version:
     def signature(self) -> Signature:
         """The model's inputs and outputs."""
         saved = self.manifest["signature"]
+        named = tasks_from_json(saved.get("named_tasks", ()))
         return Signature(
-            tuple(saved["features"]), frozenset(saved["sequences"]), int(saved["dense"]), int(saved["tasks"])
+            tuple(saved["features"]),
+            frozenset(saved["sequences"]),
+            int(saved["dense"]),
+            int(saved["tasks"]),
+            tuple((task.name, task.kind) for task in named),
         )
 
     @property
@@ -351,6 +357,8 @@ def _check_fields(path: Path, manifest: dict[str, Any]) -> None:
             raise OptionError(f"policy {version.policy!r}: {choices(version.policy, POLICIES)}")
         if [f for t in tables for f in t.table.poolings] != list(signature.features):
             raise OptionError("the signature's features are not those of the tables")
+        if signature.named_tasks and len(signature.named_tasks) != signature.tasks:
+            raise OptionError(f"{len(signature.named_tasks)} tasks are named but a row has {signature.tasks} logits")
         for name in manifest["files"]:
             if not _FILE.fullmatch(name) or ".." in name.split("/"):
                 raise OptionError(f"a file is named {name!r}")
