@@ -1,7 +1,7 @@
 """KeyedBatch: one step's examples, which the stages of training and serving pass to each other.
 
-A batch holds, for `size` examples: jagged ids by feature (any number of 64-bit keys per example), dense features,
-labels and event times. It is frozen, and checked once when it is made. Later stages trust it, so a wrong shape is an
+A batch holds, for `size` examples: jagged ids by feature (any number of 64-bit keys per example), jagged numbers
+(integers that are no keys, such as the times of a history's events), dense features, labels and event times. It is frozen, and checked once when it is made. Later stages trust it, so a wrong shape is an
 error at the place that made the batch, never inside a kernel.
 
 A `Jagged` with `offsets=None` has exactly one id per example. That is the common case in click logs, and it saves the
@@ -68,7 +68,7 @@ class Jagged:
 
 @dataclass(frozen=True)
 class KeyedBatch:
-    """One step's examples: ids by feature, dense features, labels, event times.
+    """One step's examples: ids by feature, dense features, labels, event times, and integers that are no keys.
 
     >>> batch = KeyedBatch({"user": Jagged(torch.tensor([3, 3]))}, labels=torch.tensor([1.0, 0.0]))
     >>> batch.size
@@ -79,6 +79,7 @@ class KeyedBatch:
     dense: Tensor | None = None
     labels: Tensor | None = None
     time: Tensor | None = None
+    numbers: Mapping[str, Jagged] = field(default_factory=dict)
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +87,16 @@ class KeyedBatch:
             if not isinstance(jagged, Jagged):
                 raise BatchError(f"feature {name!r} is {type(jagged).__name__}; pass hr.Jagged(ids)")
         sizes = {f"feature {name!r}": jagged.size for name, jagged in self.ids.items()}
+        for name, jagged in self.numbers.items():
+            if not isinstance(jagged, Jagged):
+                raise BatchError(f"number {name!r} is {type(jagged).__name__}; pass hr.Jagged(integers)")
+            if name in self.ids or jagged.weights is not None:
+                raise BatchError(
+                    f"number {name!r} has the name of a feature with ids; rename one"
+                    if name in self.ids
+                    else f"number {name!r} has weights, which only ids have; pass hr.Jagged(integers, offsets)"
+                )
+            sizes[f"number {name!r}"] = jagged.size
         if self.dense is not None:
             _check("dense", self.dense, torch.float32, 2, "dense.float() of shape [batch, features]")
             sizes["dense"] = self.dense.shape[0]

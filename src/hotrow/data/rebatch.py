@@ -59,6 +59,7 @@ def slice_batch(batch: KeyedBatch, start: int, stop: int) -> KeyedBatch:
     return KeyedBatch(
         {name: _slice_jagged(jagged, start, stop) for name, jagged in batch.ids.items()},
         *(None if part is None else part[start:stop] for part in (batch.dense, batch.labels, batch.time)),
+        numbers={name: _slice_jagged(jagged, start, stop) for name, jagged in batch.numbers.items()},
     )
 
 
@@ -76,6 +77,7 @@ def join_batches(batches: list[KeyedBatch]) -> KeyedBatch:
         _join_parts([batch.dense for batch in batches]),
         _join_parts([batch.labels for batch in batches]),
         _join_parts([batch.time for batch in batches]),
+        numbers={name: _join_jagged([batch.numbers[name] for batch in batches]) for name in batches[0].numbers},
     )
 
 

@@ -88,15 +88,19 @@ def empty_like(batch: KeyedBatch) -> KeyedBatch:
     torch.Size([0, 3])
     """
     none = torch.zeros(0, dtype=torch.int64)
-    ids = {
-        name: Jagged(
+
+    def empty(jagged: Jagged) -> Jagged:
+        return Jagged(
             none,
             None if jagged.offsets is None else torch.zeros(1, dtype=torch.int64),
             None if jagged.weights is None else torch.zeros(0),
         )
-        for name, jagged in batch.ids.items()
-    }
-    return KeyedBatch(ids, *(None if part is None else part[:0] for part in (batch.dense, batch.labels, batch.time)))
+
+    return KeyedBatch(
+        {name: empty(jagged) for name, jagged in batch.ids.items()},
+        *(None if part is None else part[:0] for part in (batch.dense, batch.labels, batch.time)),
+        numbers={name: empty(jagged) for name, jagged in batch.numbers.items()},
+    )
 
 
 def _some(shape: KeyedBatch | None) -> KeyedBatch:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -41,9 +42,13 @@ def pack(part: DecodedUnit) -> tuple[str, Arrays]:
         arrays.append(tensor.detach().cpu().contiguous().numpy())
         return len(arrays) - 1
 
+    def places(features: Mapping[str, Jagged]) -> dict[str, list[int | None]]:
+        return {name: [place(j.values), place(j.offsets), place(j.weights)] for name, j in features.items()}
+
     batches = [
         {
-            "ids": {name: [place(j.values), place(j.offsets), place(j.weights)] for name, j in batch.ids.items()},
+            "ids": places(batch.ids),
+            "numbers": places(batch.numbers),
             "rest": [place(batch.dense), place(batch.labels), place(batch.time)],
         }
         for batch in part.batches
@@ -64,9 +69,12 @@ def unpack(text: str, arrays: Arrays) -> DecodedUnit:
         assert values is not None
         return Jagged(values, offsets, weights)
 
+    def features(packed: dict[str, list[int | None]]) -> dict[str, Jagged]:
+        return {name: jagged(places) for name, places in packed.items()}
+
     return DecodedUnit(
         batches=[
-            KeyedBatch({name: jagged(places) for name, places in batch["ids"].items()}, *map(tensor, batch["rest"]))
+            KeyedBatch(features(batch["ids"]), *map(tensor, batch["rest"]), numbers=features(batch["numbers"]))
             for batch in header["batches"]
         ],
         positions=[tuple(arrays[place] for place in found) for found in header["positions"]],
