@@ -1,8 +1,9 @@
 """KeyedBatch: one step's examples, which the stages of training and serving pass to each other.
 
 A batch holds, for `size` examples: jagged ids by feature (any number of 64-bit keys per example), jagged numbers
-(integers that are no keys, such as the times of a history's events), dense features, labels and event times. It is frozen, and checked once when it is made. Later stages trust it, so a wrong shape is an
-error at the place that made the batch, never inside a kernel.
+(integers that are no keys, such as the times of a history's events), dense features, labels and event times. It is
+frozen, and checked once when it is made. Later stages trust it, so a wrong shape is an error at the place that made the
+batch, never inside a kernel.
 
 A `Jagged` with `offsets=None` has exactly one id per example. That is the common case in click logs, and it saves the
 offsets of 26 features in every batch.

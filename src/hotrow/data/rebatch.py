@@ -56,9 +56,14 @@ def slice_batch(batch: KeyedBatch, start: int, stop: int) -> KeyedBatch:
     """
     if start == 0 and stop == batch.size:
         return batch
+    dense, labels, time = (
+        None if part is None else part[start:stop] for part in (batch.dense, batch.labels, batch.time)
+    )
     return KeyedBatch(
         {name: _slice_jagged(jagged, start, stop) for name, jagged in batch.ids.items()},
-        *(None if part is None else part[start:stop] for part in (batch.dense, batch.labels, batch.time)),
+        dense,
+        labels,
+        time,
         numbers={name: _slice_jagged(jagged, start, stop) for name, jagged in batch.numbers.items()},
     )
 

@@ -96,9 +96,12 @@ def empty_like(batch: KeyedBatch) -> KeyedBatch:
             None if jagged.weights is None else torch.zeros(0),
         )
 
+    dense, labels, time = (None if part is None else part[:0] for part in (batch.dense, batch.labels, batch.time))
     return KeyedBatch(
         {name: empty(jagged) for name, jagged in batch.ids.items()},
-        *(None if part is None else part[:0] for part in (batch.dense, batch.labels, batch.time)),
+        dense,
+        labels,
+        time,
         numbers={name: empty(jagged) for name, jagged in batch.numbers.items()},
     )
 

@@ -72,11 +72,12 @@ def unpack(text: str, arrays: Arrays) -> DecodedUnit:
     def features(packed: dict[str, list[int | None]]) -> dict[str, Jagged]:
         return {name: jagged(places) for name, places in packed.items()}
 
+    def keyed(batch: dict[str, Any]) -> KeyedBatch:
+        dense, labels, time = map(tensor, batch["rest"])
+        return KeyedBatch(features(batch["ids"]), dense, labels, time, numbers=features(batch["numbers"]))
+
     return DecodedUnit(
-        batches=[
-            KeyedBatch(features(batch["ids"]), *map(tensor, batch["rest"]), numbers=features(batch["numbers"]))
-            for batch in header["batches"]
-        ],
+        batches=[keyed(batch) for batch in header["batches"]],
         positions=[tuple(arrays[place] for place in found) for found in header["positions"]],
         notes=header["notes"],
     )

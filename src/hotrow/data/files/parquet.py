@@ -23,6 +23,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hotrow.data.event_log.options import Histories
+from hotrow.data.event_log.resume import needed_columns
 from hotrow.data.files.chunks import Chunk, RowOffsets, Span, SpanReader
 from hotrow.data.files.file_source import FileSource
 from hotrow.data.files.listing import Paths, find_files
@@ -35,11 +37,17 @@ from hotrow.features.nested import field_type, split_path
 CHUNK_ROWS = 65_536
 
 
-def parquet(paths: Paths, features: FeatureSpec, batch_size: int = 4096, on_error: str = "raise") -> FileSource:
+def parquet(
+    paths: Paths,
+    features: FeatureSpec,
+    batch_size: int = 4096,
+    on_error: str = "raise",
+    histories: Histories | None = None,
+) -> FileSource:
     """A source of Parquet files: a path, a pattern such as "clicks/*.parquet", or a list of them.
 
     on_error: "raise" stops at a row that the features refuse, naming file, row and column; "skip" leaves such rows out
-    and counts them in `source.skipped`.
+    and counts them in `source.skipped`. histories: build histories from the rows, which are a log in time order.
 
     >>> import tempfile
     >>> from hotrow.features import Key
@@ -49,9 +57,9 @@ def parquet(paths: Paths, features: FeatureSpec, batch_size: int = 4096, on_erro
     >>> [batch.size for batch, cursor in source.batches()]
     [2, 1]
     """
-    columns = check_features(features).columns()
+    columns = needed_columns(check_features(features), histories)
     files = find_files(paths)
-    return FileSource(files, ParquetReader(files[0], columns), features, batch_size, on_error)
+    return FileSource(files, ParquetReader(files[0], columns), features, batch_size, on_error, histories)
 
 
 @dataclass(frozen=True)
