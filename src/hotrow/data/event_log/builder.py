@@ -48,6 +48,8 @@ from hotrow.features.times import event_time
 
 PIECE_EVENTS = 1 << 20
 """About how many events of histories one piece has: 8 MiB for each column."""
+LONG = 64
+"""From this mean length on, a copy for each example is faster than one gather over all of their events."""
 
 
 @dataclass(frozen=True)
@@ -299,17 +301,30 @@ def _gather(parts: list[_Part], lengths: IntArray, columns: list[int]) -> list[I
     """Some columns of the events that the examples see, example by example, oldest first."""
     offsets = offsets_of(lengths)
     found = [np.empty(int(offsets[-1]), np.int64) for _ in columns]
-    written = offsets[:-1].copy()
+    written = offsets[:-1]
     for part in parts:
         some = np.flatnonzero(part.counts)
-        counts = part.counts[some]
-        steps = np.arange(int(counts.sum())) - np.repeat(offsets_of(counts)[:-1], counts)
-        source = np.repeat(part.ends[some] - counts, counts) + steps
-        target = np.repeat(written[some], counts) + steps
+        counts, begins, targets = part.counts[some], part.ends[some] - part.counts[some], written[some]
+        written = written + part.counts
+        total = int(counts.sum())
+        if total > LONG * len(some):
+            _copy_slices(part.values, begins, counts, targets, columns, found)
+            continue
+        shift = offsets_of(counts)[:-1]
+        steps = np.arange(total)
+        source, target = steps + np.repeat(begins - shift, counts), steps + np.repeat(targets - shift, counts)
         for column, into in zip(columns, found, strict=True):
             into[target] = part.values[column][source]
-        written += part.counts
     return found
+
+
+def _copy_slices(
+    values: Values, begins: IntArray, counts: IntArray, targets: IntArray, columns: list[int], found: list[IntArray]
+) -> None:
+    for column, into in zip(columns, found, strict=True):
+        source = values[column]
+        for begin, count, target in zip(begins.tolist(), counts.tolist(), targets.tolist(), strict=True):
+            into[target : target + count] = source[begin : begin + count]
 
 
 def _fitting(counts: IntArray, examples: BoolArray) -> int:
