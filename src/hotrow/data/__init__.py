@@ -26,6 +26,7 @@ from hotrow.data.files.text_layouts import TextLayout
 from hotrow.data.source import Cursor, Source
 from hotrow.data.streams.follow import FollowSource, follow
 from hotrow.data.synthetic_log.clicks import SyntheticClicks as synthetic
+from hotrow.data.synthetic_log.interests import LongInterests as long_interests
 from hotrow.data.synthetic_log.shape import Shape
 from hotrow.data.synthetic_log.world import Drift
 
@@ -39,6 +40,7 @@ __all__ = [
     "Source",
     "TextLayout",
     "follow",
+    "long_interests",
     "on_ray",
     "parquet",
     "synthetic",
