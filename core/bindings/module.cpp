@@ -20,6 +20,7 @@ NB_MODULE(_core, m) {
   bind_redis_replies(m);
   bind_graph_runner(m);
   bind_row_transfer(m);
+  bind_attention(m);
   bind_exchange(m);
   bind_row_server(m);
   bind_row_client(m);

@@ -16,7 +16,7 @@
 Everything public is listed below; the rest may change.
 """
 
-from hotrow import data, features, models, optim
+from hotrow import data, features, models, nn, optim
 from hotrow._core import set_threads, threads
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.config import Initial, Memory
@@ -37,6 +37,7 @@ from hotrow.errors import (
 )
 from hotrow.features import FeatureSpec
 from hotrow.interop import from_keyed_jagged, from_torch, to_keyed_jagged
+from hotrow.model_partition import partition
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.parallel import Ranks, join_ranks
 from hotrow.publish.publisher import Publish
@@ -44,6 +45,7 @@ from hotrow.publish.subscriber import Subscriber
 from hotrow.serve.execution.engine import Engine
 from hotrow.serve.repository.export import export
 from hotrow.table import Admission, Expiry, Table
+from hotrow.task import Task
 from hotrow.train.report import Report, SaveReport
 from hotrow.train.trainer import Trainer
 
@@ -79,6 +81,7 @@ __all__ = [
     "StorageError",
     "Subscriber",
     "Table",
+    "Task",
     "Trainer",
     "__version__",
     "data",
@@ -88,7 +91,9 @@ __all__ = [
     "from_torch",
     "join_ranks",
     "models",
+    "nn",
     "optim",
+    "partition",
     "set_threads",
     "threads",
     "to_keyed_jagged",

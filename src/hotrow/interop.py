@@ -61,7 +61,7 @@ def from_torch(
     return embeddings
 
 
-def from_keyed_jagged(kjt: Any, **parts: Tensor) -> KeyedBatch:
+def from_keyed_jagged(kjt: Any, **parts: Any) -> KeyedBatch:
     """A KeyedBatch from a TorchRec KeyedJaggedTensor; `dense=`, `labels=` and `time=` become the batch's."""
     ids = {}
     for name in list(kjt.keys()):

@@ -44,7 +44,7 @@ def test_widths_come_from_the_features() -> None:
 def test_unknown_towers_and_options_list_the_right_ones() -> None:
     with pytest.raises(OptionError, match=r"tower 'dlmr' does not exist; did you mean 'dlrm'"):
         build_tower("dlmr", features=FEATURES)
-    with pytest.raises(OptionError, match=r"'dlrm' has no option 'tops'; did you mean 'top'.*: bottom, top$"):
+    with pytest.raises(OptionError, match=r"'dlrm' has no option 'tops'; did you mean 'top'.*: bottom, top, head$"):
         build_tower("dlrm", features=FEATURES, tops=[8])
     with pytest.raises(OptionError, match=r"'dlrm' has no option 'dim'"):
         build_tower("dlrm", features=FEATURES, dim=4)

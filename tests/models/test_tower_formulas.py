@@ -30,7 +30,7 @@ def test_wide_and_deep_takes_the_first_column_as_wide_weight(dense_features: int
         if tower.wide_dense is not None:
             wide = wide + (tower.wide_dense.weight[0] * dense[example]).sum()
         deep = torch.cat([*(vectors[name][example, 1:] for name in widths), dense[example]])
-        expected.append(wide + tower.deep(deep)[0])
+        expected.append(wide + tower.deep(deep))
     check(tower(vectors, dense if dense_features else None), expected)
 
 
@@ -48,7 +48,7 @@ def test_deepfm_adds_all_pairs_of_vectors(dense_features: int) -> None:
                 logit = logit + rows[later][1:] @ rows[earlier][1:]
         if tower.first_order_dense is not None:
             logit = logit + (tower.first_order_dense.weight[0] * dense[example]).sum()
-        expected.append(logit + tower.deep(torch.cat([*(row[1:] for row in rows), dense[example]]))[0])
+        expected.append(logit + tower.deep(torch.cat([*(row[1:] for row in rows), dense[example]])))
     check(tower(vectors, dense if dense_features else None), expected)
 
 
@@ -65,7 +65,7 @@ def test_dlrm_feeds_its_top_with_bottom_and_pairs(dense_features: int) -> None:
             head = [tower.bottom(dense[example])]
             rows = head + rows
         pairs = [rows[later] @ rows[earlier] for later in range(len(rows)) for earlier in range(later)]
-        expected.append(tower.top(torch.cat([*head, torch.stack(pairs)]))[0])
+        expected.append(tower.top(torch.cat([*head, torch.stack(pairs)])))
     check(tower(vectors, dense if dense_features else None), expected)
 
 
@@ -99,7 +99,7 @@ def test_dcn_v2_crosses_the_whole_input(dense_features: int, rank: int | None) -
             assert isinstance(cross, CrossLayer)
             thin = x if cross.inward is None else cross.inward(x)
             x = start * cross.outward(thin) + x
-        expected.append(tower.deep(x)[0])
+        expected.append(tower.deep(x))
     check(tower(vectors, dense if dense_features else None), expected)
 
 
@@ -115,7 +115,7 @@ def test_din_reads_features_then_interest_then_dense(dense_features: int) -> Non
         alone = slice(example, example + 1)
         interest = tower.attention(vectors["item"][alone], vectors["seen"][alone], vectors["seen_mask"][alone])[0]
         reads = [vectors["user"][example], vectors["item"][example], interest, dense[example]]
-        expected.append(tower.top(torch.cat(reads))[0])
+        expected.append(tower.top(torch.cat(reads)))
     check(tower(vectors, dense if dense_features else None), expected)
 
 

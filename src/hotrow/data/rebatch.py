@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hotrow.batch import Jagged, KeyedBatch
+from hotrow.errors import BatchError
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,15 @@ def slice_batch(batch: KeyedBatch, start: int, stop: int) -> KeyedBatch:
     """
     if start == 0 and stop == batch.size:
         return batch
+    _check_users(batch)
     dense, labels, time = (
         None if part is None else part[start:stop] for part in (batch.dense, batch.labels, batch.time)
     )
-    return KeyedBatch(
-        {name: _slice_jagged(jagged, start, stop) for name, jagged in batch.ids.items()},
-        dense,
-        labels,
-        time,
-        numbers={name: _slice_jagged(jagged, start, stop) for name, jagged in batch.numbers.items()},
+    ids, numbers = (
+        {name: _slice_jagged(jagged, start, stop) for name, jagged in columns.items()}
+        for columns in (batch.ids, batch.numbers)
     )
+    return KeyedBatch(ids, dense, labels, time, numbers)
 
 
 def join_batches(batches: list[KeyedBatch]) -> KeyedBatch:
@@ -77,13 +77,22 @@ def join_batches(batches: list[KeyedBatch]) -> KeyedBatch:
     """
     if len(batches) == 1:
         return batches[0]
+    for batch in batches:
+        _check_users(batch)
     return KeyedBatch(
         {name: _join_jagged([batch.ids[name] for batch in batches]) for name in batches[0].ids},
         _join_parts([batch.dense for batch in batches]),
         _join_parts([batch.labels for batch in batches]),
         _join_parts([batch.time for batch in batches]),
-        numbers={name: _join_jagged([batch.numbers[name] for batch in batches]) for name in batches[0].numbers},
+        {name: _join_jagged([batch.numbers[name] for batch in batches]) for name in batches[0].numbers},
     )
+
+
+def _check_users(batch: KeyedBatch) -> None:
+    if batch.user_of is not None:
+        raise BatchError(
+            "a batch with users is not cut or joined; make batches of the wanted size, or call share_users later"
+        )
 
 
 def _slice_jagged(jagged: Jagged, start: int, stop: int) -> Jagged:

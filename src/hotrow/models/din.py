@@ -14,8 +14,9 @@ from torch import Tensor
 
 from hotrow.errors import OptionError, choices
 from hotrow.models.inputs import Features, FeatureTower, pick_sequence
+from hotrow.models.tower_top import TowerTop
 from hotrow.nn.attention import LocalActivation
-from hotrow.nn.mlp import MLP
+from hotrow.nn.multitask import Head
 from hotrow.nn.sizes import widths
 
 
@@ -24,6 +25,7 @@ class DIN(FeatureTower):
 
     `features` are the pooled ones, including the target: names, all `dim` wide, or name → width. `history` is the
     unpooled one and is as wide as the target. `attention` are the hidden widths of the MLP that weighs an item.
+    `head` ends the tower in logits of several tasks (nn/multitask.py).
 
     >>> tower = DIN(features=["user", "item"], history="seen", target="item", dim=16, attention=(8,), top=(32,))
     >>> vectors = {"user": torch.zeros(4, 16), "item": torch.zeros(4, 16)}
@@ -42,6 +44,7 @@ class DIN(FeatureTower):
         dense_features: int = 0,
         attention: Sequence[int] = (80, 40),
         top: Sequence[int] = (200, 80),
+        head: Head | None = None,
     ) -> None:
         super().__init__(features, dim, dense_features)
         if target not in self.widths:
@@ -54,15 +57,15 @@ class DIN(FeatureTower):
         self.target = target
         self.attention = LocalActivation(self.widths[target], widths("attention", attention))
         reads = sum(self.widths.values()) + self.widths[target] + dense_features
-        self.top = MLP(reads, (*widths("top", top), 1), activation="prelu")
+        self.top = TowerTop(reads, widths("top", top), head, activation="prelu")
 
     def forward(self, vectors: dict[str, Tensor], dense: Tensor | None = None) -> Tensor:
-        """Logits, `[batch]`."""
+        """Logits, `[batch]`, or `[batch, tasks]` with a head."""
         rows, dense = self.inputs(vectors, dense)
         items, mask = pick_sequence(vectors, self.history, self.widths[self.target])
         interest: Tensor = self.attention(vectors[self.target], items, mask)
         rows.append(interest)
         if dense is not None:
             rows.append(dense)
-        logits: Tensor = self.top(torch.cat(rows, dim=1)).squeeze(1)
+        logits: Tensor = self.top(torch.cat(rows, dim=1))
         return logits

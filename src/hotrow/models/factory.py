@@ -3,12 +3,16 @@
 A job file has `tower = "dlrm"` and a few options. The features and their widths follow from the tables and the feature
 spec, so they are not written twice. The options are the other parameters of the tower's constructor. A wrong name is an
 error that lists the right ones.
+
+`head = "mmoe"` or `head = { kind = "mmoe", experts = 4 }` ends the tower in the logits of the job's tasks; the options
+are those of the head's constructor.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -18,6 +22,8 @@ from hotrow.models.deepfm import DeepFM
 from hotrow.models.din import DIN
 from hotrow.models.dlrm import DLRM
 from hotrow.models.wide_and_deep import WideAndDeep
+from hotrow.nn.multitask import PLE, Head, MMoE, SharedBottom
+from hotrow.task import Task
 
 TOWERS: dict[str, type[nn.Module]] = {
     "wide_and_deep": WideAndDeep,
@@ -26,6 +32,7 @@ TOWERS: dict[str, type[nn.Module]] = {
     "dcn_v2": DCNv2,
     "din": DIN,
 }
+HEADS: dict[str, type[nn.Module]] = {"shared_bottom": SharedBottom, "mmoe": MMoE, "ple": PLE}
 _DERIVED = ("features", "dim", "dense_features")
 
 
@@ -35,9 +42,12 @@ def build_tower(
     features: Mapping[str, int],
     dense_features: int = 0,
     sequences: Mapping[str, int] | None = None,
+    tasks: Sequence[Task | str] = (),
     **options: object,
 ) -> nn.Module:
     """The tower called `name`, for pooled `features` (name → width) and unpooled `sequences` (name → width).
+
+    With several `tasks` it needs a `head`.
 
     >>> tower = build_tower("dlrm", features={"C1": 16, "C2": 16}, dense_features=13, bottom=[64], top=[128, 64])
     >>> type(tower).__name__
@@ -57,7 +67,36 @@ def build_tower(
             f"tower {name!r} reads pooled features only, but {', '.join(sequences)} is not pooled; "
             "give it a pooling, leave it out, or use the tower 'din'"
         )
+    if head := build_head(options.pop("head", None), tasks):
+        options["head"] = head
     return tower(features=dict(features), dense_features=dense_features, **options)
+
+
+def build_head(option: object, tasks: Sequence[Task | str]) -> Head | None:
+    """The head that a job file names, as a factory; None for a tower with one logit.
+
+    >>> build_head({"kind": "mmoe", "experts": 2, "expert": [4]}, ["click", "like"])(8).task_names
+    ('click', 'like')
+    """
+    if option is None:
+        if len(tasks) > 1:
+            raise OptionError(f"{len(tasks)} tasks need a head: give [tower] head = one of {', '.join(HEADS)}")
+        return None
+    if callable(option):
+        return option  # type: ignore[return-value]
+    given = {"kind": option} if isinstance(option, str) else option
+    if not isinstance(given, Mapping) or given.get("kind") not in HEADS:
+        kind = given.get("kind") if isinstance(given, Mapping) else given
+        raise OptionError(f"head {kind!r} does not exist; {choices(str(kind), HEADS)}")
+    if not tasks:
+        raise OptionError(f"head {given['kind']!r} without tasks; list them in [[tasks]], or leave the head out")
+    chosen = HEADS[str(given["kind"])]
+    options = {name: value for name, value in given.items() if name != "kind"}
+    known = [name for name in inspect.signature(chosen).parameters if name not in ("in_features", "tasks")]
+    for name in options:
+        if name not in known:
+            raise OptionError(f"head {given['kind']!r} has no option {name!r}; {choices(name, known)}")
+    return partial(chosen, tasks=tasks, **options)
 
 
 def _read_history(

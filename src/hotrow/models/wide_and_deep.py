@@ -17,7 +17,9 @@ from torch import Tensor
 
 from hotrow.errors import OptionError
 from hotrow.models.inputs import Features, FeatureTower, first_order
-from hotrow.nn.mlp import MLP, linear
+from hotrow.models.tower_top import TowerTop, add_to_each_task
+from hotrow.nn.mlp import linear
+from hotrow.nn.multitask import Head
 from hotrow.nn.sizes import widths
 
 
@@ -25,6 +27,7 @@ class WideAndDeep(FeatureTower):
     """Logit = sum of the wide weights + linear(dense) + MLP(deep vectors, dense).
 
     `features` are names, all `dim` wide, or name → width, where a width is 1 (the wide weight) + the deep width.
+    `head` ends the MLP in logits of several tasks (nn/multitask.py); the wide part is added to each.
 
     >>> tower = WideAndDeep({"user": 17, "item": 17, "user_x_item": 1}, deep=(32,))
     >>> vectors = {"user": torch.zeros(4, 17), "item": torch.zeros(4, 17), "user_x_item": torch.zeros(4, 1)}
@@ -40,6 +43,7 @@ class WideAndDeep(FeatureTower):
         dense_features: int = 0,
         deep: Sequence[int] = (1024, 512, 256),
         dropout: float = 0.0,
+        head: Head | None = None,
     ) -> None:
         super().__init__(features, dim, dense_features)
         deep_width = sum(self.widths.values()) - len(self.widths) + dense_features
@@ -48,15 +52,15 @@ class WideAndDeep(FeatureTower):
                 "every feature is 1 wide, which is its wide weight, so nothing is left for the deep part; "
                 "give a table dim=1 + its deep width, or pass dense_features="
             )
-        self.deep = MLP(deep_width, (*widths("deep", deep), 1), dropout=dropout)
+        self.deep = TowerTop(deep_width, widths("deep", deep), head, dropout=dropout)
         self.wide_dense = linear(dense_features, 1, bias=False) if dense_features else None
 
     def forward(self, vectors: dict[str, Tensor], dense: Tensor | None = None) -> Tensor:
-        """Logits, `[batch]`."""
+        """Logits, `[batch]`, or `[batch, tasks]` with a head."""
         rows, dense = self.inputs(vectors, dense)
         deep = [row[:, 1:] for row in rows if row.shape[1] > 1]
         if dense is not None:
             deep.append(dense)
         wide = first_order(rows, dense, self.wide_dense)
-        logits: Tensor = wide + self.deep(torch.cat(deep, dim=1)).squeeze(1)
+        logits: Tensor = add_to_each_task(self.deep(torch.cat(deep, dim=1)), wide)
         return logits

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.config import Memory
 from hotrow.credentials import public
-from hotrow.errors import OptionError, choices
+from hotrow.errors import BatchError, OptionError, choices
+from hotrow.nn.tower_form import TowerForm
 from hotrow.optim import Optimizer, RowWiseAdagrad
 from hotrow.parallel.backend import own_device
 from hotrow.parallel.rank_plans import RankPlanFactory
@@ -99,6 +100,7 @@ class EmbeddingCollection(nn.Module):
         self._over_ranks = RankPlanFactory(self.tables, ranks, self.hbm_cache) if ranks is not None else None
         rows_device = self.device if self.hbm_cache is not None else torch.device("cpu")
         self.layout = Layout(self.tables, rows_device, self._over_ranks or _plans(self.hbm_cache, self.remote))
+        self.form = TowerForm()  # a Recommender sets its tower's
         self._waiting: list[Lookup] = []
         self._plans: list[Plan] = []
         # Requires a gradient, so that backward reaches the rows. Not a parameter: no optimizer changes it.
@@ -137,7 +139,7 @@ class EmbeddingCollection(nn.Module):
             plan = self._plans.pop()
         except IndexError:  # not checked beforehand: several threads route
             plan = None
-        return Lookup(self.layout, batch, plan, self.steps + 1, ahead).route()
+        return Lookup(self.layout, self.form.arrange(batch), plan, self.steps + 1, ahead).route()
 
     def fetch(self, lookup: Lookup) -> Lookup:
         """On the lookup's turn: find its rows. It becomes part of the next update, whichever it was routed for."""
@@ -155,24 +157,45 @@ class EmbeddingCollection(nn.Module):
         return self.hbm_cache is None or self.device.type == "cuda"
 
     def forward(self, batch: KeyedBatch | Lookup) -> dict[str, Tensor]:
-        """Vectors by feature: [batch, dim] where pooled; [batch, length, dim] and a `<name>_mask` for sequences."""
+        """Vectors by feature: [batch, dim] where pooled; [batch, length, dim] and a `<name>_mask` for sequences.
+
+        For a tower that is `jagged` (tower_form.py) a sequence is [events, dim] and `<name>_lengths`. One with a user
+        part also gets `user_of`, and a causal one `<name>_visible` where examples see the beginning of a history.
+        """
         outputs, examples = self._vectors(batch, whole=False)
         vectors: dict[str, Tensor] = {}
         for place, output in zip(self.layout.outputs, outputs, strict=True):
             if place.pooled:
                 vectors[place.feature] = output
             else:
-                padded, mask = pad(examples.ids[place.feature], output)
-                vectors[place.feature], vectors[f"{place.feature}_mask"] = padded, mask
+                vectors |= self._sequence(place.feature, examples.ids[place.feature], output)
+        for name, numbers in examples.numbers.items():
+            vectors |= self._sequence(name, numbers, numbers.values.to(self.device, non_blocking=True))
+        if self.form.user_features:
+            users = torch.arange(examples.size) if examples.user_of is None else examples.user_of
+            vectors["user_of"] = users.to(self.device, non_blocking=True)
+            for name, events in examples.visible.items():
+                vectors[f"{name}_visible"] = events.to(self.device, non_blocking=True)
         return vectors
 
+    def _sequence(self, name: str, ids: Jagged, values: Tensor) -> dict[str, Tensor]:
+        """A sequence as the tower reads it."""
+        if self.form.jagged:
+            return {name: values, f"{name}_lengths": ids.lengths().to(values.device, non_blocking=True)}
+        padded, mask = pad(ids, values)
+        return {name: padded, f"{name}_mask": mask}
+
     def pooled(self, batch: KeyedBatch | Lookup) -> Tensor:
-        """The pooled features side by side, [batch, sum of dims], as one matrix."""
+        """The pooled features side by side, [batch, sum of dims], as one matrix. Refuses a batch with users."""
         return self._vectors(batch, whole=True)[0][0]
 
     def _vectors(self, batch: KeyedBatch | Lookup, whole: bool) -> tuple[Sequence[Tensor], KeyedBatch]:
         """Each feature's output, or with `whole` the pooled matrix."""
         training = self.training and torch.is_grad_enabled()
+        if whole and (batch.batch if isinstance(batch, Lookup) else batch).user_of is not None:
+            raise BatchError(
+                "pooled() of a batch with users: its features have different numbers of rows; call forward"
+            )
         if isinstance(batch, Lookup):
             lookup = batch
         else:
@@ -295,6 +318,8 @@ def _on_device(
     """What `Lookup.gather` returned, on the tower's device. The matrix is copied once, not feature by feature."""
     if pooled.device.type == device.type:
         return pooled, parts
+    if lookup.batch.user_of is not None:
+        return pooled.to(device), [part.to(device) for part in parts]
     pooled = pooled.to(device)
     if not parts:
         return pooled, parts
@@ -396,13 +421,13 @@ def _plans(hot: HbmCache | None, remote: RemoteTables | RowServerTables | None) 
 
 
 def pad(ids: Jagged, values: Tensor) -> tuple[Tensor, Tensor]:
-    """[ids, dim] to [batch, longest, dim], zeros behind each sequence, and the mask of what is real."""
+    """[ids, ...] to [batch, longest, ...], zeros behind each sequence, and the mask of what is real."""
     lengths = ids.lengths().to(values.device)
     longest = max(1, int(lengths.max())) if lengths.numel() else 1
     mask = torch.arange(longest, device=values.device) < lengths.unsqueeze(1)
-    flat = values.new_zeros(ids.size * longest, values.shape[1])
+    flat = values.new_zeros(ids.size * longest, *values.shape[1:])
     padded = flat.index_copy(0, mask.flatten().nonzero().squeeze(1), values)
-    return padded.view(ids.size, longest, values.shape[1]), mask
+    return padded.view(ids.size, longest, *values.shape[1:]), mask
 
 
 def _check_tables(tables: Sequence[Table]) -> None:

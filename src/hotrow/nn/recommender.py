@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hotrow.batch import KeyedBatch
 from hotrow.nn.collection import EmbeddingCollection
+from hotrow.nn.tower_form import TowerForm
 from hotrow.table import Lookup
 
 
@@ -16,7 +17,8 @@ class Recommender(nn.Module):
     """An EmbeddingCollection and a tower: batch in, logits out.
 
     `model.tower.parameters()` are the dense weights; rows are updated by `model.embeddings.step()`, which the Trainer
-    calls. The tower is any module with `forward(vectors: dict[str, Tensor], dense: Tensor | None) -> logits`.
+    calls. The tower is any module with `forward(vectors: dict[str, Tensor], dense: Tensor | None) -> logits`. Its
+    attributes say in which form it reads histories (tower_form.py).
 
     >>> import torch, hotrow as hr
     >>> embeddings = hr.EmbeddingCollection([hr.Table("user", dim=4), hr.Table("item", dim=4)])
@@ -29,6 +31,7 @@ class Recommender(nn.Module):
         super().__init__()
         self.embeddings = embeddings
         self.tower = tower.to(embeddings.device)
+        embeddings.form = TowerForm.of(tower)
 
     def forward(self, batch: KeyedBatch | Lookup) -> Tensor:
         """Logits of a batch, or of a lookup that was routed and fetched ahead."""

@@ -87,22 +87,18 @@ def empty_like(batch: KeyedBatch) -> KeyedBatch:
     >>> empty_like(KeyedBatch({"user": Jagged(torch.tensor([1, 2]))}, dense=torch.ones(2, 3))).dense.shape
     torch.Size([0, 3])
     """
-    none = torch.zeros(0, dtype=torch.int64)
-
-    def empty(jagged: Jagged) -> Jagged:
-        return Jagged(
-            none,
-            None if jagged.offsets is None else torch.zeros(1, dtype=torch.int64),
-            None if jagged.weights is None else torch.zeros(0),
-        )
-
     dense, labels, time = (None if part is None else part[:0] for part in (batch.dense, batch.labels, batch.time))
-    return KeyedBatch(
-        {name: empty(jagged) for name, jagged in batch.ids.items()},
-        dense,
-        labels,
-        time,
-        numbers={name: empty(jagged) for name, jagged in batch.numbers.items()},
+    ids, numbers = (
+        {name: _without_entries(jagged) for name, jagged in columns.items()} for columns in (batch.ids, batch.numbers)
+    )
+    return KeyedBatch(ids, dense, labels, time, numbers)
+
+
+def _without_entries(jagged: Jagged) -> Jagged:
+    return Jagged(
+        torch.zeros(0, dtype=torch.int64),
+        None if jagged.offsets is None else torch.zeros(1, dtype=torch.int64),
+        None if jagged.weights is None else torch.zeros(0),
     )
 
 

@@ -56,7 +56,7 @@ class Lookup:
 
     def route(self) -> Lookup:
         """Deduplicate the batch's keys, table by table."""
-        self.routed = self.plan.route(self.layout.table_inputs(self.batch), self.ahead)
+        self.routed = self.plan.route(self.layout.table_inputs(self.batch), self.ahead, self.batch.size)
         return self
 
     @property
@@ -92,7 +92,8 @@ class Lookup:
 
         `late` is the policy for rows that are only on a slow tier. "wait" loads them. "initial" answers as for an
         unseen key and "default" with the table's default row, both without a disk access. After `gather`, `late_ids`
-        is the number of ids that the policy answered, and `late_by_example` the same for each example.
+        is the number of ids that the policy answered, and `late_by_example` the same for each example (None in a batch
+        with users, whose ids are of no single example).
         """
         if late not in LATE:
             raise OptionError(f"late={late!r}: {choices(late, LATE)}")
@@ -103,8 +104,14 @@ class Lookup:
     def gather(self, whole: bool = False) -> tuple[Tensor, list[Tensor]]:
         """The pooled matrix [batch, width], and each feature's output: a slice of it, or [ids, dim] for a sequence.
 
-        With `whole` the caller needs only the matrix. A plan over DRAM alone then makes no slices.
+        With `whole` the caller needs only the matrix. A plan over DRAM alone then makes no slices. In a batch with
+        users there is no matrix ([0, width]): features have one row per user or per example.
         """
+        if self.batch.user_of is not None:
+            outputs = self._outputs_by_feature()
+            self.plan.gather(outputs)
+            self._count_late()
+            return self._empty(0, self.layout.width), outputs
         pooled = self._empty(self.batch.size, self.layout.width)
         if whole and not self.layout.sequences and self.plan.gather_matrix(pooled, self.layout.columns):
             self._count_late()
@@ -118,7 +125,7 @@ class Lookup:
 
     def _count_late(self) -> None:
         self.late_ids = self.plan.late_ids
-        if self.late_ids:
+        if self.late_ids and self.batch.user_of is None:
             self.late_by_example = self.plan.late_by_example(self.batch.size)
 
     def accept(self, gradients: Gradients) -> None:
@@ -136,6 +143,14 @@ class Lookup:
         if self.gradients is None:
             raise BatchError("update before backward: this lookup has no gradients yet")
         self.plan.update(_update(self.layout, self.gradients, also, step, grad_scale))
+
+    def _outputs_by_feature(self) -> list[Tensor]:
+        """A matrix of its own for each feature: one row for each entry, or for a sequence for each id."""
+        outputs = []
+        for place in self.layout.outputs:
+            ids = self.batch.ids[place.feature]
+            outputs.append(self._empty(ids.size if place.pooled else ids.values.numel(), place.table.table.dim))
+        return outputs
 
     def _sequences(self) -> list[Tensor]:
         """A matrix [ids, dim] for each sequence. Adjacent sequences of one dim share an allocation."""
@@ -161,7 +176,8 @@ class MergedLookup:
         """As `Lookup.update`, with the gradients of all of them."""
         plan = self.layout.create_plan()
         parts = [self.layout.table_inputs(lookup.batch) for lookup in self.lookups]
-        plan.route([(jobs[0][0], [f for _, features in jobs for f in features]) for jobs in zip(*parts, strict=True)])
+        inputs = [(jobs[0][0], [f for _, features in jobs for f in features]) for jobs in zip(*parts, strict=True)]
+        plan.route(inputs, examples=self.lookups[0].batch.size)
         plan.fetch(step)
         gradients: Gradients = []
         at = 0

@@ -82,9 +82,10 @@ class RowStages(Protocol):
 class Plan(RowStages, Protocol):
     """One batch over the tiers, as a Lookup (table/lookup.py) calls it."""
 
-    def route(self, inputs: TableInputs, ahead: bool = False) -> RoutedBatch:
+    def route(self, inputs: TableInputs, ahead: bool = False, examples: int | None = None) -> RoutedBatch:
         """Deduplicate the batch's keys. `ahead`: the batch belongs to a stream that is routed in order, perhaps on a
-        thread of its own. A batch beside that stream (an evaluation) has `ahead=False`."""
+        thread of its own. A batch beside that stream (an evaluation) has `ahead=False`. `examples` are the batch's; by
+        default, the entries of its first feature."""
 
     def gather(self, outputs: Sequence[Tensor]) -> None:
         """Pool into one [bags, dim] matrix for each feature (for pooling "none", one row for each id)."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -42,13 +41,10 @@ def pack(part: DecodedUnit) -> tuple[str, Arrays]:
         arrays.append(tensor.detach().cpu().contiguous().numpy())
         return len(arrays) - 1
 
-    def places(features: Mapping[str, Jagged]) -> dict[str, list[int | None]]:
-        return {name: [place(j.values), place(j.offsets), place(j.weights)] for name, j in features.items()}
-
     batches = [
         {
-            "ids": places(batch.ids),
-            "numbers": places(batch.numbers),
+            "ids": {name: [place(j.values), place(j.offsets), place(j.weights)] for name, j in batch.ids.items()},
+            "numbers": {name: [place(j.values), place(j.offsets), None] for name, j in batch.numbers.items()},
             "rest": [place(batch.dense), place(batch.labels), place(batch.time)],
         }
         for batch in part.batches
@@ -69,12 +65,10 @@ def unpack(text: str, arrays: Arrays) -> DecodedUnit:
         assert values is not None
         return Jagged(values, offsets, weights)
 
-    def features(packed: dict[str, list[int | None]]) -> dict[str, Jagged]:
-        return {name: jagged(places) for name, places in packed.items()}
-
     def keyed(batch: dict[str, Any]) -> KeyedBatch:
         dense, labels, time = map(tensor, batch["rest"])
-        return KeyedBatch(features(batch["ids"]), dense, labels, time, numbers=features(batch["numbers"]))
+        ids, numbers = ({name: jagged(at) for name, at in batch[kind].items()} for kind in ("ids", "numbers"))
+        return KeyedBatch(ids, dense, labels, time, numbers)
 
     return DecodedUnit(
         batches=[keyed(batch) for batch in header["batches"]],

@@ -108,7 +108,7 @@ class ServedVersion:
             logits, late, compiled, fresh = self.engine.answer(batch, policy, until)
         except ClosedError:  # `reopen` replaced it a moment ago
             logits, late, compiled, fresh = self.engine.answer(batch, policy, until)
-        return logits, late.by_row if late.ids else 0, compiled, fresh
+        return logits, late.ids if late.by_row is None else late.by_row, compiled, fresh
 
     def lookup(
         self, batch: KeyedBatch, policy: str, tower: bool, until: float | None = None
@@ -118,7 +118,7 @@ class ServedVersion:
             vectors, answer = self.engine.answer_lookup(batch, policy, tower, self.tower_rows, until)
         except ClosedError:  # `reopen` replaced it a moment ago
             vectors, answer = self.engine.answer_lookup(batch, policy, tower, self.tower_rows, until)
-        late = answer.late.by_row if answer.late.ids else 0
+        late = answer.late.ids if answer.late.by_row is None else answer.late.by_row
         return vectors, answer.logits if tower else None, late, answer.compiled, answer.fresh
 
     def figures(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class HbmPlan:
         self.staged: StagedBatch | None = None  # its rows have slots, ahead of its turn
         self.deferred: DeferredFetch | None = None  # its turn has come; rows may still be missing
 
-    def route(self, jobs: TableInputs, ahead: bool = False) -> RoutedBatch:
+    def route(self, jobs: TableInputs, ahead: bool = False, examples: int | None = None) -> RoutedBatch:
         """Take the keys. They are copied to the device at the lookup."""
         self.release()
         self.below = None if self.cache.below is None else self.cache.below.batch()

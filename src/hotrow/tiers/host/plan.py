@@ -45,7 +45,7 @@ class HostPlan:
     late_ids = 0
     publications = ANY_PUBLICATION
 
-    def route(self, inputs: TableInputs, ahead: bool = False) -> RoutedBatch:
+    def route(self, inputs: TableInputs, ahead: bool = False, examples: int | None = None) -> RoutedBatch:
         """Deduplicate the keys of each table's features."""
         with core_errors():
             self.core.route(

@@ -155,15 +155,17 @@ class ShardedPlan:
         self.ahead = ahead
         self._inputs: TableInputs = []
 
-    def route(self, inputs: TableInputs, ahead: bool = False) -> RoutedBatch:
+    def route(self, inputs: TableInputs, ahead: bool = False, examples: int | None = None) -> RoutedBatch:
         """Send each key to its owner; receive the keys that this process owns."""
         with self.transport.routing(ahead) as exchange:
-            return self.route_with(exchange, inputs, ahead)
+            return self.route_with(exchange, inputs, ahead, examples)
 
-    def route_with(self, exchange: ExchangeRequests, inputs: TableInputs, ahead: bool) -> RoutedBatch:
+    def route_with(
+        self, exchange: ExchangeRequests, inputs: TableInputs, ahead: bool, examples: int | None = None
+    ) -> RoutedBatch:
         """As `route`, with an exchange that the transport has begun."""
         self._inputs = inputs
-        size = inputs[0][1][0][0].size
+        size = inputs[0][1][0][0].size if examples is None else examples
         sizes: list[int] = []
         features = 0
         for part in self.parts:
@@ -218,7 +220,8 @@ class ShardedPlan:
     @property
     def late_ids(self) -> int:
         """How many ids the late policy answered."""
-        return int(self.late_by_example(0).sum()) if self.owner.late_keys else 0
+        late = self.owner.late_keys.items()
+        return sum(int(np.isin(ids.values.numpy(), keys).sum()) for n, keys in late for ids, _ in self._inputs[n][1])
 
     def late_by_example(self, examples: int) -> Tensor:
         """The same for each example, int32."""
