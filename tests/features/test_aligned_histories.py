@@ -142,7 +142,7 @@ def test_ten_thousand_events_are_kept() -> None:
 def test_columns_of_unequal_lengths_name_row_columns_and_lengths() -> None:
     columns = {"item": [[1], [1, 2]], "action": [["a"], ["a"]], "dwell": [[1], [1, 2]], "time": [[1], [1, 2]]}
     with pytest.raises(
-        RowError, match="row 1.*2 events in column 'item' and 1 in column 'action'; write one"
+        RowError, match=r"row 1.*2 events in column 'item' and 1 in column 'action'; write one"
     ) as caught:
         spec().apply(columns | {"now": [1, 1]})
     assert caught.value.rows.tolist() == [1]
@@ -151,7 +151,7 @@ def test_columns_of_unequal_lengths_name_row_columns_and_lengths() -> None:
 def test_times_that_run_backwards_name_the_row_and_the_cure() -> None:
     columns = {"item": [[1, 2], [1, 2]], "action": [["a", "b"]] * 2, "dwell": [[1, 2]] * 2, "time": [[1, 1], [9, 3]]}
     with pytest.raises(
-        RowError, match="row 1, column 'time'.*event 1 is at 3 ms and the one before it at 9; write"
+        RowError, match=r"row 1, column 'time'.*event 1 is at 3 ms and the one before it at 9; write"
     ) as e:
         spec().apply(columns | {"now": [1, 1]})
     assert e.value.rows.tolist() == [1] and "sort=True on 'times'" in str(e.value)
