@@ -23,6 +23,7 @@ from hotrow.data.rebatch import join_batches, slice_batch
 from hotrow.data.source import Cursor, StatefulCursor
 from hotrow.errors import DataError, OptionError
 from hotrow.features import EventTimes, FeatureSpec, Key, Numbers, Sequence, TimeGap
+from hotrow.job import load_job
 
 LENGTH = 4
 
@@ -328,3 +329,38 @@ def test_other_options_refuse_the_cursor_and_ray_refuses_histories(tmp_path: Pat
         data.parquet(path, SPEC, batch_size=4, histories=other).batches(cursor)
     with pytest.raises(OptionError, match="needs every row of the log in order, in one process"):
         data.on_ray(source)
+
+
+JOB = """
+[data]
+source = "parquet"
+path = "{path}"
+test = "{test}"
+features = "{spec}"
+batch_size = 8
+[data.histories]
+user = "user"
+columns = {{ seen_item = "item", seen_action = "action", seen_dwell = "dwell", seen_time = "time" }}
+events = {{ action = ["click", "buy"] }}
+examples = {{ click = [0, 1] }}
+[tower]
+kind = "wide_and_deep"
+"""
+
+
+def test_a_job_builds_histories_and_tests_on_the_days_after(
+    tmp_path: Path, same_batch: Callable[[KeyedBatch, KeyedBatch], bool]
+) -> None:
+    log = events(rows=80, seed=6)
+    train, test = write(tmp_path / "train", log[:60]), write(tmp_path / "test", log[60:])
+    SPEC.save(tmp_path / "spec.json")
+    file = tmp_path / "job.toml"
+    file.write_text(JOB.format(path=train, test=test, spec=tmp_path / "spec.json"))
+    job, want = load_job(file), expected(log)
+    cut = sum(row["click"] is not None for row in log[:60])
+    assert same_batch(joined(job.source.batches()), slice_batch(want, 0, cut))
+    assert job.test is not None
+    assert same_batch(joined(job.test.batches()), slice_batch(want, cut, want.size))
+    file.write_text(file.read_text().replace("events =", "event ="))
+    with pytest.raises(OptionError, match="histories: unknown option 'event'; did you mean 'events'"):
+        load_job(file)

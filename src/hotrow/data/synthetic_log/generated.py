@@ -23,10 +23,14 @@ class GeneratedStream:
 
     kind: str  # in cursors
     same: str  # the cure for a cursor of other options
-    unit_examples = UNIT_EXAMPLES
     examples: int
     batch_size: int
     offset: int
+
+    @property
+    def unit_examples(self) -> int:
+        """How many examples a worker makes at once."""
+        return UNIT_EXAMPLES
 
     @property
     def _stamp(self) -> str:

@@ -111,7 +111,7 @@ class LongInterests(GeneratedStream):
             raise OptionError(f"history_length={self.history_length}; give {events} to {MOST} for these options")
 
     @property
-    def unit_examples(self) -> int:  # type: ignore[override]
+    def unit_examples(self) -> int:
         """How many examples a worker makes at once."""
         return max(1, UNIT_EVENTS // self.history_length)
 
