@@ -239,6 +239,28 @@ def test_every_nth_batch_has_the_histories_of_the_whole_log(
         assert all(same_batch(a, b) for a, b in zip(mine, whole[number::3], strict=True))
 
 
+def test_two_histories_of_one_log_are_cut_each_to_its_own_length(tmp_path: Path) -> None:
+    spec = FeatureSpec(
+        [
+            Sequence("seen", column="seen_item", max_length=5),
+            EventTimes("times", column="seen_time", aligned="seen"),
+            Sequence("latest", column="latest_item", max_length=1),
+            Sequence("given", column="item_list"),
+        ],
+        time="time",
+    )
+    log = table(events(80, 11)).append_column("item_list", pa.array([[n] for n in range(80)]))
+    pq.write_table(log, tmp_path / "log.parquet")
+    columns = {"seen_item": "item", "seen_time": "time", "latest_item": "item"}
+    source = data.parquet(tmp_path / "log.parquet", spec, histories=data.Histories("user", columns))
+    (batch, _), *rest = source.batches()
+    assert not rest and batch.ids["given"].values.tolist() == list(range(80))
+    seen, latest = batch.ids["seen"], batch.ids["latest"]
+    assert seen.offsets is not None and int(seen.lengths().max()) == 5
+    assert torch.equal(latest.lengths(), seen.lengths().clamp(max=1))
+    assert torch.equal(latest.values, seen.values[seen.offsets[1:][seen.lengths() > 0] - 1])
+
+
 def test_text_files_build_the_same_histories(
     tmp_path: Path, same_batch: Callable[[KeyedBatch, KeyedBatch], bool]
 ) -> None:

@@ -88,6 +88,8 @@ class _Rows:
 
     columns: dict[str, Column]
     users: IntArray
+    distinct: IntArray  # the users, each once, ascending
+    who: IntArray  # of each row, the place of its user in `distinct`
     times: IntArray
     enters: BoolArray
     examples: BoolArray
@@ -214,17 +216,19 @@ class HistoryBuilder:
                 values[place, enters] = feature.values(name, columns[name].array.take(kept), one[: len(kept)])
             except RowError as error:  # its rows count the events that enter
                 raise RowError(name, kept.to_numpy()[error.rows], error.fact) from error
-        rows = _Rows(columns, users, times, enters, examples, values, numbers)
+        distinct, who = np.unique(users, return_inverse=True)
+        rows = _Rows(columns, users, distinct, who.reshape(-1), times, enters, examples, values, numbers)
         self._check_order(rows)
         return rows
 
     def _check_order(self, rows: _Rows) -> None:
         """Refuse rows that are earlier than an event of the same user that came before them."""
-        newest = np.full(len(rows.users), np.iinfo(np.int64).min)
+        of_user = np.full(len(rows.distinct), np.iinfo(np.int64).min)
         for run in self.state.runs:
-            begin, end = run.find(rows.users)
+            begin, end = run.find(rows.distinct)
             known = end > begin
-            newest[known] = np.maximum(newest[known], run.values[0][end[known] - 1])
+            of_user[known] = np.maximum(of_user[known], run.values[0][end[known] - 1])
+        newest = of_user[rows.who]
         recent = join_events((*self.state.recent, rows.events()), self.limits.columns)
         if len(recent.users):
             run, at = sort_events(recent)
@@ -233,7 +237,7 @@ class HistoryBuilder:
             highest = np.maximum.accumulate(owners + ranks) - owners
             times = np.empty(len(ranks), np.int64)
             times[ranks] = run.values[0]
-            begin, end = run.find(rows.users)
+            begin, end = (place[rows.who] for place in run.find(rows.distinct))
             before = count_below(at, begin, end, rows.numbers)
             found = before > 0
             newest[found] = np.maximum(newest[found], times[highest[begin[found] + before[found] - 1]])
@@ -250,18 +254,18 @@ class HistoryBuilder:
 
     def _see(self, rows: _Rows) -> list[list[_Part]]:
         """For each history and each run, oldest first: the events that each example sees."""
-        users, times, numbers = (of[rows.examples] for of in (rows.users, rows.times, rows.numbers))
+        who, times, numbers = (of[rows.examples] for of in (rows.who, rows.times, rows.numbers))
         runs: list[tuple[Values, IntArray, IntArray]] = []  # values, where each example's visible events begin and end
         for run in self.state.runs:
-            begin, end = run.find(users)
+            begin, end = (place[who] for place in run.find(rows.distinct))
             runs.append((run.values, begin, begin + count_below(run.values[0], begin, end, times)))
         recent, at = sort_events(join_events((*self.state.recent, rows.events()), self.limits.columns))
-        begin, end = recent.find(users)
+        begin, end = (place[who] for place in recent.find(rows.distinct))
         end = begin + count_below(at, begin, end, numbers)
         runs.append((recent.values, begin, begin + count_below(recent.values[0], begin, end, times)))
         seen = []
         for history in self._built:
-            left = np.full(len(users), history.max_length)
+            left = np.full(len(who), history.max_length)
             parts = []
             for values, begin, end in reversed(runs):
                 counts = np.minimum(end - begin, left)
