@@ -39,6 +39,7 @@ BENCHES = {
     "read": "decoding and features on Ray workers against in-process (needs the extra ray)",
     "online": "live against frozen on a drifting log; freshness on each bus; rows from a Redis cluster",
     "transports": "batched row lookups over Arrow Flight, gRPC, Gloo, ZeroMQ and plain sockets: a server on one core",
+    "sequences": "long histories: jagged attention and a Transformer's step against torch's SDPA and padding",
     "eviction": "which rows to keep in DRAM: hit rates of eviction policies on Zipf traces",
 }
 MODULES = {  # the module of each benchmark, below hotrow.bench
@@ -56,6 +57,7 @@ MODULES = {  # the module of each benchmark, below hotrow.bench
     "read": "storage.read",
     "online": "serving.online",
     "transports": "transports.row_transports",
+    "sequences": "sequences.groups",
     "eviction": "storage.eviction",
 }
 

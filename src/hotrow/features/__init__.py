@@ -11,7 +11,8 @@
     dense.py       Dense: a number for the tower
     columns.py     Arrow tables, lists, arrays and tensors as plain Arrow arrays
     nested.py      a field of a struct, or of a list of structs, as a column
-    numbers.py     a column as float64, and labels
+    numbers.py     a column as float64, and plain labels
+    labels.py      Label: the column of one task's labels
     hashing.py     the core's hash functions over whole columns
     options.py     checks that several kinds share
     row_error.py   RowError: the rows of a column that cannot be used
@@ -26,6 +27,7 @@ from hotrow.features.dense import Dense
 from hotrow.features.event_numbers import EventTimes, Numbers, TimeGap
 from hotrow.features.keys import Cross, Key
 from hotrow.features.kinds import Feature
+from hotrow.features.labels import Label
 from hotrow.features.row_error import RowError
 from hotrow.features.sequences import Sequence
 from hotrow.features.spec import FeatureSpec
@@ -39,6 +41,7 @@ __all__ = [
     "Feature",
     "FeatureSpec",
     "Key",
+    "Label",
     "LogBucket",
     "Numbers",
     "RowError",

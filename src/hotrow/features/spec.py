@@ -27,13 +27,17 @@ from hotrow.features.dense import Dense
 from hotrow.features.histories import HISTORY_KINDS, NUMBER_KINDS, History, histories_of, resolve_histories
 from hotrow.features.keys import Cross, Key
 from hotrow.features.kinds import KINDS, Feature
-from hotrow.features.numbers import labels_of
+from hotrow.features.labels import Label, LabelOption, check_label_option, read_labels
 from hotrow.features.times import event_time
 
 
 @dataclass(frozen=True)
 class FeatureSpec:
     """How raw columns become a batch.
+
+    `label` is the column of a label that is 0 or 1. For several tasks it is a list of Label (or of columns with labels
+    that are 0 or 1), or a mapping from task to column. Then `labels` of a batch are `[batch, tasks]`, NaN where
+    missing.
 
     >>> spec = FeatureSpec([Key("user"), Dense("price", transform="log1p")], label="click")
     >>> batch = spec.apply({"user": ["ann", None], "price": [0, 9], "click": [1, 0]})
@@ -42,7 +46,7 @@ class FeatureSpec:
     """
 
     features: Many[Feature]
-    label: str | None = None
+    label: LabelOption | None = None
     time: str | None = None
 
     def __post_init__(self) -> None:
@@ -54,10 +58,9 @@ class FeatureSpec:
             if not isinstance(feature, tuple(KINDS.values())):
                 names = ", ".join(kind.__name__ for kind in KINDS.values())
                 raise OptionError(f"features holds {feature!r}; every one must be a feature: {names}")
-        for option in ("label", "time"):
-            value = getattr(self, option)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise OptionError(f"{option}={value!r}; give the name of a column, or None")
+        object.__setattr__(self, "label", check_label_option(self.label))
+        if self.time is not None and (not isinstance(self.time, str) or not self.time):
+            raise OptionError(f"time={self.time!r}; give the name of a column, or None")
         _check_names(self.features)
         object.__setattr__(self, "features", resolve_histories(self.features))
         _check_crosses(self.features)
@@ -100,6 +103,11 @@ class FeatureSpec:
         """The names of the dense features, in order: the columns of `batch.dense`."""
         return tuple(feature.name for feature in self.features if isinstance(feature, Dense))
 
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        """The labels by task, in order: the columns of `batch.labels`. Empty with one plain column, and without any."""
+        return self.label if isinstance(self.label, tuple) else ()
+
     def columns(self, labels: bool = True) -> tuple[str, ...]:
         """The raw columns that `apply` needs.
 
@@ -131,14 +139,16 @@ class FeatureSpec:
         return KeyedBatch(
             ids=self._ids(raw, made),
             dense=self._dense(raw),
-            labels=torch.from_numpy(labels_of(raw[self.label])) if labels and self.label is not None else None,
+            labels=torch.from_numpy(read_labels(self.labels or str(self.label), raw))
+            if labels and self.label is not None
+            else None,
             time=None if time is None else torch.from_numpy(time),
             numbers={name: made[name] for name in self.number_names},
         )
 
     def to_json(self) -> str:
         """The spec as JSON text; docs/formats/features.md has the format."""
-        return spec_json.dump(self.features, self.label, self.time)
+        return spec_json.dump(self.features, self.labels or self.label, self.time)
 
     @staticmethod
     def from_json(text: str) -> FeatureSpec:
@@ -176,8 +186,8 @@ class FeatureSpec:
             inputs = [n for n in feature.of if n not in names] if isinstance(feature, Cross) else feature.inputs()
             for name in inputs:
                 needed.setdefault(name, f"feature {feature.name!r}")
-        if labels and self.label is not None:
-            needed.setdefault(self.label, "the label")
+        for column, user in self._label_columns().items() if labels else ():
+            needed.setdefault(column, user)
         gaps = [feature for history in self.histories if history.needs_time for feature in history.times]
         if self.time is not None and (labels or gaps):
             needed.setdefault(self.time, f"feature {gaps[0].name!r}" if gaps else "the event time")
@@ -215,9 +225,18 @@ class FeatureSpec:
                 )
 
     def _check_leak(self) -> None:
-        if self.label is not None and self.label in self._needed(labels=False):
-            user = self._needed(labels=False)[self.label]
-            raise OptionError(f"the label {self.label!r} is also an input of {user}; a model must not see its label")
+        inputs = self._needed(labels=False)
+        for column in self._label_columns():
+            if column in inputs:
+                raise OptionError(
+                    f"the label {column!r} is also an input of {inputs[column]}; a model must not see its label"
+                )
+
+    def _label_columns(self) -> dict[str, str]:
+        """Every column of labels, with the label that needs it."""
+        if isinstance(self.label, str):
+            return {self.label: "the label"}
+        return {label.column: f"the label of task {label.name!r}" for label in self.labels}
 
 
 def _names(columns: object) -> set[str]:
