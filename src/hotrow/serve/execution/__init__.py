@@ -13,6 +13,7 @@ In reading order:
     two_part_tower.py       TwoPartTower: the user part and the candidate part, with one set of weights
     tower_weights.py        replaces the weights of all that run a tower
     towers.py               runs a tower on compiled buckets, otherwise on the original graph
+    two_part_tower.py       a tower with a user part: both graphs, and one set of weights
     artifact_check.py       compares and times an artifact before it takes traffic
     padded_inputs.py        each lane's padded input tensors, per bucket
     cuda_graphs.py          a bucket as a captured CUDA graph

@@ -2,13 +2,14 @@
 
 Depending on the kind of refusal, torch gives the user's frames in the traceback, in the exception's attribute
 `real_stack`, or in a "User code" section of the message. `source_line` takes the innermost frame that is neither
-torch's nor of this package. For a size that cannot be free, `line_of_guard` finds it by a second export.
+torch's nor HotRow's. For a size that cannot be free, `line_of_guard` finds it by a second export.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,7 +19,9 @@ import torch
 from torch import nn
 
 _OWN = str(Path(__file__).parent)
+_HOTROW = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
+_STANDARD = sysconfig.get_paths()["stdlib"]
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
 _GUARD = re.compile(r"eval (?:\[guard suppressed\] )?(.*) \[guard added\]")
 _EQUAL_SIZES = re.compile(r"Eq\(s\d+(?: \+ \d+)?, s\d+(?: \+ \d+)?\)")
@@ -84,8 +87,12 @@ class _GuardLines(logging.Handler):
         guard = _GUARD.search(record.getMessage())
         if self.first or guard is None or _EQUAL_SIZES.fullmatch(guard[1]):
             return
-        users = [f for f in traceback.extract_stack() if _is_users(f.filename) and f.name == "forward"]
-        if users:
+        stack = traceback.extract_stack()
+        tower = max(
+            (at for at, f in enumerate(stack) if f.filename.startswith(_OWN) and f.name == "forward"), default=0
+        )
+        users = [frame for frame in stack[tower + 1 :] if _is_users(frame.filename)]
+        if tower and users:
             frame = users[-1]
             self.first = f"{frame.filename}:{frame.lineno}{_text(frame.filename, frame.lineno or 0)}"
 
@@ -117,7 +124,8 @@ def _is_users(file: str) -> bool:
     if file.startswith("<"):
         return False
     path = str(Path(file).absolute())
-    return not path.startswith((_TORCH, _OWN)) and "/hotrow/serve/" not in path and not path.endswith("_ops.py")
+    standard = path.startswith(_STANDARD) and "-packages" not in path
+    return not path.startswith((_TORCH, _HOTROW)) and not standard and "/sympy/" not in path
 
 
 def _text(file: str, number: int) -> str:

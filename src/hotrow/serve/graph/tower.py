@@ -29,10 +29,21 @@ from torch.export.passes import move_to_device_pass
 from hotrow.errors import OptionError, RepositoryError, choices
 from hotrow.serve.graph import export_errors, graph_rewrite, two_parts
 from hotrow.serve.graph.graph_arguments import arguments_of, output_names
-from hotrow.serve.graph.tower_inputs import CANDIDATES, ENCODING, USER, USER_OF, WHOLE, TowerInputs
+from hotrow.serve.graph.tower_inputs import (
+    CANDIDATES,
+    ENCODING,
+    LENGTHS,
+    USER,
+    USER_OF,
+    WHOLE,
+    TowerInputs,
+    drop_padding,
+    pad_empty,
+)
 
 TOLERANCE = 1e-5  # between graph and tower, relative to the largest logit
 CHECKED = ((1, 1), (2, 3), (7, 1), (5, 4))  # rows and length of sequences
+DETECT_CAUSAL = "_detect_is_causal_mask"  # of torch.nn.modules.transformer; undocumented, so it may not exist
 LONGEST_CHECKED = 4096  # a plain attention over it takes 64 MB a head
 
 
@@ -77,14 +88,19 @@ def trace(tower: nn.Module, inputs: TowerInputs) -> Traced:
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Without torch's fast path of nn.TransformerEncoder, which a graph has not: it branches on the values of masks and
-    makes nested tensors."""
+    """Without what nn.TransformerEncoder does by the values of masks, which a graph cannot: its fast path over nested
+    tensors, and the comparison of its mask with a causal one. Results are the same to rounding."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    detect = getattr(torch.nn.modules.transformer, DETECT_CAUSAL, None)
+    if detect is not None:
+        setattr(torch.nn.modules.transformer, DETECT_CAUSAL, lambda mask, is_causal=None, size=None: bool(is_causal))
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+        if detect is not None:
+            setattr(torch.nn.modules.transformer, DETECT_CAUSAL, detect)
 
 
 def check_logits(logits: Any, rows: int) -> int:
@@ -260,6 +276,7 @@ class OriginalTower:
         self._reads_dense = bool(inputs.dense) and part != USER
         if part == CANDIDATES:
             self._names += [name for name in arguments["vectors"] if name.startswith(ENCODING)]
+        self._jagged = [at for at, name in enumerate(self._names) if f"{name}{LENGTHS}" in self._names]
         mine = weights if part == WHOLE else {name: weights[name] for name in arguments["weights"]}
         self._weights = {name: value.to(self.device) for name, value in mine.items()}
         self._check_arguments()
@@ -283,12 +300,14 @@ class OriginalTower:
     ) -> Sequence[Tensor]:
         """All outputs, in the order of `outputs`: of a user part, the tensors of the encoding."""
         chosen = self._weights if weights is None else weights
-        arguments = [*self._constants, *chosen.values(), *[vectors[name] for name in self._names]]
+        read = [vectors[name] for name in self._names]
+        padded = pad_empty(read, self._jagged)
+        arguments = [*self._constants, *chosen.values(), *(padded or read)]
         if self._reads_dense:
             assert dense is not None
             arguments.append(dense)
         outputs: Sequence[Tensor] = self._call(*arguments)
-        return outputs
+        return outputs if padded is None else drop_padding(self.outputs, outputs)
 
     def join_activations(self) -> int:
         """On a GPU: fuse linear layers with their ReLU (graph_rewrite.py). Returns how many."""

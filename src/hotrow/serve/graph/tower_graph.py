@@ -33,7 +33,7 @@ from torch import Tensor
 from hotrow.errors import BatchError, OptionError
 from hotrow.serve.graph import graph_rewrite
 from hotrow.serve.graph.graph_arguments import arguments_of, output_names
-from hotrow.serve.graph.tower_inputs import ENCODING, LENGTHS, USER_OF
+from hotrow.serve.graph.tower_inputs import ENCODING, LENGTHS, TIMES, USER_OF, drop_padding, pad_empty
 from hotrow.undocumented import ChangedError, describe
 
 Weights = tuple[Tensor, ...]
@@ -121,6 +121,8 @@ class TowerGraph:
         self.totals = any(i.of is not None for i in self.inputs)
         # Whether a batch may be run in slices of its rows: not if its rows divide the events of a jagged history.
         self.splits = not any(i.has_rows and i.vector.endswith(LENGTHS) and i.of is not None for i in self.inputs)
+        events = {i.of for i in self.inputs if i.of is not None and i.vector != USER_OF}
+        self._jagged = [at for at, given in enumerate(self.inputs) if given.axes and given.axes[0] in events]
         self.output_axes = _output_axes(program, self.inputs)
         self.digest = _digest(program)
 
@@ -150,8 +152,9 @@ class TowerGraph:
 
     def run_all(self, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the original graph; returns its outputs, in the order of `outputs`."""
-        found: Sequence[Tensor] = self._rewritten(*weights, *inputs)
-        return found
+        padded = pad_empty(inputs, self._jagged)
+        found: Sequence[Tensor] = self._rewritten(*weights, *(padded or inputs))
+        return found if padded is None else drop_padding(self.outputs, found)
 
     @property
     def custom_ops(self) -> dict[str, str]:
@@ -183,8 +186,8 @@ class TowerGraph:
         return Shape(inputs[rows].shape[axis], tuple(lengths))
 
     def random_inputs(self, shape: Shape, device: torch.device, seed: int = 0) -> list[Tensor]:
-        """Random inputs of a shape: normal numbers, masks that are true for a prefix of at least one position, lengths
-        that sum to at most the events, and sorted users of rows."""
+        """Random inputs of a shape: normal numbers, times of events, masks that are true for a prefix of at least one
+        position, lengths that sum to at most the events, and sorted users of rows."""
         generator = torch.Generator().manual_seed(seed)
         drawn: dict[tuple[int | None, int], Tensor] = {}  # aligned histories have equal lengths
         tensors = []
@@ -276,6 +279,8 @@ def _drawn(given: Input, sizes: tuple[int, ...], generator: torch.Generator) -> 
         return torch.arange(sizes[-1]) < lengths.unsqueeze(-1)
     if given.dtype.is_floating_point:
         return torch.randn(sizes, generator=generator).to(given.dtype)
+    if given.dtype == torch.int64 and given.jagged:  # the times of events
+        return TIMES + torch.randint(0, 1 << 31, sizes, generator=generator)
     return torch.zeros(sizes, dtype=given.dtype)
 
 
@@ -322,7 +327,7 @@ def _inputs(program: torch.export.ExportedProgram, names: Sequence[str | None]) 
 def _divides(given: Input, first_axis: Mapping[str, int | None]) -> int | None:
     """For lengths, the axis of their history's events; for user_of, that of the users; otherwise None."""
     if given.vector == USER_OF:
-        by_user = (axis for name, axis in first_axis.items() if name.startswith(ENCODING) and name.endswith(LENGTHS))
+        by_user = [a for name, a in first_axis.items() if name.startswith(ENCODING) and name.endswith(LENGTHS)]
         return next((axis for axis in (*by_user, *_encoding_axes(first_axis)) if axis is not None and axis < 0), None)
     values = first_axis.get(given.vector.removesuffix(LENGTHS)) if given.vector.endswith(LENGTHS) else None
     return values if values is not None and values < 0 and given.dtype == torch.int64 else None

@@ -15,7 +15,7 @@ The candidate part reads `user_of` and the encoding, whose tensors are named "en
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ WHOLE, USER, CANDIDATES = "whole", "user", "candidates"  # parts of a tower
 USER_OF, ENCODING = "user_of", "encoding."
 MASK, LENGTHS = "_mask", "_lengths"
 ROWS, USERS, LENGTH, EVENTS = "rows", "users", "length of ", "events of "
+TIMES = 1_700_000_000_000  # milliseconds; the first time that an example may have
 DIM_MOST = 1 << 31  # of a size that nothing limits
 
 
@@ -107,7 +108,8 @@ class TowerInputs:
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Random vectors and dense features, drawn without changing torch's random state.
 
-        Histories have `least` to `length` events, at most their max_length. `user_of` is sorted, as a server's is.
+        Histories have `least` to `length` events, at most their max_length. A number feature of a two-part tower's rows
+        that is aligned with no history has one, such as the time of the request. `user_of` is sorted, as a server's is.
         Jagged histories have `padding` more events, which are not zero, at the end.
         """
         draw = torch.Generator().manual_seed(seed)
@@ -122,7 +124,8 @@ class TowerInputs:
             group = self.group(feature)
             longest = min(length, self.max_length(feature) or length)
             if group not in lengths:
-                lengths[group] = torch.randint(min(least, longest), longest + 1, (count,), generator=draw)
+                low, high = (1, 1) if self._is_single(feature) else (min(least, longest), longest)
+                lengths[group] = torch.randint(low, high + 1, (count,), generator=draw)
             if self.jagged:
                 events = int(lengths[group].sum()) + padding
                 vectors[feature] = _drawn((events, *width), feature in self.widths, draw)
@@ -147,6 +150,10 @@ class TowerInputs:
             }
             for tensor in (self.tensors() if tensors is None else tensors)
         }
+
+    def _is_single(self, feature: str) -> bool:
+        alone = not any(feature in group for group in self.aligned)
+        return bool(self.user) and alone and feature in self.numbers and feature not in self.user
 
     def _dim(self, size: str, dims: dict[str, Any]) -> Any:
         """The Dim of a free size; None if it can only be 1."""
@@ -175,6 +182,27 @@ class TowerInputs:
             length = f"{LENGTH}{self.group(feature)}"
             yield TowerTensor(feature, dtype, (entity, length, *width))
             yield TowerTensor(f"{feature}{MASK}", torch.bool, (entity, length))
+
+
+def pad_empty(tensors: Sequence[Tensor], places: Iterable[int]) -> list[Tensor] | None:
+    """The tensors, where a jagged one (at `places`) without any event gets one that belongs to no one; None if all
+    have events. Many operators refuse tensors without elements, and a graph cannot branch on it as a tower may."""
+    empty = [at for at in places if not tensors[at].shape[0]]
+    if not empty:
+        return None
+    padded = list(tensors)
+    for at in empty:
+        padded[at] = padded[at].new_zeros(1, *padded[at].shape[1:])
+    return padded
+
+
+def drop_padding(names: Sequence[str], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of an encoding without events that belong to no one."""
+    found = dict(zip(names, outputs, strict=True))
+    return [
+        value[: int(found[f"{name}{LENGTHS}"].sum())] if f"{name}{LENGTHS}" in found else value
+        for name, value in found.items()
+    ]
 
 
 def encoding_tensors(examples: list[dict[str, Tensor]]) -> list[TowerTensor]:
@@ -209,4 +237,4 @@ def _drawn(sizes: tuple[int, ...], real: bool, draw: torch.Generator) -> Tensor:
     """Vectors, or times in milliseconds that differ by seconds to weeks."""
     if real:
         return torch.randn(*sizes, generator=draw) * 0.1
-    return 1_700_000_000_000 + torch.randint(0, 1 << 31, sizes, generator=draw)
+    return TIMES + torch.randint(0, 1 << 31, sizes, generator=draw)

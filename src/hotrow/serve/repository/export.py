@@ -83,6 +83,7 @@ def export(
     max_lengths: Mapping[str, int] | None = None,
     aligned: Sequence[Sequence[str]] | None = None,
     tasks: Sequence[Task] | None = None,
+    numbers: Sequence[str] = (),
 ) -> Version:
     """Write `model` as the next version of `path`, such as "repository/ctr", for `hr.Engine` and `hotrow serve`.
 
@@ -96,6 +97,7 @@ def export(
     (`trainer.tasks`): their kinds decide whether a logit is answered as a probability, a value or a rate.
     `max_lengths` are the most events of histories by feature, where tables do not say it (`hr.Table(max_length=)`), and
     `aligned` are groups of features that are columns of one history, besides those that the tower names.
+    `numbers` are int64 features without rows that neither the spec nor the tower names.
 
     >>> import tempfile, torch, hotrow as hr
     >>> embeddings = hr.EmbeddingCollection([hr.Table("user", dim=4), hr.Table("item", dim=4)])
@@ -124,7 +126,7 @@ def export(
     )
     _check_spec(embeddings, features)
     dense = _dense(model, features, dense_features)
-    inputs = describe_inputs(model.tower, embeddings, dense, features, max_lengths, aligned)
+    inputs = describe_inputs(model.tower, embeddings, dense, features, max_lengths, aligned, numbers)
     traced, inputs = trace_with_lengths(model.tower, inputs, features)
     if options.tasks and len(options.tasks) != traced.tasks:
         raise OptionError(

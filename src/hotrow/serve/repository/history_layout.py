@@ -31,23 +31,26 @@ def describe_inputs(
     spec: FeatureSpec | None,
     max_lengths: Mapping[str, int] | None,
     aligned: Groups | None,
+    numbers: Sequence[str] = (),
 ) -> TowerInputs:
     """The tower's inputs, from its attributes, the tables and the options of the export."""
     form = TowerForm.of(tower)
-    given = (*form.aligned, *(aligned or ()), *getattr(spec, "aligned", ()))
     keyed = [feature for rows in embeddings.tables for feature in rows.table.poolings]
     declared = (
+        *numbers,
+        *getattr(spec, "number_names", ()),
         *getattr(tower, "numbers", ()),
         *form.user_features,
         *(name for group in form.aligned for name in group),
     )
-    numbers = tuple(dict.fromkeys(name for name in declared if name not in keyed))
-    histories = {*embeddings.sequences, *numbers}
-    groups = _join_groups(given, histories)
+    names = tuple(dict.fromkeys(name for name in declared if name not in keyed))
+    histories = {*embeddings.sequences, *names}
+    of_spec = [[name for name in group if name in histories] for group in getattr(spec, "aligned", ())]
+    groups = _join_groups([*form.aligned, *(aligned or ()), *(g for g in of_spec if len(g) > 1)], histories)
     return TowerInputs.of(
         embeddings,
         dense,
-        numbers=numbers,
+        numbers=names,
         jagged=form.jagged,
         user=form.user_features,
         aligned=groups,
