@@ -19,8 +19,8 @@ from hotrow.bench.sequences.workload import DIM, scaled
 from hotrow.errors import HotRowError
 
 ITEMS, CATEGORIES, CANDIDATES = 50_000, 100, 500
-SEEN, ITEM = "seen", "item"  # with rows; the others are numbers
-OF_EVENTS, OF_CANDIDATES = ("seen_time", "seen_category"), ("now", "item_category")
+SEEN, ITEM = "seen", "item"
+NUMBERS = ("now", "item_category")  # of candidates
 FIRST_TIME, MONTH = 1_700_000_000_000, 30 * 86_400_000  # milliseconds
 TOLERANCE = 1e-5
 
@@ -34,7 +34,7 @@ def export(tower: nn.Module, path: Path) -> Path:
         nothing = hr.Jagged(torch.empty(0, dtype=torch.int64), torch.zeros(len(keys) + 1, dtype=torch.int64))
         model.embeddings(hr.KeyedBatch({SEEN: nothing, ITEM: hr.Jagged(keys)}))
     read = {getattr(tower, name, None) for name in ("time", "category")}
-    hr.export(model, path, numbers=[name for name in OF_CANDIDATES if name in read])
+    hr.export(model, path, numbers=[name for name in NUMBERS if name in read])
     return path
 
 
@@ -55,9 +55,9 @@ class Request:
             return torch.randint(0, most, (count,), generator=draw)
 
         times = FIRST_TIME + integers(MONTH, events).sort().values
-        of_events = dict(zip((SEEN, *OF_EVENTS), (integers(items, events), times, integers(categories, events))))
+        of_events = {SEEN: integers(items, events), "seen_time": times, "seen_category": integers(categories, events)}
         now = torch.full((rows,), FIRST_TIME + MONTH)
-        candidates = dict(zip((ITEM, *OF_CANDIDATES), (integers(items, rows), now, integers(categories, rows))))
+        candidates = {ITEM: integers(items, rows), "now": now, "item_category": integers(categories, rows)}
         return Request(of_events, candidates)
 
     @property

@@ -33,10 +33,11 @@ def towers() -> dict[str, Callable[[], nn.Module]]:
     """The towers by the names of their rows."""
     history = hr.models.History(["seen"], max_length=EVENTS)
     timed = hr.models.History(["seen"], times="seen_time", max_length=EVENTS)
-    sizes = {"width": DIM, "heads": HEADS, "layers": LAYERS}
     return {
-        "": lambda: hr.models.BST(["item"], [history], "item", DIM, **sizes),
-        "/hstu": lambda: hr.models.HSTU(["item"], [timed], "item", DIM, time="now", **sizes),
+        "": lambda: hr.models.BST(["item"], [history], "item", DIM, width=DIM, heads=HEADS, layers=LAYERS),
+        "/hstu": lambda: hr.models.HSTU(
+            ["item"], [timed], "item", DIM, time="now", width=DIM, heads=HEADS, layers=LAYERS
+        ),
     }
 
 
@@ -50,9 +51,10 @@ def results() -> Iterator[Result | str]:
             with tempfile.TemporaryDirectory(prefix="hotrow-bench-") as folder:
                 yield f"sequences/user_once{name}: exporting"
                 path = export(make(), Path(folder) / "ctr")
-                with hr.Engine(path, device=device()) as plain, hr.Engine(
-                    path, device=device(), user_cache=CACHE
-                ) as cached:
+                with (
+                    hr.Engine(path, device=device()) as plain,
+                    hr.Engine(path, device=device(), user_cache=CACHE) as cached,
+                ):
                     yield from _measured(f"sequences/user_once{name}", plain, cached)
     finally:
         torch.set_num_threads(before[0])
@@ -76,9 +78,7 @@ def _measured(name: str, plain: hr.Engine, cached: hr.Engine) -> Iterator[Result
     batches = request.expanded(plain, chunk)
     check_equal("repeated histories", _logits(plain, batches), expected)
     yield f"{name}: in turns, the peer with {chunk} candidates at once"
-    ours, peer = alternate(
-        [lambda i: plain.logits(once), lambda i: _logits(plain, batches)], 1, EXPANDED_REPEATS
-    )
+    ours, peer = alternate([lambda i: plain.logits(once), lambda i: _logits(plain, batches)], 1, EXPANDED_REPEATS)
     yield lower(name, "ms", ours.median * 1e3, "expanded", peer.median * 1e3, ours.spread)
     hit, miss = alternate([lambda i: cached.logits(once), lambda i: plain.logits(once)], WARMUP, REPEATS)
     yield lower(f"{name}/cached", "ms", hit.median * 1e3, "no cache", miss.median * 1e3, hit.spread)

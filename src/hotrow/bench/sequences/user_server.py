@@ -24,7 +24,7 @@ import hotrow as hr
 from hotrow.bench.harness import Result, lower
 from hotrow.bench.sequences import user_once
 from hotrow.bench.sequences.served_tower import Request, check_equal, export
-from hotrow.bench.sequences.workload import device, scaled
+from hotrow.bench.sequences.workload import DIM, LAYERS, device, scaled
 from hotrow.bench.serving.serve_process import ServerProcess, hotrow_serve
 from hotrow.client import Client
 
@@ -68,7 +68,7 @@ def results() -> Iterator[Result | str]:
 
 def cache_bytes() -> str:
     """Room for a third of the users: keys and values of all layers, float32, for each event."""
-    encoding = scaled(user_once.EVENTS, 8) * user_once.LAYERS * 2 * user_once.DIM * 4
+    encoding = scaled(user_once.EVENTS, 8) * LAYERS * 2 * DIM * 4
     return str(encoding * USERS // 3)
 
 

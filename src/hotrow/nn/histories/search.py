@@ -7,8 +7,8 @@ with the logarithm of the history's length.
 Soft search takes the k events whose vectors have the largest inner product with the candidate's: exactly those, up to
 rounding. `most_similar` is an operator, `hotrow::most_similar`, that takes one user's candidates and events at a time.
 On a CPU with AVX-512 VNNI the core computes it (core/search/similar_events.h): products in 8 bits, and in float32 for
-the events that 8 bits leave open. Elsewhere it is a matrix product and torch.topk, never more than SCORES_AT_ONCE scores
-at once. It reads the lengths on the host, so no CUDA graph can hold it.
+the events that 8 bits leave open. Elsewhere it is a matrix product and torch.topk of SCORES_AT_ONCE scores at most. It
+reads the lengths on the host, so no CUDA graph can hold it.
 
 Both give int64 `[rows, k]` and how many of the k are real, which come first. The choice has no gradient.
 """
