@@ -48,9 +48,9 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 // The events of a user in 8 bits. Blocks of 16 events: 4 adjacent dims of each event, then the next 4 of each.
 struct Packed {
-  size_t blocks, groups;  // groups of 4 dims
-  std::vector<uint8_t> values;             // the integer plus 128
-  std::vector<float> scale, norm, lost;    // of each event: the scale, |e|, |e - scale * integers|
+  size_t blocks, groups;                 // groups of 4 dims
+  std::vector<uint8_t> values;           // the integer plus 128
+  std::vector<float> scale, norm, lost;  // of each event: the scale, |e|, |e - scale * integers|
 };
 
 struct Rounded {
@@ -82,8 +82,7 @@ HOTROW_VNNI Rounded round_values(const float* values, size_t dim, uint8_t* to, s
     const size_t filled = std::min<size_t>(4, (dim - i + 3) / 4);
     for (size_t word = 0; word < filled; ++word) std::memcpy(to + (i / 4 + word) * stride, &words[word], 4);
   }
-  return {scale, std::sqrt(_mm512_reduce_add_ps(squares)),
-          std::sqrt(_mm512_reduce_add_ps(rest))};
+  return {scale, std::sqrt(_mm512_reduce_add_ps(squares)), std::sqrt(_mm512_reduce_add_ps(rest))};
 }
 
 HOTROW_VNNI void pack_block(const SimilarInputs& in, const float* events, size_t length, size_t block, Packed& to) {
@@ -112,8 +111,8 @@ HOTROW_VNNI size_t count_from(const float* values, size_t count, float least) {
   const __m512 bound = _mm512_set1_ps(least);
   size_t found = 0;
   for (size_t i = 0; i < count; i += kLanes)
-    found += __builtin_popcount(
-        _mm512_mask_cmp_ps_mask(mask_of(count - i), _mm512_loadu_ps(values + i), bound, _CMP_GE_OQ));
+    found +=
+        __builtin_popcount(_mm512_mask_cmp_ps_mask(mask_of(count - i), _mm512_loadu_ps(values + i), bound, _CMP_GE_OQ));
   return found;
 }
 
