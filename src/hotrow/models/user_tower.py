@@ -89,8 +89,8 @@ ReaderFactory = Callable[[History, Sequence[int]], HistoryReader]
 class UserTower(FeatureTower):
     """The base of towers over histories. `reader` makes a HistoryReader for each.
 
-    `user_features`, `aligned`, `prefixes`, `causal` and `max_lengths` describe its inputs to whoever runs, exports or
-    serves it.
+    `user_features`, `aligned`, `numbers`, `prefixes`, `causal` and `max_lengths` describe its inputs to whoever runs,
+    exports or serves it.
     """
 
     jagged = True
@@ -106,6 +106,8 @@ class UserTower(FeatureTower):
         columns = [column for history in self.histories for column in history.columns]
         self.user_features: tuple[str, ...] = (*columns, *self.user_widths)
         self.aligned = tuple(history.columns for history in self.histories if len(history.columns) > 1)
+        of_history = [name for history in self.histories for name in (history.times, history.categories)]
+        self.numbers = tuple(name for name in (*of_history, self.time, self.category) if name is not None)
         self.max_lengths = {column: history.max_length for history in self.histories for column in history.columns}
         target = [self.widths[name] for name in self.target]
         self.readers = nn.ModuleList(reader(history, target) for history in self.histories)
