@@ -64,7 +64,19 @@ class TowerForm:
         """
         for group in self.aligned:
             self._check_aligned(batch, group)
+        if self.user_features and batch.user_of is not None:
+            self._check_users(batch)
         return batch.share_users(self.user_features, self.prefixes) if self.user_features else batch
+
+    def _check_users(self, batch: KeyedBatch) -> None:
+        wanted = {name for name in self.user_features if name in batch.ids or name in batch.numbers}
+        if wanted != set(batch.user_features):
+            given = ", ".join(sorted(batch.user_features)) or "none"
+            raise BatchError(
+                f"the batch's users have the features {given}, but the tower's user part reads "
+                f"{', '.join(sorted(wanted))}; give it the batch without users, or with "
+                "batch.share_users(tower.user_features)"
+            )
 
     def _check_aligned(self, batch: KeyedBatch, group: tuple[str, ...]) -> None:
         present = [name for name in group if name in batch.ids or name in batch.numbers]

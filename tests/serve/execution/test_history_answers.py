@@ -33,7 +33,8 @@ def without_events(batch: hr.KeyedBatch, name: str) -> hr.KeyedBatch:
     columns = {column for history in tower.histories for column in history.columns}
     empty = hr.Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(batch.size + 1, dtype=torch.int64))
     ids, numbers = (
-        {one: empty if one in columns else jagged for one, jagged in part.items()} for part in (batch.ids, batch.numbers)
+        {one: empty if one in columns else jagged for one, jagged in part.items()}
+        for part in (batch.ids, batch.numbers)
     )
     return hr.KeyedBatch(ids, batch.dense, numbers=numbers)
 
@@ -66,7 +67,8 @@ def test_answers_of_an_exported_tower_are_its_trainers(tmp_path: Path, name: str
     trainer = trained(name)
     tower = trainer.model.tower
     version = hr.export(trainer.model, tmp_path / "ctr")
-    assert {most for most in version.manifest["signature"]["max_lengths"].values()} == {histories.MOST}
+    limits = version.manifest["signature"]["max_lengths"]
+    assert {limits[one] for history in tower.histories for one in history.columns} == {histories.MOST}
     batches = [histories.batch(name, 50 + seed, users=4, rows=rows) for seed, rows in enumerate((1, 9, 40))]
     assert max(int(batches[2].column(one.name).lengths().max()) for one in tower.histories) == histories.MOST
     batches += [slice_batch(batches[2], 0, 1), without_events(batches[1], name)]
