@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from hotrow.batch import KeyedBatch
 from hotrow.config import Memory
@@ -28,6 +27,7 @@ from hotrow.model_partition.tower_part import TowerPart, Vectors, rest_of, tower
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.optim import Optimizer
 from hotrow.table import Table
+from hotrow.undocumented import look_up
 
 TOLERANCE = 1e-6  # between the model and its parts, relative to the largest output
 
@@ -41,7 +41,7 @@ class PartitionedRecommender(Recommender):
 
     def batch(self, *args: Any, labels: Tensor | None = None, time: Tensor | None = None, **kwargs: Any) -> KeyedBatch:
         """The batch of inputs that the model would be called with."""
-        inputs, structure = pytree.tree_flatten((args, kwargs))
+        inputs, structure = look_up("torch.utils._pytree:tree_flatten")((args, kwargs))
         if structure != self._structure:
             raise BatchError(f"the inputs have another structure than the example: {structure} and {self._structure}")
         return self.keys.batch(inputs, labels, time)
@@ -74,7 +74,7 @@ def partition(
     >>> torch.allclose(cut.eval()(cut.batch(ids)), model(ids).squeeze(1))
     True
     """
-    inputs, structure = pytree.tree_flatten((tuple(example), dict(kwargs or {})))
+    inputs, structure = look_up("torch.utils._pytree:tree_flatten")((tuple(example), dict(kwargs or {})))
     _check_inputs(inputs)
     was_training = module.training
     try:
@@ -121,7 +121,8 @@ def _check_inputs(inputs: Sequence[Any]) -> None:
 def _export(module: nn.Module, example: Sequence[Any], kwargs: Mapping[str, Any] | None) -> ExportedProgram:
     """The model's graph, with every size free that the model leaves free."""
     arguments, named = tuple(example), dict(kwargs or {})
-    free = pytree.tree_map(lambda tensor: dict.fromkeys(range(tensor.dim()), Dim.AUTO), (arguments, named))
+    tree_map = look_up("torch.utils._pytree:tree_map")
+    free = tree_map(lambda tensor: dict.fromkeys(range(tensor.dim()), Dim.AUTO), (arguments, named))
     names = list(inspect.signature(module.forward).parameters)
     sizes = {**dict(zip(names, free[0], strict=False)), **free[1]}
     try:
@@ -161,7 +162,7 @@ def _output(program: ExportedProgram) -> Node:
 
 
 def _tensor_of(output: Any) -> Tensor:
-    (tensor,) = pytree.tree_leaves(output)
+    (tensor,) = look_up("torch.utils._pytree:tree_leaves")(output)
     assert isinstance(tensor, Tensor)
     return tensor
 

@@ -9,6 +9,9 @@ A tower says so by attributes, all optional:
                     on it and on earlier events alone. Examples whose histories are beginnings of one history then share
                     its encoding: `<name>_visible` says how much each sees
 
+An export also reads `numbers`, the names of features without rows, and `max_lengths`, the most events of a history by
+feature (serve/repository/history_layout.py).
+
 docs/decisions/0013-histories.md has the forms of the tensors.
 """
 

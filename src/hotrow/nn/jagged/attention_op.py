@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hotrow.nn.jagged import attention_cpu, reference
+from hotrow.undocumented import find
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor q_lengths, Tensor k_lengths, Tensor? own_k, Tensor? own_v, Tensor? visible, "
@@ -48,6 +49,7 @@ _library.define(
 _attention = torch.ops.hotrow.jagged_attention.default
 _forward = torch.ops.hotrow.jagged_attention_forward.default
 _backward = torch.ops.hotrow.jagged_attention_backward.default
+_below_autograd = find("torch._C:_AutoDispatchBelowAutograd", "Inference computes what only gradients need, too")
 
 
 def implement(key: str, forward: Forward, backward: Backward, inference: Callable[..., Tensor] | None = None) -> None:
@@ -97,7 +99,9 @@ def _autograd(*inputs: Any) -> Tensor:
     if torch.is_grad_enabled() and any(inputs[at] is not None and inputs[at].requires_grad for at in _WITH_GRADIENT):
         out: Tensor = _Differentiable.apply(*inputs)
         return out
-    with torch._C._AutoDispatchBelowAutograd():
+    if _below_autograd is None:
+        return _forward(*inputs)[0]  # type: ignore[no-any-return]
+    with _below_autograd():
         return _attention(*inputs)  # type: ignore[no-any-return]
 
 
