@@ -116,8 +116,9 @@ def _declared_lengths(
             raise OptionError(f"aligned features have different largest lengths: {listed}; give one")
         if known:
             found |= dict.fromkeys(group, next(iter(known.values())))
+    single = {name for name, most in of_tower.items() if most == 1 and name not in embeddings.sequences}
     for name, kept in _spec_lengths(spec).items():
-        if name in found and kept > found[name]:
+        if name in found and kept > found[name] and name not in single:
             source = "max_lengths=" if name in option else "the tower" if name in of_tower else "its table"
             raise OptionError(
                 f"features= keeps up to {kept} events of {name!r}, but {source} says {found[name]}; make them agree, "
