@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.nn.jagged import attention_cpu, reference
+from hotrow.nn.jagged import attention_cpu, attention_cuda, reference
 from hotrow.undocumented import find
 
 _INPUTS = (
@@ -49,7 +49,6 @@ _library.define(
 _attention = torch.ops.hotrow.jagged_attention.default
 _forward = torch.ops.hotrow.jagged_attention_forward.default
 _backward = torch.ops.hotrow.jagged_attention_backward.default
-_below_autograd = find("torch._C:_AutoDispatchBelowAutograd", "Inference computes what only gradients need, too")
 
 
 def implement(key: str, forward: Forward, backward: Backward, inference: Callable[..., Tensor] | None = None) -> None:
@@ -95,18 +94,24 @@ class _Differentiable(torch.autograd.Function):
         return tuple(gradients)
 
 
+# Skips the bookkeeping of gradients where none is wanted; torch does not document it.
+_below_autograd = find("torch._C:_AutoDispatchBelowAutograd", "Attention without gradients runs as with gradients")
+
+
 def _autograd(*inputs: Any) -> Tensor:
-    if torch.is_grad_enabled() and any(inputs[at] is not None and inputs[at].requires_grad for at in _WITH_GRADIENT):
+    wanted = torch.is_grad_enabled() and any(
+        inputs[at] is not None and inputs[at].requires_grad for at in _WITH_GRADIENT
+    )
+    if wanted or _below_autograd is None:
         out: Tensor = _Differentiable.apply(*inputs)
         return out
-    if _below_autograd is None:
-        return _forward(*inputs)[0]  # type: ignore[no-any-return]
     with _below_autograd():
         return _attention(*inputs)  # type: ignore[no-any-return]
 
 
 implement("CompositeExplicitAutograd", reference.forward, reference.backward)
 implement("CPU", attention_cpu.forward, attention_cpu.backward, attention_cpu.infer)
+implement("CUDA", attention_cuda.forward, attention_cuda.backward)
 for _name, _shapes in (("", _meta), ("_forward", _meta_forward), ("_backward", _meta_backward)):
     _library.impl(f"jagged_attention{_name}", _shapes, "Meta")
 _library.impl("jagged_attention", _autograd, "Autograd")
