@@ -110,6 +110,7 @@ class KeyedBatch:
             for name, events in self.visible.items():
                 _check(f"visible[{name!r}]", events, torch.int64, 1, "a number of events per example, int64")
                 sizes[f"visible[{name!r}]"] = events.shape[0]
+                self._check_visible(name, events)
         elif users:
             raise BatchError(f"user_features={sorted(users)} without user_of; give the user of each example, int64")
         if self.dense is not None:
@@ -136,6 +137,21 @@ class KeyedBatch:
                 + "; every feature needs one entry per example (an empty list is one)"
             )
         object.__setattr__(self, "size", next(iter(sizes.values())))
+
+    def _check_visible(self, name: str, events: Tensor) -> None:
+        user_of = self.user_of
+        if name not in self.user_features or not (name in self.ids or name in self.numbers):
+            raise BatchError(f"visible has {name!r}, which is no user feature of the batch; leave it out")
+        if user_of is None or events.shape != user_of.shape:
+            return  # told by the sizes
+        most = self.column(name).lengths()[user_of]
+        wrong = (events < 0) | (events > most)
+        if bool(wrong.any()):
+            at = int(wrong.nonzero()[0])
+            raise BatchError(
+                f"visible[{name!r}] is {int(events[at])} for example {at}, whose user has {int(most[at])} events; give "
+                f"0 to {int(most[at])}"
+            )
 
     @property
     def users(self) -> int:
@@ -192,6 +208,14 @@ class KeyedBatch:
     def id_count(self) -> int:
         """How many ids, over all features."""
         return sum(jagged.values.numel() for jagged in self.ids.values())
+
+
+def missing_number(name: str) -> str:
+    """What to say of a batch without a number feature that a tower reads."""
+    return (
+        f"the batch has no number {name!r}, which the tower reads; give it as int64 without rows: "
+        f"hr.KeyedBatch(..., numbers={{{name!r}: hr.Jagged(...)}})"
+    )
 
 
 def _column(jagged: Jagged) -> Column:

@@ -106,7 +106,7 @@ def test_towers_over_histories_take_their_widths_from_the_tables(
     assert isinstance(tower, kind)
     assert tower.user_features == ("seen", "action", "seen_time", "user")
     assert tower.aligned == (("seen", "action", "seen_time"),)
-    assert tower.max_lengths == {"seen": 20, "action": 20, "seen_time": 20}
+    assert tower.max_lengths == {"seen": 20, "action": 20, "seen_time": 20, **({"now": 1} if tower.time else {})}
     assert tower.histories[0].widths == SEQUENCES
 
 

@@ -134,8 +134,10 @@ def test_each_user_is_encoded_once() -> None:
         assert shape[0] < batch.ids["seen_item"].values.numel()
 
 
-@pytest.mark.parametrize("lookahead", [0, 2])
-@pytest.mark.parametrize("tiers", [{"dram": "12MiB", "ssd": True}, {"hbm": "4MiB"}, {"hbm": "24KiB"}])
+@pytest.mark.parametrize("lookahead", [pytest.param(0, marks=pytest.mark.soak), 2])
+@pytest.mark.parametrize(
+    "tiers", [{"dram": "12MiB", "ssd": True}, pytest.param({"hbm": "4MiB"}, marks=pytest.mark.soak), {"hbm": "24KiB"}]
+)
 def test_every_budget_and_lookahead_gives_the_same_bits(
     tmp_path: Path, tiers: dict[str, object], lookahead: int
 ) -> None:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.errors import BatchError, OptionError, choices
-from hotrow.models.inputs import Features, common_width, feature_widths, present
+from hotrow.models.inputs import Features, common_width, feature_widths, present, present_number
+from hotrow.nn.histories.segments import users_of_events
 from hotrow.nn.mlp import linear
 from hotrow.nn.sizes import positive
 
@@ -121,7 +122,7 @@ class History:
         return HistoryColumns(joined, lengths, times, categories)
 
     def _column(self, vectors: Mapping[str, Tensor], name: str, width: int) -> Tensor:
-        values = present(vectors, name)
+        values = present(vectors, name) if width else present_number(vectors, name)
         if values.dim() == (3 if width else 2) or f"{name}_mask" in vectors:
             raise BatchError(
                 f"history {name!r} came padded, but the tower reads it jagged: {name!r} [events, dim] and "
@@ -151,6 +152,19 @@ class History:
             raise BatchError(
                 f"history {self.name!r} has {longest} events, but max_length={self.max_length}; keep the newest "
                 f"{self.max_length} (max_length= of the sequence in the feature spec), or build the tower for {longest}"
+            )
+        if self.times is not None:
+            self._check_times(vectors[self.times], lengths)
+
+    def _check_times(self, times: Tensor, lengths: Tensor) -> None:
+        users = users_of_events(lengths, times.shape[0])
+        falls = (times[1:] < times[:-1]) & (users[1:] == users[:-1]) & (users[1:] < lengths.shape[0])
+        if bool(falls.any()):
+            at = int(falls.nonzero()[0]) + 1
+            user = int(users[at])
+            raise BatchError(
+                f"the times {self.times!r} of history {self.name!r} run backwards: entry {user} has "
+                f"{int(times[at - 1])} and then {int(times[at])}; sort the events of each history by time, oldest first"
             )
 
 

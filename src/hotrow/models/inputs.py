@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from hotrow.batch import missing_number
 from hotrow.errors import BatchError, OptionError
 from hotrow.models.part_vectors import PartVectors
 from hotrow.nn.sizes import at_least, positive
@@ -153,4 +154,13 @@ def present(vectors: Mapping[str, Tensor], name: str) -> Tensor:
             f"no vectors for {name!r}; the collection gave: {', '.join(vectors) or 'none'}. "
             "Add the feature to a table, or leave it out of the tower"
         )
+    return vectors[name]
+
+
+def present_number(vectors: Mapping[str, Tensor], name: str) -> Tensor:
+    """The values of a number feature. Raises BatchError if there are none."""
+    if name not in vectors:
+        if isinstance(vectors, PartVectors):
+            vectors.refuse(name)
+        raise BatchError(missing_number(name))
     return vectors[name]

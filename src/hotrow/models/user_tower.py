@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hotrow.errors import BatchError, OptionError, choices
 from hotrow.models.history import History, HistoryColumns
-from hotrow.models.inputs import Features, FeatureTower, check_dense, pick, present
+from hotrow.models.inputs import Features, FeatureTower, check_dense, pick, present, present_number
 from hotrow.models.part_vectors import CandidateVectors, UserVectors
 from hotrow.models.ranking_top import RankingTop, TopOptions
 from hotrow.nn.histories.segments import RowGroups, first_events, group_rows, newest_seen
@@ -89,8 +89,8 @@ ReaderFactory = Callable[[History, Sequence[int]], HistoryReader]
 class UserTower(FeatureTower):
     """The base of towers over histories. `reader` makes a HistoryReader for each.
 
-    `user_features`, `aligned`, `prefixes`, `causal` and `max_lengths` describe its inputs to whoever runs, exports or
-    serves it.
+    `user_features`, `aligned`, `numbers`, `prefixes`, `causal` and `max_lengths` describe its inputs to whoever runs,
+    exports or serves it.
     """
 
     jagged = True
@@ -106,7 +106,10 @@ class UserTower(FeatureTower):
         columns = [column for history in self.histories for column in history.columns]
         self.user_features: tuple[str, ...] = (*columns, *self.user_widths)
         self.aligned = tuple(history.columns for history in self.histories if len(history.columns) > 1)
+        of_history = [name for history in self.histories for name in (history.times, history.categories)]
+        self.numbers = tuple(name for name in (*of_history, self.time, self.category) if name is not None)
         self.max_lengths = {column: history.max_length for history in self.histories for column in history.columns}
+        self.max_lengths |= {name: 1 for name in (self.time, self.category) if name is not None}
         target = [self.widths[name] for name in self.target]
         self.readers = nn.ModuleList(reader(history, target) for history in self.histories)
         widths = [*self.user_widths.values(), *self.candidate_widths.values()]
@@ -259,7 +262,7 @@ def _check_names(
 
 def _number(vectors: Mapping[str, Tensor], name: str) -> Tensor:
     """A number feature of one entry per row, int64 `[rows]`."""
-    values, lengths = present(vectors, name), present(vectors, f"{name}_lengths")
+    values, lengths = present_number(vectors, name), present(vectors, f"{name}_lengths")
     if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((lengths == 1).all()):
         at = int((lengths != 1).nonzero()[0])
         raise BatchError(f"example {at} has {int(lengths[at])} values of {name!r}; give each example one")

@@ -9,6 +9,9 @@ A tower says so by attributes, all optional:
                     on it and on earlier events alone. Examples whose histories are beginnings of one history then share
                     its encoding: `<name>_visible` says how much each sees
 
+An export also reads `numbers`, the names of features without rows, and `max_lengths`, the most events of a history by
+feature (serve/repository/history_layout.py).
+
 docs/decisions/0013-histories.md has the forms of the tensors.
 """
 
@@ -64,7 +67,19 @@ class TowerForm:
         """
         for group in self.aligned:
             self._check_aligned(batch, group)
+        if self.user_features and batch.user_of is not None:
+            self._check_users(batch)
         return batch.share_users(self.user_features, self.prefixes) if self.user_features else batch
+
+    def _check_users(self, batch: KeyedBatch) -> None:
+        wanted = {name for name in self.user_features if name in batch.ids or name in batch.numbers}
+        if wanted != set(batch.user_features):
+            given = ", ".join(sorted(batch.user_features)) or "none"
+            raise BatchError(
+                f"the batch's users have the features {given}, but the tower's user part reads "
+                f"{', '.join(sorted(wanted))}; give it the batch without users, or with "
+                "batch.share_users(tower.user_features)"
+            )
 
     def _check_aligned(self, batch: KeyedBatch, group: tuple[str, ...]) -> None:
         present = [name for name in group if name in batch.ids or name in batch.numbers]

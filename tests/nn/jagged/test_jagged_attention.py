@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hotrow
 from hotrow.errors import BatchError, OptionError
-from hotrow.nn.jagged import jagged_attention, reference
+from hotrow.nn.jagged import attention_op, jagged_attention, reference
 
 LENGTHS = [0, 1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 200]  # around the kernel's tiles
 FORMS = ("causal", "bidirectional", "cross", "visible", "own", "own_visible", "causal_own")
@@ -339,3 +339,9 @@ def test_unknown_kind_and_bad_divisor_are_refused() -> None:
         small(kind="softmx")
     with pytest.raises(OptionError, match=r"divisor is 0\.0; give a number above 0"):
         small(kind="silu", divisor=0.0)
+
+
+def test_without_torchs_private_guard_inference_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = small(causal=True)
+    monkeypatch.setattr(attention_op, "_below_autograd", None)
+    assert torch.equal(small(causal=True), want)

@@ -234,7 +234,7 @@ def encoding_tensors(examples: list[dict[str, Tensor]]) -> list[TowerTensor]:
 
 
 def _drawn(sizes: tuple[int, ...], real: bool, draw: torch.Generator) -> Tensor:
-    """Vectors, or times in milliseconds that differ by seconds to weeks."""
+    """Vectors, or times in milliseconds that differ by seconds to weeks and never run backwards."""
     if real:
         return torch.randn(*sizes, generator=draw) * 0.1
-    return TIMES + torch.randint(0, 1 << 31, sizes, generator=draw)
+    return TIMES + torch.randint(0, 1 << 31, sizes, generator=draw).sort().values

@@ -1,5 +1,7 @@
 """The limits of a model's histories: the most entries of a row, and columns that must be aligned.
 
+A number of a row (not of the user) with a largest length of 1, such as the time of a request, has exactly one entry.
+
 A request is checked when it is parsed (`check_columns`, HTTP status 400), and a batch when an engine gets it
 (`check_batch`, BatchError). Both have the same rules and the same messages.
 
@@ -12,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hotrow.batch import KeyedBatch
+from hotrow.batch import KeyedBatch, missing_number
 from hotrow.errors import BatchError
 from hotrow.serve.protocol.request import Array, Ids, Signature
 from hotrow.serve.protocol.tensors import invalid
@@ -31,7 +33,11 @@ def check_columns(signature: Signature, ids: Sequence[Ids]) -> None:
 
 
 def check_batch(signature: Signature, batch: KeyedBatch) -> None:
-    """Refuse a batch with too long or unaligned histories. Columns that the batch lacks are not checked."""
+    """Refuse a batch without a number that the model reads, or with too long or unaligned histories. Ids that the batch
+    lacks are not checked."""
+    for name in signature.numbers:
+        if name not in batch.numbers:
+            raise BatchError(missing_number(name))
     if not signature.max_lengths and not signature.aligned:
         return
 
@@ -50,6 +56,11 @@ def _fault(signature: Signature, lengths: Lengths) -> str:
     """What is wrong with a request or batch, or an empty string."""
     for name, most in signature.max_lengths.items():
         found = lengths(name)
+        if most == 1 and name in signature.numbers and name not in signature.user:
+            if found is not None and (found != 1).any():
+                row = int((found != 1).argmax())
+                return f"{name!r} has {int(found[row])} entries in row {row}; give each row one"
+            continue
         if found is not None and found.size and int(found.max()) > most:
             row = int(found.argmax())
             return (

@@ -96,9 +96,9 @@ def export(
     (`hr.Publish(snapshot=lambda n: hr.export(model, path, publication=n).path)`). `tasks` are those of the trainer
     (`trainer.tasks`): their kinds decide whether a logit is answered as a probability, a value or a rate.
 
-    `max_lengths` are the most events of histories by feature, where tables do not say it (`hr.Table(max_length=)`), and
-    `aligned` are groups of features that are columns of one history, besides those that the tower names. `numbers` are
-    int64 features without rows that neither the spec nor the tower names.
+    `max_lengths` are the most events of histories by feature, where neither tower nor table says it, and `aligned`
+    are groups of features that are columns of one history, besides those that the tower names. `numbers` are int64
+    features without rows that neither the spec nor the tower names.
 
     >>> import tempfile, torch, hotrow as hr
     >>> embeddings = hr.EmbeddingCollection([hr.Table("user", dim=4), hr.Table("item", dim=4)])

@@ -3,9 +3,10 @@
 The tower's attributes say how it reads them (hotrow/nn/tower_form.py). A name that the tower or the spec declares
 and that no table has is a number feature.
 
-The largest length of a history is, in this order: the option `max_lengths`, the table's `max_length`. If neither is
-given, a sequence may have any length if torch.export allows it. Where it does not, the feature spec's `max_length` is
-taken. A spec that keeps more events than the option or the table allow is an error.
+The largest length of a history is, in this order: the option `max_lengths`, the smaller of the tower's and the table's
+`max_length`. If none is given, a sequence may have any length if torch.export allows it. Where it does not, the feature
+spec's `max_length` is taken. An option above the tower's length is an error, and so is a spec that keeps more events
+than are allowed.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def describe_inputs(
         jagged=form.jagged,
         user=form.user_features,
         aligned=groups,
-        max_lengths=_declared_lengths(embeddings, spec, max_lengths or {}, histories, groups),
+        max_lengths=_declared_lengths(tower, embeddings, spec, max_lengths or {}, histories, groups),
     )
 
 
@@ -87,6 +88,7 @@ def _join_groups(given: Iterable[Sequence[str]], histories: set[str]) -> tuple[t
 
 
 def _declared_lengths(
+    tower: nn.Module,
     embeddings: EmbeddingCollection,
     spec: FeatureSpec | None,
     option: Mapping[str, int],
@@ -98,8 +100,15 @@ def _declared_lengths(
             raise OptionError(f"max_lengths= names {name!r}, which is no history; {choices(name, sorted(histories))}")
         if not isinstance(most, int) or isinstance(most, bool) or most < 1:
             raise OptionError(f"max_lengths[{name!r}]={most!r}; give a whole number of 1 or more")
+    of_tower = {n: most for n, most in dict(getattr(tower, "max_lengths", {})).items() if n in histories}
+    for name, most in option.items():
+        if most > of_tower.get(name, most):
+            raise OptionError(
+                f"max_lengths[{name!r}]={most}, but the tower was built for {of_tower[name]} events; give at most those"
+            )
     of_tables = {name: most for rows in embeddings.tables for name, most in rows.table.max_lengths.items()}
-    found = {**of_tables, **option}
+    smaller = {name: min(most, of_tables.get(name, most)) for name, most in of_tower.items()}
+    found = {**of_tables, **smaller, **option}
     for group in groups:  # one history has one length
         known = {name: found[name] for name in group if name in found}
         if len(set(known.values())) > 1:
@@ -107,9 +116,10 @@ def _declared_lengths(
             raise OptionError(f"aligned features have different largest lengths: {listed}; give one")
         if known:
             found |= dict.fromkeys(group, next(iter(known.values())))
+    single = {name for name, most in of_tower.items() if most == 1 and name not in embeddings.sequences}
     for name, kept in _spec_lengths(spec).items():
-        if name in found and kept > found[name]:
-            source = "max_lengths=" if name in option else "its table"
+        if name in found and kept > found[name] and name not in single:
+            source = "max_lengths=" if name in option else "the tower" if name in of_tower else "its table"
             raise OptionError(
                 f"features= keeps up to {kept} events of {name!r}, but {source} says {found[name]}; make them agree, "
                 f"such as hr.Sequence({name!r}, max_length={found[name]})"
