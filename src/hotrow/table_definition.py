@@ -31,6 +31,9 @@ class Table:
     `dtype` is the type in which rows keep their values, in every tier: "fp32", or "bf16" and "fp16" in half the memory
     (optimizer state stays fp32). Updates are computed in fp32 and rounded stochastically, so small ones are not lost.
 
+    `max_length` is the most events of a sequence: a number for all of the table's sequences, or by feature. The export
+    of a Transformer over padded histories needs it (docs/serving.md).
+
     `values` makes the table read-only, as on a server: rows have no optimizer state, are stored as "fp32", "fp16" or
     "int8" in every tier, and are read as float32; `dtype` is then what they were trained in. `default` is the row (dim
     numbers, zeros if not given) that a reader may use instead of a row that is still on SSD.
@@ -50,6 +53,7 @@ class Table:
     dtype: str = "fp32"
     values: str | None = None
     default: Sequence[float] | None = None
+    max_length: int | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "/" in self.name or self.name.startswith("."):
@@ -66,6 +70,7 @@ class Table:
             if pooling not in POOLINGS:
                 raise OptionError(f"feature {feature!r} has pooling {pooling!r}; {choices(pooling, POOLINGS)}")
         self._check_values()
+        self._check_max_length()
 
     def _check_values(self) -> None:
         if self.dtype not in DTYPES:
@@ -84,6 +89,37 @@ class Table:
                 f"give {self.dim} finite ones"
             )
         object.__setattr__(self, "default", tuple(float(value) for value in self.default))
+
+    def _check_max_length(self) -> None:
+        sequences = [feature for feature, pooling in self.poolings.items() if pooling == "none"]
+        if isinstance(self.max_length, Mapping):
+            for feature in self.max_length:
+                if feature not in sequences:
+                    raise OptionError(
+                        f"table {self.name!r}: max_length= names {feature!r}, which is not one of its sequences "
+                        f"({', '.join(sequences) or 'none'}); give it the pooling 'none', or leave it out"
+                    )
+        elif self.max_length is not None and not sequences:
+            raise OptionError(
+                f"table {self.name!r} has max_length={self.max_length!r} and no sequence; give a feature the pooling "
+                "'none', or leave max_length= out"
+            )
+        for most in self.max_lengths.values():
+            if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+                raise OptionError(f"table {self.name!r} has max_length={most!r}; give a whole number of 1 or more")
+
+    @property
+    def max_lengths(self) -> dict[str, int]:
+        """The most events of each sequence that declares it.
+
+        >>> Table("item", dim=4, features={"item": "sum", "seen": "none"}, max_length=200).max_lengths
+        {'seen': 200}
+        """
+        if self.max_length is None:
+            return {}
+        if isinstance(self.max_length, Mapping):
+            return dict(self.max_length)
+        return {feature: self.max_length for feature, pooling in self.poolings.items() if pooling == "none"}
 
     @property
     def poolings(self) -> dict[str, str]:
@@ -112,6 +148,8 @@ class Table:
             values["values"] = self.values
         if self.default is not None:
             values["default"] = list(self.default)
+        if self.max_length is not None:
+            values["max_length"] = dict(self.max_length) if isinstance(self.max_length, Mapping) else self.max_length
         return values
 
     @staticmethod

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -21,6 +22,11 @@ from hotrow.models.dcn_v2 import DCNv2
 from hotrow.models.deepfm import DeepFM
 from hotrow.models.din import DIN
 from hotrow.models.dlrm import DLRM
+from hotrow.models.history import History
+from hotrow.models.jagged_din import JaggedDIN
+from hotrow.models.prefix_ranker import BST, HSTU
+from hotrow.models.sasrec import SASRec
+from hotrow.models.sim import SIM
 from hotrow.models.wide_and_deep import WideAndDeep
 from hotrow.nn.multitask import PLE, Head, MMoE, SharedBottom
 from hotrow.task import Task
@@ -31,6 +37,11 @@ TOWERS: dict[str, type[nn.Module]] = {
     "dlrm": DLRM,
     "dcn_v2": DCNv2,
     "din": DIN,
+    "jagged_din": JaggedDIN,
+    "bst": BST,
+    "hstu": HSTU,
+    "sasrec": SASRec,
+    "sim": SIM,
 }
 HEADS: dict[str, type[nn.Module]] = {"shared_bottom": SharedBottom, "mmoe": MMoE, "ple": PLE}
 _DERIVED = ("features", "dim", "dense_features")
@@ -62,10 +73,12 @@ def build_tower(
             raise OptionError(f"tower {name!r} has no option {option!r}; {choices(option, parameters)}")
     if "history" in parameters:
         options = _read_history(name, features, sequences or {}, options)
+    elif "histories" in parameters:
+        options = _read_histories(name, features, sequences or {}, options)
     elif sequences:
         raise OptionError(
             f"tower {name!r} reads pooled features only, but {', '.join(sequences)} is not pooled; "
-            "give it a pooling, leave it out, or use the tower 'din'"
+            "give it a pooling, leave it out, or use a tower over histories: din, jagged_din, bst, hstu, sasrec, sim"
         )
     if head := build_head(options.pop("head", None), tasks):
         options["head"] = head
@@ -122,3 +135,31 @@ def _read_history(
             "give both one table, or their tables the same dim"
         )
     return options
+
+
+def _read_histories(
+    name: str, features: Mapping[str, int], sequences: Mapping[str, int], options: dict[str, object]
+) -> dict[str, object]:
+    """The options with each history's widths, from what a job file says: names, or tables of History's options."""
+    if not sequences:
+        raise OptionError(f"tower {name!r} needs a history, but no feature is unpooled; leave one unpooled")
+    given = options.get("histories", list(sequences) if len(sequences) == 1 else None)
+    if given is None:
+        raise OptionError(
+            f"tower {name!r} needs histories=, which says which of {', '.join(sequences)} are columns of one history: "
+            f"histories = [{{ features = ['{next(iter(sequences))}'] }}]"
+        )
+    if "target" not in options:
+        raise OptionError(f"tower {name!r} needs target=. Choose one of: {', '.join(features)}")
+    histories = []
+    each = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    for history in map(History.of, each):
+        for column in history.features:
+            if column not in sequences:
+                raise OptionError(f"history {column!r} is not there; {choices(column, sequences)}")
+        histories.append(replace(history, features={column: sequences[column] for column in history.features}))
+    read = {column for history in histories for column in history.features}
+    unread = [column for column in sequences if column not in read]
+    if unread:
+        raise OptionError(f"no history of tower {name!r} reads {unread[0]!r}, which is unpooled; add it, or pool it")
+    return {**options, "histories": histories}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.errors import BatchError, OptionError
+from hotrow.models.part_vectors import PartVectors
 from hotrow.nn.sizes import at_least, positive
 
 Features = Mapping[str, int] | Sequence[str]
@@ -107,7 +108,7 @@ def pick_sequence(vectors: Mapping[str, Tensor], name: str, width: int) -> tuple
     >>> vectors = {"seen": torch.zeros(2, 5, 4), "seen_mask": torch.ones(2, 5, dtype=torch.bool)}
     >>> items, mask = pick_sequence(vectors, "seen", 4)
     """
-    items, mask = _present(vectors, name), _present(vectors, f"{name}_mask")
+    items, mask = present(vectors, name), present(vectors, f"{name}_mask")
     if items.dim() != 3 or items.shape[2] != width:
         raise BatchError(
             f"feature {name!r} came as {list(items.shape)}, but the tower reads a sequence of vectors "
@@ -134,7 +135,7 @@ def check_dense(dense: Tensor | None, count: int) -> Tensor | None:
 
 
 def _pooled(vectors: Mapping[str, Tensor], name: str, width: int) -> Tensor:
-    vector = _present(vectors, name)
+    vector = present(vectors, name)
     if vector.dim() != 2 or vector.shape[1] != width:
         raise BatchError(
             f"feature {name!r} came as {list(vector.shape)}, but the tower reads one vector {width} wide per example; "
@@ -143,8 +144,11 @@ def _pooled(vectors: Mapping[str, Tensor], name: str, width: int) -> Tensor:
     return vector
 
 
-def _present(vectors: Mapping[str, Tensor], name: str) -> Tensor:
+def present(vectors: Mapping[str, Tensor], name: str) -> Tensor:
+    """The vectors of this name. Raises BatchError if there are none."""
     if name not in vectors:
+        if isinstance(vectors, PartVectors):
+            vectors.refuse(name)
         raise BatchError(
             f"no vectors for {name!r}; the collection gave: {', '.join(vectors) or 'none'}. "
             "Add the feature to a table, or leave it out of the tower"

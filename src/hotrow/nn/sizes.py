@@ -51,3 +51,14 @@ def fraction(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise OptionError(f"{name} is {value!r}; give a number from 0 up to, not including, 1")
     return float(value)
+
+
+def head_width(width: int, heads: int) -> int:
+    """The width of one head.
+
+    >>> head_width(64, 4)
+    16
+    """
+    if positive("width", width) % positive("heads", heads):
+        raise OptionError(f"width={width} cannot be divided into heads={heads}; give a multiple, such as {8 * heads}")
+    return width // heads

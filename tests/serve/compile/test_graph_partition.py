@@ -18,8 +18,9 @@ from hotrow.serve.compile.compiled_tower import ArtifactError
 from hotrow.serve.compile.compiler_process import JobCompiler, _named
 from hotrow.serve.compile.graph_partition import CannotCutError, Refusal, assemble, cut, search
 from hotrow.serve.execution.towers import TowerOptions, Towers
-from hotrow.serve.graph.tower import TowerInputs, trace
+from hotrow.serve.graph.tower import trace
 from hotrow.serve.graph.tower_graph import Shape, TowerGraph
+from hotrow.serve.graph.tower_inputs import TowerInputs
 
 CPU = torch.device("cpu")
 BUCKET = Shape(16)
@@ -141,7 +142,7 @@ def assert_equals(graph, shape, excluded):
     inputs = graph.random_inputs(shape, CPU, seed=len(excluded))
     weights = [torch.randn_like(w) if w.is_floating_point() else w for w in graph.weights]
     with torch.inference_mode():
-        got = interpreted(cut(graph, shape, excluded))((*weights, *inputs))
+        got = interpreted(cut(graph, shape, excluded))((*weights, *inputs))[0]
         torch.testing.assert_close(got, graph(weights, inputs), rtol=1e-5, atol=1e-5)
 
 
@@ -165,7 +166,7 @@ def test_new_weights_go_into_the_pieces(graph):
     weights = graph.order_weights(other.state_dict(), CPU)
     with torch.inference_mode():
         want = other(dict(zip(("user", "item"), inputs, strict=True)), None)
-        torch.testing.assert_close(runner((*weights, *inputs)), want, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(runner((*weights, *inputs))[0], want, rtol=1e-6, atol=1e-6)
 
 
 def test_sizes_that_depend_on_data_stay_eager_and_out_of_cuda_graphs():

@@ -17,7 +17,8 @@ from small_models import make_model
 
 import hotrow as hr
 from hotrow.serve.graph import graph_archive
-from hotrow.serve.graph.tower import TowerInputs, trace
+from hotrow.serve.graph.tower import trace
+from hotrow.serve.graph.tower_inputs import TowerInputs
 
 GRAPH, CONSTANTS, WEIGHTS = (
     "models/model.json",

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 import hotrow as hr
 from hotrow.nn.interaction import DotInteraction
 from hotrow.serve.graph import graph_rewrite
-from hotrow.serve.graph.tower import OriginalTower, TowerInputs, trace
+from hotrow.serve.graph.tower import OriginalTower, trace
 from hotrow.serve.graph.tower_graph import TowerGraph
+from hotrow.serve.graph.tower_inputs import TowerInputs
 
 
 class Interacting(nn.Module):

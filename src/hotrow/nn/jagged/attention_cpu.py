@@ -51,9 +51,7 @@ def backward(gradient: Tensor, out: Tensor, log_sums: Tensor, *inputs: Any) -> t
     )
     del kept
     given = (*inputs[:3], *inputs[5:7], *inputs[10:12])
-    return tuple(
-        tensor if like is None else tensor.to(like.dtype) for tensor, like in zip(to, given, strict=True)
-    )
+    return tuple(tensor if like is None else tensor.to(like.dtype) for tensor, like in zip(to, given, strict=True))
 
 
 def _run(inputs: tuple[Any, ...], log_sums: Tensor | None) -> Tensor:

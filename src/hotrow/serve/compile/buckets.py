@@ -79,11 +79,24 @@ class Ladder:
         """
         return cls(_doubling(16, rows), tuple(_doubling(8, length) for length in lengths))
 
+    @classmethod
+    def of_totals(cls, rows: int, lengths: Sequence[int]) -> Ladder:
+        """As `doubling`, for graphs whose lengths are totals of a batch: steps of four from 1 user or event.
+
+        >>> Ladder.of_totals(100, [1000]).lengths
+        ((1, 4, 16, 64, 256, 1024),)
+        """
+        return cls(_steps(1, rows, 4), tuple(_steps(1, length, 4) for length in lengths))
+
 
 def _doubling(first: int, last: int) -> tuple[int, ...]:
+    return _steps(first, last, 2)
+
+
+def _steps(first: int, last: int, factor: int) -> tuple[int, ...]:
     sizes = [first]
     while sizes[-1] < last:
-        sizes.append(sizes[-1] * 2)
+        sizes.append(sizes[-1] * factor)
     return tuple(sizes)
 
 
@@ -155,6 +168,7 @@ def _thin(counts: Mapping[int, float], quantum: int) -> Counter[int]:
 class Traffic:
     """Counts the shapes of batches and learns a ladder from them. Any thread may call it."""
 
+    totals: bool = False  # lengths are totals of a batch (events, users), not of each row
     buckets: int = 8  # of rows
     lengths: int = 3  # of each sequence
     quantum: int = 8
@@ -181,7 +195,7 @@ class Traffic:
         for axis, sizes in enumerate(current.lengths):
             work: Counter[int] = Counter()
             for shape, count in seen.items():
-                work[shape.lengths[axis]] += count * shape.rows
+                work[shape.lengths[axis]] += count * (1 if self.totals else shape.rows)
             lengths.append(_better(work, sizes, self.lengths, None, 1))
         rows: Counter[int] = Counter()
         for shape, count in seen.items():
@@ -213,23 +227,30 @@ class Costs:
 
     buckets: Mapping[Shape, float] = field(default_factory=dict)
     original: Mapping[Shape, float] = field(default_factory=dict)
+    totals: bool = False  # lengths are totals of a batch (events, users), not of each row
+
+    def work(self, shape: Shape) -> int:
+        """The cost of a run in rows and positions, or rows and events."""
+        return shape.rows + sum(shape.lengths) if self.totals else shape.work
 
     def of_original(self, shape: Shape) -> float:
         """Estimated seconds of the original graph, on the line through the two nearest measurements; inf without
         any."""
-        points = sorted((at.work, seconds) for at, seconds in self.original.items())
+        points = sorted((self.work(at), seconds) for at, seconds in self.original.items())
+        work = self.work(shape)
         if not points:
             return float("inf")
         if len(points) == 1 or points[0][0] == points[-1][0]:
-            return points[0][1] * max(0.5, shape.work / points[0][0])  # small batches cost more per row
-        high = min(max(bisect.bisect_left(points, (shape.work, 0.0)), 1), len(points) - 1)
+            return points[0][1] * max(0.5, work / points[0][0])  # small batches cost more per row
+        high = min(max(bisect.bisect_left(points, (work, 0.0)), 1), len(points) - 1)
         (x0, y0), (x1, y1) = points[high - 1], points[high]
-        line = y0 + (y1 - y0) * (shape.work - x0) / max(1, x1 - x0)
-        return max(line, 0.5 * min(y0, y1) if shape.work < x0 else y1 if shape.work > x1 else 0.0)
+        line = y0 + (y1 - y0) * (work - x0) / max(1, x1 - x0)
+        return max(line, 0.5 * min(y0, y1) if work < x0 else y1 if work > x1 else 0.0)
 
 
-def plan(shape: Shape, live: Iterable[Shape], costs: Costs) -> tuple[Part, ...]:
-    """The cheapest way to run a batch on the buckets that are compiled, or on the original graph.
+def plan(shape: Shape, live: Iterable[Shape], costs: Costs, splits: bool = True) -> tuple[Part, ...]:
+    """The cheapest way to run a batch on the buckets that are compiled, or on the original graph. Without `splits` the
+    batch runs whole.
 
     >>> costs = Costs({Shape(64): 1.0, Shape(256): 3.0}, {Shape(64): 1.5, Shape(256): 6.0})
     >>> plan(Shape(200), costs.buckets, costs)
@@ -238,13 +259,18 @@ def plan(shape: Shape, live: Iterable[Shape], costs: Costs) -> tuple[Part, ...]:
     [256, 44]
     """
     usable: dict[int, Shape] = {}  # rows → the cheapest bucket with that many rows whose lengths suffice
-    for bucket in live:
-        if bucket.covers_lengths(shape.lengths):
-            best = usable.get(bucket.rows)
-            if best is None or costs.buckets[bucket] < costs.buckets[best]:
-                usable[bucket.rows] = bucket
+    for found in live:
+        if found.covers_lengths(shape.lengths):
+            best = usable.get(found.rows)
+            if best is None or costs.buckets[found] < costs.buckets[best]:
+                usable[found.rows] = found
     if not usable:
         return (Part(shape.rows, None),)
+    if not splits:
+        whole_buckets = [bucket for bucket in usable.values() if bucket.covers(shape)]
+        bucket = min(whole_buckets, key=costs.buckets.__getitem__, default=None)
+        slower = bucket is None or costs.of_original(shape) <= costs.buckets[bucket]
+        return (Part(shape.rows, None if slower else bucket),)
     sizes = sorted(usable)
     whole, rest = divmod(shape.rows, sizes[-1])
     largest = usable[sizes[-1]]

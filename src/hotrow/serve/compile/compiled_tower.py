@@ -32,7 +32,7 @@ from torch import Tensor
 from hotrow.errors import HotRowError
 from hotrow.undocumented import ChangedError, describe, is_tested, look_up, warn_once
 
-Runner = Callable[[Sequence[Tensor]], Tensor]  # weights, then inputs
+Runner = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # from weights, then inputs, to a graph's outputs
 PieceRunner = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # from a piece's inputs to its outputs
 Handles = tuple[
     Callable[[list[Tensor]], list[Any]], Callable[[Any], Tensor]
@@ -47,8 +47,7 @@ class ArtifactError(HotRowError, RuntimeError):
 
 def load(path: Path, device: torch.device, lanes: int) -> Runner:
     """A function of weights and inputs that any thread may call."""
-    run = load_piece(path, WHOLE, device, lanes)
-    return lambda tensors: run(tensors)[0]
+    return load_piece(path, WHOLE, device, lanes)
 
 
 def load_piece(path: Path, piece: str, device: torch.device, lanes: int) -> PieceRunner:

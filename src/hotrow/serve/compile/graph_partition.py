@@ -123,12 +123,7 @@ def assemble(cut: Cut, runners: Mapping[str, PieceRunner]) -> Runner:
     for piece in cut.pieces:
         setattr(cut.module, piece.name, _Compiled(piece, runners[piece.name]))
     run = cut.module.forward
-
-    def runner(tensors: Sequence[Tensor]) -> Tensor:
-        logits: Tensor = run(*tensors)[0]
-        return logits
-
-    return runner
+    return lambda tensors: run(*tensors)
 
 
 def search(

@@ -6,6 +6,7 @@ In reading order:
     servable.py             adapts an engine for lanes, with its bus follower
     reader_writer_gate.py   batches hold it shared, an update holds it exclusively
     towers.py               runs a tower on compiled buckets, otherwise on the original graph
+    two_part_tower.py       a tower with a user part: both graphs, and one set of weights
     artifact_check.py       compares and times an artifact before it takes traffic
     padded_inputs.py        each lane's padded input tensors, per bucket
     cuda_graphs.py          a bucket as a captured CUDA graph

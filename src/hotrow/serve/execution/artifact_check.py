@@ -28,13 +28,13 @@ def difference(logits: Tensor, expected: Tensor, tolerance: float | None, where:
     return "" if apart <= allowed else f"{apart:.1e} of the largest logit apart at {where}, over {allowed:g}"
 
 
-def best_seconds(function: Callable[[], Tensor], device: torch.device) -> float:
+def best_seconds(function: Callable[[], object], device: torch.device) -> float:
     """The shortest of TRIALS runs."""
     return best_seconds_in_turns(function, function, device)[0]
 
 
 def best_seconds_in_turns(
-    first: Callable[[], Tensor], second: Callable[[], Tensor], device: torch.device
+    first: Callable[[], object], second: Callable[[], object], device: torch.device
 ) -> tuple[float, float]:
     """The shortest of TRIALS runs of each, run in turns, after two warm-up runs each."""
     best = [float("inf"), float("inf")]

@@ -33,10 +33,10 @@ class LanePool:
 
 
 class BucketGraph:
-    """`function(inputs) -> logits`, captured over `inputs`, which must stay the same tensors."""
+    """`function(inputs) -> outputs`, captured over `inputs`, which must stay the same tensors."""
 
     def __init__(
-        self, function: Callable[[Sequence[Tensor]], Tensor], inputs: Sequence[Tensor], lane: LanePool
+        self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], inputs: Sequence[Tensor], lane: LanePool
     ) -> None:
         self._inputs = inputs  # kept alive: the graph reads their addresses
         self._graph = torch.cuda.CUDAGraph()
@@ -48,20 +48,20 @@ class BucketGraph:
         self._capture(function, lane)
         torch.cuda.current_stream(inputs[0].device).wait_stream(lane.stream)
 
-    def _capture(self, function: Callable[[Sequence[Tensor]], Tensor], lane: LanePool) -> None:
+    def _capture(self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], lane: LanePool) -> None:
         try:
             with (
                 torch.cuda.stream(torch.cuda.current_stream(lane.stream.device)),  # torch.cuda.graph may not restore it
                 torch.inference_mode(),
                 torch.cuda.graph(self._graph, pool=lane.pool, stream=lane.stream, capture_error_mode="thread_local"),
             ):
-                self._logits = function(self._inputs)
+                self._outputs = function(self._inputs)
         except RuntimeError as error:
             first = str(error.__context__ or error).partition("\n")[0]
             raise CaptureError(f"it cannot be captured as a CUDA graph: {first}") from error
 
-    def replay(self, rows: int) -> Tensor:
-        """Run the graph on what its inputs hold now; returns a copy of the first `rows` logits, on the current
+    def replay(self, cut: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> list[Tensor]:
+        """Run the graph on what its inputs hold now; returns copies of what `cut` takes of the outputs, on the current
         stream."""
         self._graph.replay()
-        return self._logits[:rows].clone()
+        return [tensor.clone() for tensor in cut(self._outputs)]

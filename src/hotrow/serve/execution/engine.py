@@ -45,7 +45,8 @@ from hotrow.serve.execution.reader_writer_gate import ReaderWriterGate
 from hotrow.serve.execution.towers import Towers
 from hotrow.serve.execution.version_rows import load_rows, row_servers_below
 from hotrow.serve.graph import graph_archive
-from hotrow.serve.graph.tower import OriginalTower, Tower, TowerInputs
+from hotrow.serve.graph.tower import OriginalTower, Tower
+from hotrow.serve.graph.tower_inputs import TowerInputs
 from hotrow.serve.protocol.request import Signature
 from hotrow.serve.repository.manifest import (
     MANIFEST,

@@ -1,7 +1,9 @@
 """Padded inputs: each lane's input tensors for each bucket, into which a batch is copied in one call.
 
 Padding rows keep the contents of earlier batches, because a tower is row-wise. Padding lengths are zeroed, so that
-masks are false there. On CUDA a set of tensors also holds the graph captured over it.
+masks are false there. Of jagged histories all padding is zeroed, so padding users have no events. Padding rows belong
+to the last user of the bucket, so `user_of` stays sorted. On CUDA a set of tensors also holds the graph captured over
+it.
 
 Each thread has its own sets, so nothing here needs a lock.
 """
@@ -17,6 +19,7 @@ from torch import Tensor
 from hotrow.serve.compile.compiled_tower import Runner
 from hotrow.serve.execution.cuda_graphs import BucketGraph, LanePool
 from hotrow.serve.graph.tower_graph import Input, Shape
+from hotrow.serve.graph.tower_inputs import USER_OF
 from hotrow.undocumented import find
 
 MOST_VIEWS = 4096  # shapes of batches whose views of a set of tensors are kept
@@ -41,10 +44,11 @@ class PaddedInputs:
                 tensor[tuple(slice(size) for size in given.sizes(shape))]
                 for given, tensor in zip(self._inputs, self.tensors, strict=True)
             ]
-        if shape.lengths != self.bucket.lengths:
-            for given, tensor in zip(self._inputs, self.tensors, strict=True):
-                if given.jagged:
-                    tensor.zero_()
+        for given, tensor in zip(self._inputs, self.tensors, strict=True):
+            if given.vector == USER_OF and given.of is not None:
+                tensor.fill_(self.bucket.lengths[-1 - given.of] - 1)
+            elif given.of is not None or (given.jagged and shape.lengths != self.bucket.lengths):
+                tensor.zero_()
         _copy_all(views, list(inputs))
 
 

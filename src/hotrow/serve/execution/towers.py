@@ -61,6 +61,7 @@ class TowerOptions:
     ladder: Ladder | None = None  # None: the one of the last run, or powers of two
     most_rows: int = 1024  # of the first ladder
     most_length: int = 256
+    most_events: int = 16384  # of a batch, for graphs over jagged histories
     lanes: int = 1
     threads: int = 1  # of each lane; generated code is built for it
     cache: str | Path | None = None  # folder of artifacts; None: artifacts.default_folder()
@@ -109,10 +110,10 @@ class Towers:
         self._lane_inputs = LaneInputs()
         self._live: dict[Shape, Runner] = {}
         self._uncaptured: dict[Shape, str] = {}  # why a bucket has no CUDA graph; only `_adopt` writes it
-        self._costs = Costs()
+        self._costs = Costs(totals=original.totals)
         self._plans: dict[Shape, tuple[Part, ...]] = {}
         self._change = threading.Lock()  # of the four names above, and of counts
-        self._traffic = Traffic()
+        self._traffic = Traffic(original.totals)
         self._cache = ArtifactCache(self.options.cache or default_folder(), self.options.cache_bytes)
         self._ladder_file = f"ladder-{original.digest[:16]}-{self.device.type}.json"
         self.ladder, self._saved_shapes = self._first_ladder()
@@ -139,25 +140,36 @@ class Towers:
     ) -> tuple[Tensor, bool]:
         """Logits of a batch, and whether buckets computed all of them. On a CPU, `weights` may be an earlier value of
         `self.weights`; by default the current one is used."""
-        inputs = self.graph.flatten(vectors, dense)
+        outputs, compiled = self._run(self.graph.flatten(vectors, dense), weights)
+        return outputs[0], compiled
+
+    def encode(self, vectors: Mapping[str, Tensor], weights: Weights | None = None) -> dict[str, Tensor]:
+        """The encoding of the users whose vectors these are, where the graph is a user part. `weights` as in
+        `answer`."""
+        outputs, _ = self._run(self.graph.flatten(vectors, None), weights)
+        return dict(zip(self.graph.outputs, outputs, strict=True))
+
+    def _run(self, inputs: Sequence[Tensor], weights: Weights | None) -> tuple[Sequence[Tensor], bool]:
+        """All outputs for a batch, and whether buckets computed all of them."""
         shape = self.graph.shape_of(inputs)
         if not shape.rows:
-            return self.graph(weights or self._weights, inputs), False
+            return self.graph.run_all(weights or self._weights, inputs), False
         parts = self._plans.get(shape) or self._make_plan(shape)
         self._traffic.count(shape)
         with torch.inference_mode(), self._running() as current:
             weights = weights or current
             if len(parts) == 1:
-                logits = self._run_part(parts[0], shape, inputs, weights)
+                outputs = self._run_part(parts[0], shape, inputs, weights)
             else:
                 pieces, at = [], 0
                 for part in parts:
-                    piece = [tensor[at : at + part.rows] for tensor in inputs]
+                    rows = slice(at, at + part.rows)
+                    piece = [t[rows] if i.has_rows else t for i, t in zip(self.graph.inputs, inputs, strict=True)]
                     pieces.append(self._run_part(part, Shape(part.rows, shape.lengths), piece, weights))
                     at += part.rows
-                logits = torch.cat(pieces)
+                outputs = [torch.cat(tensors) for tensors in zip(*pieces, strict=True)]
         self._count(shape, parts)
-        return logits, all(part.bucket is not None for part in parts)
+        return outputs, all(part.bucket is not None for part in parts)
 
     def replace_weights(self, state: Mapping[str, Tensor]) -> None:
         """Use new weights from the next run on, in the original graph and all artifacts. Nothing is compiled again.
@@ -265,30 +277,38 @@ class Towers:
 
     # --- one run ------------------------------------------------------------------------------------------------------
 
-    def _run_part(self, part: Part, shape: Shape, inputs: Sequence[Tensor], weights: Weights) -> Tensor:
+    def _run_part(self, part: Part, shape: Shape, inputs: Sequence[Tensor], weights: Weights) -> Sequence[Tensor]:
         runner = None if part.bucket is None else self._live.get(part.bucket)
         if part.bucket is None or runner is None:
-            return self.graph(weights, inputs)
+            return self.graph.run_all(weights, inputs)
         try:
             return self._run_bucket(part.bucket, runner, shape, inputs, weights)
         except (ArtifactError, CaptureError) as error:
             log.warning("bucket %s is taken out of service: %s", part.bucket, error)
             self.counts.errors += 1
             self._retire([part.bucket])
-            return self.graph(weights, inputs)
+            return self.graph.run_all(weights, inputs)
 
     def _run_bucket(
         self, bucket: Shape, runner: Runner, shape: Shape, inputs: Sequence[Tensor], weights: Weights
-    ) -> Tensor:
+    ) -> Sequence[Tensor]:
         padded = self._lane_inputs.of(bucket, runner, self.graph.inputs, self.device)
         padded.fill(shape, inputs)
         if self.device.type != "cuda" or bucket in self._uncaptured:
-            return runner((*weights, *padded.tensors))[: shape.rows]
+            return self._cut(runner((*weights, *padded.tensors)), shape, padded.tensors)
         if padded.graph is None:
             padded.graph = BucketGraph(
                 lambda held: runner((*weights, *held)), padded.tensors, self._lane_inputs.pool(self.device)
             )
-        return padded.graph.replay(shape.rows)
+        return padded.graph.replay(lambda outputs: self.graph.cut_outputs(outputs, shape))
+
+    def _cut(self, outputs: Sequence[Tensor], shape: Shape, padded: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs without padding. One that is an input, which the next batch overwrites, is copied."""
+        if len(outputs) == 1:
+            return [outputs[0][: shape.rows]]
+        held = {tensor.untyped_storage().data_ptr() for tensor in padded}
+        cut = self.graph.cut_outputs(outputs, shape)
+        return [tensor.clone() if tensor.untyped_storage().data_ptr() in held else tensor for tensor in cut]
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[Weights]:
@@ -304,7 +324,7 @@ class Towers:
         if wanted is not None and wanted not in self._live:
             self._request(wanted)
         with self._change:
-            parts = plan(shape, self._live, self._costs)
+            parts = plan(shape, self._live, self._costs, self.graph.splits)
             if len(self._plans) < MOST_PLANS:
                 self._plans[shape] = parts
         return parts
@@ -349,16 +369,17 @@ class Towers:
             inputs = self.graph.random_inputs(shape, self.device)
             seconds, original_seconds = best_seconds_in_turns(
                 lambda: self._run_bucket(shape, runner, shape, inputs, weights),
-                lambda: self.graph(weights, inputs),
+                lambda: self.graph.run_all(weights, inputs),
                 self.device,
             )
             half = Shape(max(1, shape.rows // 2), shape.lengths)  # a second point for the original graph's cost line
             less = self.graph.random_inputs(half, self.device)
-            half_seconds = best_seconds(lambda: self.graph(weights, less), self.device)
+            half_seconds = best_seconds(lambda: self.graph.run_all(weights, less), self.device)
         fast = seconds < self.options.faster * original_seconds
         with self._change:
             buckets = {**self._costs.buckets, **({shape: seconds} if fast else {})}
-            self._costs = Costs(buckets, {half: half_seconds, **self._costs.original, shape: original_seconds})
+            original = {half: half_seconds, **self._costs.original, shape: original_seconds}
+            self._costs = Costs(buckets, original, self.graph.totals)
             if fast:
                 self._live = {**self._live, shape: runner}
             self._plans = {}
@@ -392,21 +413,26 @@ class Towers:
             log.info("bucket %s runs without a CUDA graph: %s", shape, why)
             self._uncaptured[shape] = why
 
-    def _uncompiled(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _uncompiled(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         count = len(self._weights)
-        return self.graph(tensors[:count], tensors[count:])
+        return self.graph.run_all(tensors[:count], tensors[count:])
 
     def _compare(self, bucket: Shape, shape: Shape, runner: Runner, weights: Weights, seed: int) -> str:
-        """How the artifact's logits differ from the original graph's, or an empty string."""
+        """How the artifact's outputs differ from the original graph's, or an empty string."""
         inputs = self.graph.random_inputs(shape, self.device, seed)
-        logits = self._run_bucket(bucket, runner, shape, inputs, weights)
-        return difference(logits, self.graph(weights, inputs), self.options.tolerance, shape)
+        outputs = self._run_bucket(bucket, runner, shape, inputs, weights)
+        expected = self.graph.run_all(weights, inputs)
+        for name, one, other in zip(self.graph.outputs, outputs, expected, strict=True):
+            wrong = difference(one, other, self.options.tolerance, shape)
+            if wrong:
+                return wrong if len(outputs) == 1 else f"{name}: {wrong}"
+        return ""
 
     def _retire(self, shapes: Sequence[Shape]) -> None:
         with self._change:
             self._live = {shape: runner for shape, runner in self._live.items() if shape not in shapes}
             kept = {shape: cost for shape, cost in self._costs.buckets.items() if shape not in shapes}
-            self._costs = Costs(kept, self._costs.original)
+            self._costs = Costs(kept, self._costs.original, self.graph.totals)
             self._plans = {}
 
     # --- the ladder -------------------------------------------------------------------------------------------------
@@ -425,6 +451,8 @@ class Towers:
             ladder = Ladder(tuple(known["rows"]), tuple(map(tuple, known["lengths"])))
             if len(ladder.lengths) == lengths:
                 return ladder, [Shape(rows, tuple(rest)) for rows, *rest in known["live"]]
+        if self.graph.totals:
+            return Ladder.of_totals(self.options.most_rows, [self.options.most_events] * lengths), []
         return Ladder.doubling(self.options.most_rows, [self.options.most_length] * lengths), []
 
     def _save_ladder(self) -> None:

@@ -25,9 +25,11 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+import hotrow.nn.jagged  # noqa: F401  registers the operators of _OWN
 from hotrow.errors import RepositoryError
 
 _OPERATORS = re.compile(r"torch\.ops\.(aten|prims|prim)\.[A-Za-z0-9_]+\.[A-Za-z0-9_]+")
+_OWN = frozenset(["torch.ops.hotrow.jagged_attention.default"])  # registered by hotrow.nn.jagged
 _CONTROL = re.compile(r"torch\.ops\.higher_order\.(cond|while_loop|wrap_with_set_grad_enabled|wrap_with_autocast)")
 _SYMBOLIC = re.compile(
     r"_operator\.(getitem|add|sub|mul|floordiv|truediv|mod|pow|neg|eq|ne|lt|le|gt|ge|and_|or_|not_)"
@@ -173,7 +175,7 @@ def _is_operator(target: str) -> bool:
     (True, False, False)
     """
     known = _OPERATORS.fullmatch(target) or _CONTROL.fullmatch(target) or _SYMBOLIC.fullmatch(target)
-    return bool(known) and not _REFUSED.fullmatch(target)
+    return (bool(known) and not _REFUSED.fullmatch(target)) or target in _OWN
 
 
 def _is_expression(text: Any) -> bool:

@@ -6,8 +6,13 @@ weights as an argument from the start (tower.py). So the original graph and ever
 replaced by one assignment, so a run keeps the weights that it began with. (Rejected: AOTInductor's own constant
 buffers. An update writes to each artifact in turn, so two buckets could answer one batch with different weights.)
 
-The dimensions of an input are numbers, or free. The first dimension of the first input is `rows`; every other free one
-is a `length` of a sequence, numbered in the order of the inputs. A `Shape` gives values to the free dimensions.
+The dimensions of an input are numbers, or free. One free dimension is the `rows`: of a candidate part that of
+`user_of`, otherwise the first dimension of the first input that is not jagged (in a user part, the users). Every other
+free one is a `length`, numbered in the order of the inputs: the length of padded sequences, the events of a jagged
+history, the users of a candidate part. A `Shape` gives values to the free dimensions.
+
+Padding goes to the end of every dimension. Padded histories have masks that are false there. Jagged ones have padding
+users without events, whose lengths are 0, and padding rows belong to the last user, so that `user_of` stays sorted.
 
 A TowerGraph never changes after its construction; any thread may call it.
 """
@@ -18,7 +23,7 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,8 @@ from torch import Tensor
 
 from hotrow.errors import BatchError, OptionError
 from hotrow.serve.graph import graph_rewrite
+from hotrow.serve.graph.graph_arguments import arguments_of, output_names
+from hotrow.serve.graph.tower_inputs import ENCODING, LENGTHS, TIMES, USER_OF, drop_padding, pad_empty
 from hotrow.undocumented import ChangedError, describe
 
 Weights = tuple[Tensor, ...]
@@ -68,6 +75,8 @@ class Input:
     name: str
     dtype: torch.dtype
     axes: tuple[int | None, ...]
+    vector: str = ""  # its name among the tower's vectors
+    of: int | None = None  # for lengths: the axis of the events that they divide; for user_of: that of the users
 
     def sizes(self, shape: Shape) -> tuple[int, ...]:
         """The tensor's sizes in a batch of that shape."""
@@ -78,6 +87,11 @@ class Input:
         """Whether it has a length axis."""
         return any(axis is not None and axis < 0 for axis in self.axes)
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether its first axis is the rows, so that rows of a batch are a slice of it."""
+        return self.axes[:1] == (None,)
+
 
 class TowerGraph:
     """An exported tower: its saved `weights`, the `inputs` it reads, and a digest that does not depend on weights."""
@@ -87,7 +101,8 @@ class TowerGraph:
         if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
             changed = next(iter([*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]))
             raise OptionError(f"the tower writes to {changed!r} when it runs; export it after tower.eval()")
-        if len(signature.user_outputs) != 1:
+        self.outputs = output_names(program)
+        if len(signature.user_outputs) != len(self.outputs):
             raise OptionError(f"the tower gives {len(signature.user_outputs)} outputs; give one tensor of logits")
         self.program = program
         self.path = None if path is None else Path(path)
@@ -99,8 +114,16 @@ class TowerGraph:
         self.names = (*lifted, *given)
         self.weights: Weights = (*(held[name].detach() for name in lifted), *given.values())
         self._unsaved = frozenset(given)
-        self.inputs, self.lengths = _inputs(program)
         self._input_names = _input_names(program)
+        self.inputs, self.lengths = _inputs(program, self._input_names)
+        self._rows_at = next((i, given.axes.index(None)) for i, given in enumerate(self.inputs) if None in given.axes)
+        # Whether the lengths are totals of the batch (events, users), not of each row.
+        self.totals = any(i.of is not None for i in self.inputs)
+        # Whether a batch may be run in slices of its rows: not if its rows divide the events of a jagged history.
+        self.splits = not any(i.has_rows and i.vector.endswith(LENGTHS) and i.of is not None for i in self.inputs)
+        events = {i.of for i in self.inputs if i.of is not None and i.vector != USER_OF}
+        self._jagged = [at for at, given in enumerate(self.inputs) if given.axes and given.axes[0] in events]
+        self.output_axes = _output_axes(program, self.inputs)
         self.digest = _digest(program)
 
     @classmethod
@@ -124,9 +147,14 @@ class TowerGraph:
         return cls(program)
 
     def __call__(self, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
-        """Run the original graph."""
-        logits: Tensor = self._rewritten(*weights, *inputs)[0]
-        return logits
+        """Run the original graph; returns its first output, the logits of a tower or a candidate part."""
+        return self.run_all(weights, inputs)[0]
+
+    def run_all(self, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the original graph; returns its outputs, in the order of `outputs`."""
+        padded = pad_empty(inputs, self._jagged)
+        found: Sequence[Tensor] = self._rewritten(*weights, *(padded or inputs))
+        return found if padded is None else drop_padding(self.outputs, found)
 
     @property
     def custom_ops(self) -> dict[str, str]:
@@ -147,18 +175,49 @@ class TowerGraph:
 
     def shape_of(self, inputs: Sequence[Tensor]) -> Shape:
         """The shape of these inputs."""
+        rows, axis = self._rows_at
+        if not self.lengths:
+            return Shape(inputs[rows].shape[axis])
         lengths = [0] * self.lengths
-        if self.lengths:
-            for given, tensor in zip(self.inputs, inputs, strict=True):
-                for axis, size in zip(given.axes, tensor.shape, strict=True):
-                    if axis is not None and axis < 0:
-                        lengths[-1 - axis] = size
-        return Shape(inputs[0].shape[0], tuple(lengths))
+        for given, tensor in zip(self.inputs, inputs, strict=True):
+            for size_of, size in zip(given.axes, tensor.shape, strict=True):
+                if size_of is not None and size_of < 0:
+                    lengths[-1 - size_of] = size
+        return Shape(inputs[rows].shape[axis], tuple(lengths))
 
     def random_inputs(self, shape: Shape, device: torch.device, seed: int = 0) -> list[Tensor]:
-        """Random inputs of a shape: normal numbers, and masks that are true for a prefix of at least one position."""
+        """Random inputs of a shape: normal numbers, times of events, masks that are true for a prefix of at least one
+        position, lengths that sum to at most the events, and sorted users of rows."""
         generator = torch.Generator().manual_seed(seed)
-        return [_drawn(given, given.sizes(shape), generator).to(device) for given in self.inputs]
+        drawn: dict[tuple[int | None, int], Tensor] = {}  # aligned histories have equal lengths
+        tensors = []
+        for given in self.inputs:
+            sizes = given.sizes(shape)
+            if given.of is None:
+                tensor = _drawn(given, sizes, generator)
+            elif given.vector == USER_OF:
+                tensor = torch.randint(0, shape.lengths[-1 - given.of], sizes, generator=generator).sort().values
+            else:
+                key = (given.axes[0], given.of)
+                if key not in drawn:
+                    drawn[key] = _drawn_lengths(shape.lengths[-1 - given.of], sizes[0], generator)
+                tensor = drawn[key].clone()
+            tensors.append(tensor.to(device))
+        return tensors
+
+    def cut_outputs(self, outputs: Sequence[Tensor], shape: Shape) -> list[Tensor]:
+        """Outputs of a padded batch without the padding: of a user part, the encoding of its users and events."""
+        found = dict(zip(self.outputs, outputs, strict=True))
+        cut = []
+        for (name, tensor), axis in zip(found.items(), self.output_axes, strict=True):
+            if axis is None:
+                size = shape.rows
+            elif axis < 0:
+                size = shape.lengths[-1 - axis]
+            else:  # neither rows nor an input's events: the lengths say how many
+                size = int(found[f"{name}{LENGTHS}"][: shape.rows].sum())
+            cut.append(tensor[:size])
+        return cut
 
     def order_weights(self, state: Mapping[str, Tensor], device: torch.device) -> Weights:
         """Weights by name as one tuple in the graph's order; weights that `state` lacks keep their saved value.
@@ -208,66 +267,105 @@ def _without_none(program: torch.export.ExportedProgram) -> torch.fx.GraphModule
     return module
 
 
+def _drawn_lengths(events: int, count: int, generator: torch.Generator) -> Tensor:
+    """Lengths of `count` users that sum to at most `events`."""
+    cuts = torch.randint(0, events + 1, (count,), generator=generator).sort().values
+    return cuts.diff(prepend=torch.zeros(1, dtype=torch.int64))
+
+
 def _drawn(given: Input, sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
     if given.dtype == torch.bool:
         lengths = torch.randint(1, max(2, sizes[-1] + 1), sizes[:-1], generator=generator)
         return torch.arange(sizes[-1]) < lengths.unsqueeze(-1)
     if given.dtype.is_floating_point:
         return torch.randn(sizes, generator=generator).to(given.dtype)
+    if given.dtype == torch.int64 and given.jagged:  # the times of events
+        return TIMES + torch.randint(0, 1 << 31, sizes, generator=generator)
     return torch.zeros(sizes, dtype=given.dtype)
-
-
-def _arguments(program: torch.export.ExportedProgram) -> dict[str, Any]:
-    """Positions of the user inputs by argument: weights (if they are an argument), vectors and dense."""
-    spec = program.call_spec.in_spec
-    args, kwargs = spec.unflatten(range(spec.num_leaves))
-    both = len(args) > 1 and isinstance(args[0], dict) and isinstance(args[1], dict)
-    return {**dict(zip(("weights", "vectors", "dense")[not both :], args, strict=False)), **kwargs}
 
 
 def _given_weights(program: torch.export.ExportedProgram) -> dict[str, Tensor]:
     """For weights that are an argument of the graph: zeros of their shapes, by name."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     names = list(program.graph_signature.user_inputs)
-    places = _arguments(program).get("weights", {})
+    places = arguments_of(program).get("weights", {})
     found = {name: values[str(names[leaf])] for name, leaf in places.items()}
     return {name: torch.zeros(tuple(value.shape), dtype=value.dtype) for name, value in found.items()}
 
 
 def _user_inputs(program: torch.export.ExportedProgram) -> list[str]:
     """The graph's names of its inputs other than weights."""
-    skipped = len(_arguments(program).get("weights", {}))
+    skipped = len(arguments_of(program).get("weights", {}))
     return [str(name) for name in program.graph_signature.user_inputs[skipped:]]
 
 
-def _inputs(program: torch.export.ExportedProgram) -> tuple[tuple[Input, ...], int]:
+def _inputs(program: torch.export.ExportedProgram, names: Sequence[str | None]) -> tuple[tuple[Input, ...], int]:
     """The inputs and the number of lengths. Dimensions with the same symbol are the same size."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    symbols: dict[str, int | None] = {}
-    found = []
+    read = []
     for name in _user_inputs(program):
         value = values.get(str(name))
-        if not isinstance(value, Tensor):
-            if value is None:
-                continue  # an argument that was None at export
+        if isinstance(value, Tensor):
+            read.append((str(name), value))
+        elif value is not None:  # None: an argument that was None at export
             raise OptionError(f"the tower reads {name!r}, which is not a tensor; pass tensors only")
+    rows = _rows_symbol(names, [value for _, value in read])
+    symbols: dict[str, int | None] = {rows: None}
+    found = []
+    for (name, value), vector in zip(read, names, strict=True):
         axes: list[int | None] = []
         for size in value.shape:
             if isinstance(size, int):
                 axes.append(size)
             else:
-                if str(size) not in symbols:
-                    symbols[str(size)] = None if not symbols else -len(symbols)
-                axes.append(symbols[str(size)])
-        found.append(Input(str(name), value.dtype, tuple(axes)))
-    if not found or found[0].axes[:1] != (None,):
+                axes.append(symbols.setdefault(str(size), -len(symbols)))
+        found.append(Input(name, value.dtype, tuple(axes), vector or ""))
+    first_axis = {given.vector: given.axes[0] for given in found if given.axes}
+    return tuple(replace(given, of=_divides(given, first_axis)) for given in found), len(symbols) - 1
+
+
+def _divides(given: Input, first_axis: Mapping[str, int | None]) -> int | None:
+    """For lengths, the axis of their history's events; for user_of, that of the users; otherwise None."""
+    if given.vector == USER_OF:
+        by_user = [a for name, a in first_axis.items() if name.startswith(ENCODING) and name.endswith(LENGTHS)]
+        return next((axis for axis in (*by_user, *_encoding_axes(first_axis)) if axis is not None and axis < 0), None)
+    values = first_axis.get(given.vector.removesuffix(LENGTHS)) if given.vector.endswith(LENGTHS) else None
+    return values if values is not None and values < 0 and given.dtype == torch.int64 else None
+
+
+def _encoding_axes(first_axis: Mapping[str, int | None]) -> list[int | None]:
+    """The first axes of an encoding's tensors that are not jagged: the users."""
+    names = [name for name in first_axis if name.startswith(ENCODING) and f"{name}{LENGTHS}" not in first_axis]
+    return [first_axis[name] for name in names]
+
+
+def _output_axes(program: torch.export.ExportedProgram, inputs: Sequence[Input]) -> tuple[int | None, ...]:
+    """The first axis of each output as Input.axes has it; 0 for a size that is no input's."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    axes: dict[str, int | None] = {}
+    for given in inputs:
+        for axis, size in zip(given.axes, values[given.name].shape, strict=True):
+            if axis is None or axis < 0:
+                axes[str(size)] = axis
+    outputs = [values.get(name) for name in map(str, program.graph_signature.user_outputs)]
+    return tuple(axes.get(str(v.shape[0]), 0) if isinstance(v, Tensor) and v.dim() else None for v in outputs)
+
+
+def _rows_symbol(names: Sequence[str | None], values: Sequence[Tensor]) -> str:
+    """The size that is the rows: that of `user_of`, else the first dimension of the first input that is not the events
+    of a jagged history. In a user part these are the users."""
+    known = set(names)
+    jagged = {name for name in known if name is not None and f"{name}{LENGTHS}" in known}
+    first = {name: value.shape[0] for name, value in zip(names, values, strict=True) if value.dim()}
+    rows = next((first[n] for n in (USER_OF, *names) if n in first and n not in jagged), None)
+    if rows is None or isinstance(rows, int):
         raise OptionError("the tower was exported with a fixed number of rows; export it with a free first dimension")
-    return tuple(found), len(symbols) - 1
+    return str(rows)
 
 
 def _input_names(program: torch.export.ExportedProgram) -> list[str | None]:
     """For each input the name of its vector, or None for the dense features."""
-    given = _arguments(program)
+    given = arguments_of(program)
     by_leaf: dict[int, str | None] = {leaf: name for name, leaf in given["vectors"].items()}
     if isinstance(given.get("dense"), int):
         by_leaf[given["dense"]] = None

@@ -14,7 +14,7 @@ request may have them as one matrix (`matrix`, with `ids` empty), which is copie
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,18 +29,77 @@ POLICIES = ("wait", "initial", "default")  # for rows that would arrive after th
 
 @dataclass(frozen=True)
 class Signature:
-    """A model's inputs: key features in order (`sequences` are those with pooling "none"), and dense columns."""
+    """A model's inputs: key features in order (`sequences` are those with pooling "none"), and dense columns.
+
+    A model over histories has more: `numbers` are jagged integers without rows (times), which a request sends after the
+    key features. `user` are the features of a two-part tower's user part. `aligned` features have equal lengths in each
+    row. A feature of `max_lengths` has at most so many entries in a row. `jagged` says how the tower reads histories.
+
+    >>> plain = Signature(("user", "item"), frozenset(), 0)
+    >>> plain.columns, Signature(("item", "seen"), frozenset({"seen"}), 0, numbers=("seen_at",)).columns
+    (('user', 'item'), ('item', 'seen', 'seen_at'))
+    """
 
     features: tuple[str, ...]
     sequences: frozenset[str]
     dense: int
     tasks: int = 1  # logits of a row
+    user: frozenset[str] = frozenset()
+    numbers: tuple[str, ...] = ()
+    jagged: bool = False
+    aligned: tuple[tuple[str, ...], ...] = ()
+    max_lengths: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The int64 columns of a request, in order: key features, then numbers."""
+        return (*self.features, *self.numbers) if self.numbers else self.features
 
     @property
     def fingerprint(self) -> int:
         """32 bits that differ when the layout does."""
-        text = "\0".join([*self.features, "\1", *sorted(self.sequences), str(self.dense), str(self.tasks)])
-        return zlib.crc32(text.encode())
+        parts = [*self.features, "\1", *sorted(self.sequences), str(self.dense), str(self.tasks)]
+        if self.user or self.numbers or self.aligned or self.max_lengths:
+            parts += ["\2", *sorted(self.user), "\3", *self.numbers]
+            parts += ["\4" + "\5".join(group) for group in self.aligned]
+            parts += [f"\6{name}={most}" for name, most in sorted(self.max_lengths.items())]
+        return zlib.crc32("\0".join(parts).encode())
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields that JSON can hold, without those that only models over histories have if there are none."""
+        found: dict[str, Any] = {
+            "features": list(self.features),
+            "sequences": sorted(self.sequences),
+            "dense": self.dense,
+            "tasks": self.tasks,
+        }
+        more: dict[str, Any] = {
+            "user": sorted(self.user),
+            "numbers": list(self.numbers),
+            "jagged": self.jagged,
+            "aligned": [list(group) for group in self.aligned],
+            "max_lengths": dict(self.max_lengths),
+        }
+        return {**found, **{name: value for name, value in more.items() if value}}
+
+    @staticmethod
+    def from_json(saved: Mapping[str, Any]) -> Signature:
+        """From the fields of `as_json`; other keys of `saved` are ignored.
+
+        >>> Signature.from_json({"features": ["item"], "sequences": [], "dense": 0, "tasks": 1}).columns
+        ('item',)
+        """
+        return Signature(
+            tuple(map(str, saved["features"])),
+            frozenset(map(str, saved["sequences"])),
+            int(saved["dense"]),
+            int(saved["tasks"]),
+            frozenset(map(str, saved.get("user", ()))),
+            tuple(map(str, saved.get("numbers", ()))),
+            bool(saved.get("jagged", False)),
+            tuple(tuple(map(str, group)) for group in saved.get("aligned", ())),
+            {str(name): int(most) for name, most in saved.get("max_lengths", {}).items()},
+        )
 
 
 class Ids(NamedTuple):

@@ -3,6 +3,7 @@
 In reading order:
     manifest.py          the layout, the manifest with its checksums, opening and verifying versions
     export.py            writes a model as a version, completely or not at all
+    history_layout.py    numbers, user features, aligned groups and largest lengths of a model that is exported
     row_files.py         writes a table's rows as files with values only
     releases.py          aliases, canary and shadow of a model: its releases.json
     from_checkpoint.py   exports a checkpoint without the program that trained it

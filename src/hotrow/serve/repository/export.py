@@ -22,16 +22,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 
 from hotrow.errors import OptionError, StorageError, choices
 from hotrow.features import FeatureSpec
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.serve.graph import graph_archive
-from hotrow.serve.graph.tower import TowerInputs, Traced, trace
-from hotrow.serve.protocol.request import POLICIES
+from hotrow.serve.graph.tower import Traced
+from hotrow.serve.graph.tower_inputs import TowerInputs
+from hotrow.serve.protocol.request import POLICIES, Signature
+from hotrow.serve.repository.history_layout import describe_inputs, trace_with_lengths
 from hotrow.serve.repository.manifest import (
     FEATURES,
     TOWER,
+    USER,
     WEIGHTS,
     Version,
     check_name,
@@ -74,6 +78,9 @@ def export(
     default_rows: DefaultRows | None = None,
     progress: Callable[[int], object] | None = None,
     publication: int = 0,
+    max_lengths: Mapping[str, int] | None = None,
+    aligned: Sequence[Sequence[str]] | None = None,
+    numbers: Sequence[str] = (),
 ) -> Version:
     """Write `model` as the next version of `path`, such as "repository/ctr", for `hr.Engine` and `hotrow serve`.
 
@@ -84,6 +91,9 @@ def export(
     table in `default_rows` (zeros by default). `progress` is called with the number of rows of each chunk.
     `publication` is the number of the publication that these rows are from: a server that follows the bus starts there
     (`hr.Publish(snapshot=lambda n: hr.export(model, path, publication=n).path)`).
+    `max_lengths` are the most events of histories by feature, where tables do not say it (`hr.Table(max_length=)`), and
+    `aligned` are groups of features that are columns of one history, besides those that the tower names.
+    `numbers` are int64 features without rows that neither the spec nor the tower names.
 
     >>> import tempfile, torch, hotrow as hr
     >>> embeddings = hr.EmbeddingCollection([hr.Table("user", dim=4), hr.Table("item", dim=4)])
@@ -110,7 +120,9 @@ def export(
         _publication(publication),
     )
     _check_spec(embeddings, features)
-    traced = trace(model.tower, TowerInputs.of(embeddings, dense := _dense(model, features, dense_features)))
+    dense = _dense(model, features, dense_features)
+    inputs = describe_inputs(model.tower, embeddings, dense, features, max_lengths, aligned, numbers)
+    traced, inputs = trace_with_lengths(model.tower, inputs, features)
     durable_files.make(folder)
     with durable_files.exclusive(folder, "wait for it, or export under another name"):
         for left in folder.glob(".*.tmp"):
@@ -118,7 +130,7 @@ def export(
         number = _number(folder, version)
         draft = folder / f".{number}.tmp"
         try:
-            _write(draft, folder.name, number, embeddings, traced, dense, options)
+            _write(draft, folder.name, number, embeddings, traced, inputs, options)
             durable_files.rename(draft, folder / str(number))
         except BaseException:
             with suppress(StorageError):  # the next export removes it
@@ -134,13 +146,14 @@ def _write(
     number: int,
     embeddings: EmbeddingCollection,
     traced: Traced,
-    dense: int,
+    inputs: TowerInputs,
     options: ExportOptions,
 ) -> None:
     """Write and sync a version's files."""
     durable_files.make(draft / "rows")
-    durable_files.write(draft / TOWER, graph_archive.pack(traced.program))
-    graph_archive.check((draft / TOWER).read_bytes(), draft / TOWER)
+    _write_graph(draft / TOWER, traced.program)
+    if traced.user is not None:
+        _write_graph(draft / USER, traced.user)
     durable_files.write(draft / WEIGHTS, state_encoding.to_bytes(traced.weights))
     if options.features is not None:
         durable_files.write(draft / FEATURES, options.features.to_json().encode())
@@ -153,12 +166,7 @@ def _write(
             "number": number,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "torch": str(torch.__version__),
-            "signature": {
-                "features": [feature for rows in embeddings.tables for feature in rows.table.poolings],
-                "sequences": sorted(embeddings.sequences),
-                "dense": dense,
-                "tasks": traced.tasks,
-            },
+            "signature": _signature(inputs, traced.tasks).as_json(),
             "tower": {"weights": list(traced.weights), "tied": traced.tied},
             "seed": embeddings.seed,
             "tables": tables,
@@ -170,6 +178,25 @@ def _write(
         },
     )
     durable_files.sync(draft)
+
+
+def _write_graph(path: Path, program: ExportedProgram) -> None:
+    durable_files.write(path, graph_archive.pack(program))
+    graph_archive.check(path.read_bytes(), path)
+
+
+def _signature(inputs: TowerInputs, tasks: int) -> Signature:
+    return Signature(
+        tuple(inputs.widths),
+        inputs.sequences,
+        inputs.dense,
+        tasks,
+        frozenset(inputs.user),
+        inputs.numbers,
+        inputs.jagged,
+        inputs.aligned,
+        dict(inputs.max_lengths),
+    )
 
 
 def _write_table(folder: Path, rows: TableRows, options: ExportOptions) -> dict[str, Any]:

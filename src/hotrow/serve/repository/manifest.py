@@ -5,6 +5,7 @@
         3/                        a version: a whole number, the highest is the newest
           manifest.json           all files with sizes and checksums; docs/formats/export.md
           tower.pt2               the tower's graph (serve/graph/graph_archive.py)
+          user.pt2                the graph of its user part, where it has one
           weights.safetensors     the tower's weights
           features.json           the feature spec, where there is one
           rows/<table>/           rows: values only, in segments
@@ -43,6 +44,7 @@ from hotrow.train.checkpoint import durable_files, state_encoding
 FORMAT, VERSION = "hotrow-export", 1
 MANIFEST_JSON = FileFormat(FORMAT, (VERSION,))
 MANIFEST, TOWER, WEIGHTS, FEATURES = "manifest.json", "tower.pt2", "weights.safetensors", "features.json"
+USER = "user.pt2"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NUMBER = re.compile(r"[1-9][0-9]{0,17}")
 _FILE = re.compile(r"[^/\\\0]+(/[^/\\\0]+)*")
@@ -110,10 +112,7 @@ class Version:
     @property
     def signature(self) -> Signature:
         """The model's inputs and outputs."""
-        saved = self.manifest["signature"]
-        return Signature(
-            tuple(saved["features"]), frozenset(saved["sequences"]), int(saved["dense"]), int(saved["tasks"])
-        )
+        return Signature.from_json(self.manifest["signature"])
 
     @property
     def tables(self) -> list[TableOnDisk]:

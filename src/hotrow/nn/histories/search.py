@@ -1,0 +1,110 @@
+"""Two-stage search (SIM): which k events of a long history matter to a candidate.
+
+Hard search takes the newest k events of the candidate's category. The user part sorts each history by category once
+(`sort_by_category`); a candidate then finds its category's range by bisection (`newest_in_category`). Its cost grows
+with the logarithm of the history's length.
+
+Soft search takes the k events whose vectors have the largest inner product with the candidate's. `most_similar` is an
+operator, `hotrow::most_similar`, that takes one user's candidates and events at a time, and never more than
+SCORES_AT_ONCE scores. It reads the lengths on the host, so no CUDA graph can hold it.
+
+Both give int64 `[rows, k]` and how many of the k are real, which come first. The choice has no gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hotrow.nn.histories.segments import first_events, users_of_events
+
+SCORES_AT_ONCE = 1 << 22
+"""Of soft search: 16 MiB of float32."""
+
+
+def sort_by_category(categories: Tensor, lengths: Tensor) -> Tensor:
+    """The order of events by user, category and age: int64 `[events]`, padding last.
+
+    >>> sort_by_category(torch.tensor([7, 5, 7, 5, 9]), torch.tensor([3, 2]))
+    tensor([1, 0, 2, 3, 4])
+    """
+    by_category = torch.argsort(categories, stable=True)
+    users = users_of_events(lengths, categories.shape[0]).index_select(0, by_category)
+    return by_category.index_select(0, torch.argsort(users, stable=True))
+
+
+def newest_in_category(
+    categories: Tensor, lengths: Tensor, users: Tensor, wanted: Tensor, keep: int, max_length: int
+) -> tuple[Tensor, Tensor]:
+    """The newest `keep` events of category `wanted[row]` of user `users[row]`: `[rows, keep]`, and how many there are.
+
+    `categories` are sorted as `sort_by_category` does. No history is longer than `max_length`.
+
+    >>> sorted_categories, lengths = torch.tensor([5, 7, 7, 5, 9]), torch.tensor([3, 2])
+    >>> newest_in_category(sorted_categories, lengths, torch.tensor([0, 1]), torch.tensor([7, 7]), 2, 10)
+    (tensor([[1, 2],
+            [0, 0]]), tensor([2, 0]))
+    """
+    begin = first_events(lengths).index_select(0, users)
+    end = begin + lengths.index_select(0, users)
+    first = _bisect(categories, begin, end, wanted, False, max_length)
+    behind = _bisect(categories, begin, end, wanted, True, max_length)
+    count = (behind - first).clamp(max=keep)
+    place = torch.arange(keep, device=lengths.device)
+    index = (behind - count).unsqueeze(1) + place
+    return torch.where(place < count.unsqueeze(1), index, 0), count
+
+
+def most_similar(candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """The `keep` events of its user with the largest inner product with each candidate, oldest first: `[rows, keep]`,
+    and how many there are. User `u` has the next `rows[u]` candidates and the next `lengths[u]` events.
+
+    >>> events = torch.tensor([[1.0], [3.0], [2.0], [9.0]])
+    >>> most_similar(torch.ones(2, 1), events, torch.tensor([2, 0]), torch.tensor([3, 1]), 2)
+    (tensor([[1, 2],
+            [1, 2]]), tensor([2, 2]))
+    """
+    index, counts = torch.ops.hotrow.most_similar(candidates.detach(), events.detach(), rows, lengths, keep)
+    return index, counts
+
+
+@torch.library.custom_op("hotrow::most_similar", mutates_args=())
+def _most_similar(
+    candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor, keep: int
+) -> tuple[Tensor, Tensor]:
+    index = rows.new_zeros(candidates.shape[0], keep)
+    counts = rows.new_zeros(candidates.shape[0])
+    first_row = first_event = 0
+    for its_rows, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+        most = min(keep, length)
+        if its_rows and most:
+            history = events[first_event : first_event + length]
+            step = max(1, SCORES_AT_ONCE // length)
+            for begin in range(first_row, first_row + its_rows, step):
+                piece = slice(begin, min(begin + step, first_row + its_rows))
+                if most == length:
+                    index[piece, :most] = torch.arange(first_event, first_event + length, device=index.device)
+                else:
+                    chosen = (candidates[piece] @ history.t()).topk(most, dim=1, sorted=False).indices
+                    index[piece, :most] = chosen.sort(dim=1).values + first_event
+            counts[first_row : first_row + its_rows] = most
+        first_row, first_event = first_row + its_rows, first_event + length
+    return index, counts
+
+
+@_most_similar.register_fake
+def _(candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(candidates.shape[0], keep), rows.new_empty(candidates.shape[0])
+
+
+def _bisect(values: Tensor, begin: Tensor, end: Tensor, wanted: Tensor, right: bool, max_length: int) -> Tensor:
+    """Where `wanted` would be inserted into each row's sorted range of `values`, before or (`right`) behind equals."""
+    if values.shape[0] == 0:
+        return begin
+    low, high = begin, end
+    for _ in range(max_length.bit_length()):
+        middle = (low + high) // 2
+        value = values.index_select(0, middle.clamp(max=values.shape[0] - 1))
+        below = (value <= wanted if right else value < wanted) & (low < high)
+        low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)
+    return low
