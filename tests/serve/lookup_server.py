@@ -42,12 +42,17 @@ class LookupServer(Running):
     """The server. `engine` is its engine, in this process; `direct` is an hr.Engine of the same version."""
 
     def __init__(
-        self, folder: Path, tiers: dict[str, Any] | None = None, model: hr.Recommender | None = None, **options: Any
+        self,
+        folder: Path,
+        tiers: dict[str, Any] | None = None,
+        model: hr.Recommender | None = None,
+        export: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         if model is None:
             hr.export(trained("din").model, folder / "repository" / "ctr", features=SPEC)
         else:
-            hr.export(model, folder / "repository" / "ctr")
+            hr.export(model, folder / "repository" / "ctr", **(export or {}))
         plain = {"compile": False, "artifacts": str(folder / "artifacts"), "max_rows": 64, **(tiers or {})}
         self.engine = EngineProcess(
             EngineOptions(str(folder / "e.sock"), str(folder / "repository"), max_rows=64, options=plain)

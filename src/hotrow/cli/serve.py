@@ -72,6 +72,10 @@ def serve(
     ] = True,
     artifacts: Annotated[str | None, typer.Option(help="folder of compiled buckets; else the user's cache")] = None,
     precision: Annotated[str, typer.Option(help="of towers on a GPU: fp32, tf32, bf16 or fp16")] = "fp32",
+    user_cache: Annotated[
+        str | None,
+        typer.Option(help="memory for encodings of users whose history is unchanged, such as 256MiB, of each engine"),
+    ] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="most rows (examples) in a batch")] = 1024,
     max_wait: Annotated[str, typer.Option(help="longest wait of a request for its batch to fill, such as 2ms")] = "2ms",
     poll: Annotated[str, typer.Option(help="check for new versions and releases this often; 0s: never")] = "0s",
@@ -154,6 +158,7 @@ def serve(
         compile=compile,
         artifacts=artifacts,
         precision=precision,
+        user_cache=user_cache,
         max_batch=max_batch,
         max_wait=parse_seconds(max_wait, "--max-wait"),
         poll=parse_seconds(poll, "--poll"),

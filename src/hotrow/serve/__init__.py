@@ -14,9 +14,11 @@
      7  admission        TensorBatch.admit: 429 if it would miss its deadline or exceed limits batching/tensorbatch.py
      8  cold rows        MissQueue.defer_cold: hold it while SSD or remote rows are loaded  batching/miss_queue.py
      9  TensorBatch      TensorBatch.enqueue; a free lane calls TensorBatch.take            batching/tensorbatch.py
-    10  join             frames.join: requests → one KeyedBatch, whose keys the core dedups protocol/frames.py
+    10  join             user_join.join: requests → one KeyedBatch; the core dedups keys    protocol/user_join.py
     11  rows             Engine.answer: HBM, DRAM, SSD, remote, at one publication          execution/engine.py
     12  tower            Towers.answer: pad to a bucket, run compiled; or the original      execution/towers.py
+   A tower with a user part encodes each user once between 11 and 12, or finds the encoding in a cache: then 11 reads no
+   row of that user (execution/user_part.py).
     13  answer           Lanes._send_answers: split, one send for each front end            batching/lanes.py
    RequestAdmission.receive (processes/request_admission.py) calls 7 to 9, Lanes._run_pieces 10 to 13. A copy for a
    shadow version runs later, on an idle lane (batching/shadow.py).

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow.batch import Jagged, KeyedBatch
+from hotrow.batch import KeyedBatch
 from hotrow.errors import OptionError
 from hotrow.serve.batching.tensorbatch import Piece
 from hotrow.serve.batching.versions import Version
-from hotrow.serve.protocol import frames
+from hotrow.serve.protocol import user_join
 from hotrow.serve.protocol.frames import AnswerFrame
 from hotrow.serve.protocol.lookup_frames import write_vectors
 from hotrow.serve.protocol.request import Array, Signature, Wanted
@@ -51,7 +51,7 @@ def join(pieces: Sequence[Piece], version: Version, key: BatchKey) -> KeyedBatch
     slices = [
         (c.chunk, c.offset, c.length, piece.first, piece.rows) for piece in pieces for c in [piece.request.content]
     ]
-    return frames.join(slices, signature, key.fingerprint)
+    return user_join.join(slices, signature, key.fingerprint)
 
 
 def run(batch: KeyedBatch, version: Version, key: BatchKey, until: float | None) -> LookupResult:
@@ -97,7 +97,7 @@ class _Output(NamedTuple):
             pooled = [vectors[name] for name in signature.features if name not in signature.sequences]
             return _Output(torch.cat(pooled, dim=1))
         name = signature.features[(number - 1) // 2]
-        lengths = _lengths(batch.ids[name]) if name in signature.sequences else None
+        lengths = _lengths(batch, name) if name in signature.sequences else None
         return _Output(vectors[name if number % 2 else f"{name}_mask"], lengths)
 
     def rows(self, begin: int, end: int, half: bool) -> Array:
@@ -111,6 +111,10 @@ class _Output(NamedTuple):
         return array
 
 
-def _lengths(ids: Jagged) -> Array:
-    found: Array = ids.lengths().numpy()
+def _lengths(batch: KeyedBatch, name: str) -> Array:
+    """The length of each row's sequence."""
+    lengths = batch.ids[name].lengths()
+    if batch.user_of is not None and name in batch.user_features:
+        lengths = lengths[batch.user_of]
+    found: Array = lengths.numpy()
     return found

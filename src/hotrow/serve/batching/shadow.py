@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hotrow.serve.load_estimate import ServiceTime
-from hotrow.serve.protocol import frames
+from hotrow.serve.protocol import frames, user_join
 from hotrow.serve.protocol.inference_json import sigmoid
 from hotrow.serve.protocol.metrics import DIFFERENCE_BOUNDS as BOUNDS
 from hotrow.serve.protocol.request import Array
@@ -181,7 +181,7 @@ class ShadowQueue:
         """Run copies on their version and count the differences. Never raises."""
         version, began = copies[0].version, self._clock()
         try:
-            joined = frames.join(_pieces(copies), version.signature, version.fingerprint)
+            joined = user_join.join(_pieces(copies), version.signature, version.fingerprint)
             logits, late, _, _ = version.run(joined, "initial", _rows_late_at(copies, self._clock()))
             values: Array = logits.float().cpu().numpy()
             answered = np.concatenate([copy.logits for copy in copies])
@@ -235,7 +235,7 @@ class ShadowQueue:
         try:
             if self._clock() - copy.arrived <= MAX_SECONDS:
                 version = copy.version
-                batch = frames.join(_pieces([copy]), version.signature, version.fingerprint)
+                batch = user_join.join(_pieces([copy]), version.signature, version.fingerprint)
                 if version.servable.cold(batch) is not None:
                     version.servable.prefetch(batch)
         except Exception as error:

@@ -454,5 +454,17 @@ def example_batch(signature: Signature, rows: int) -> KeyedBatch:
     """A batch that every model with this signature can run."""
     keys = torch.arange(rows, dtype=torch.int64)
     every = torch.arange(rows + 1, dtype=torch.int64)
-    ids = {name: Jagged(keys, every if name in signature.sequences else None) for name in signature.features}
-    return KeyedBatch(ids, dense=torch.zeros(rows, signature.dense) if signature.dense else None)
+    one = Jagged(keys[:1], every[:2])
+
+    def column(name: str) -> Jagged:
+        if name in signature.user:  # one user for all rows, as in a request
+            return one if name in signature.sequences or name in signature.numbers else Jagged(keys[:1])
+        return Jagged(keys, every if name in signature.sequences or name in signature.numbers else None)
+
+    return KeyedBatch(
+        {name: column(name) for name in signature.features},
+        dense=torch.zeros(rows, signature.dense) if signature.dense else None,
+        numbers={name: column(name) for name in signature.numbers},
+        user_of=torch.zeros(rows, dtype=torch.int64) if signature.user else None,
+        user_features=signature.user,
+    )

@@ -2,9 +2,16 @@
 
 In reading order:
     engine.py               hr.Engine: look up rows, run the tower, apply updates between two batches
+    opening.py              opens a version: its rows and its graphs
     version_rows.py         a version's rows: loaded here, in remote stores, or on row servers
     servable.py             adapts an engine for lanes, with its bus follower
     reader_writer_gate.py   batches hold it shared, an update holds it exclusively
+    user_part.py            users of a batch: probe the cache, encode those that it lacks
+    user_cache.py           UserCache: encodings by features, publication and weights
+    encodings.py            cuts encodings into users and joins them
+    scoring.py              encodes users, then runs the tower for ranges of rows
+    two_part_tower.py       TwoPartTower: the user part and the candidate part, with one set of weights
+    tower_weights.py        replaces the weights of all that run a tower
     towers.py               runs a tower on compiled buckets, otherwise on the original graph
     two_part_tower.py       a tower with a user part: both graphs, and one set of weights
     artifact_check.py       compares and times an artifact before it takes traffic

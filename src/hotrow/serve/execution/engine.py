@@ -13,6 +13,8 @@ Nothing is ever written into the repository.
 Any thread may call any method; lanes call `answer` at the same time. Rows in DRAM and on SSD are read in parallel. On a
 GPU, `lanes` of captured graphs (device_lane.py) run batches with one id per feature. Other batches there look up their
 rows one batch at a time, and run their towers in parallel.
+A tower with a user part (two_part_tower.py) runs as two graphs: each user of a batch is encoded once, and all rows are
+scored against the encodings. `user_cache=` keeps encodings of users whose features have not changed (user_cache.py).
 One thread at a time may call `apply`, which puts a publication in service between two batches
 (serve/updates/cut_over.py). A batch uses the old or the new weights of `replace_weights`, never a mixture. `close` does
 not wait; batches that already run end normally.
@@ -37,27 +39,22 @@ from torch import Tensor
 
 from hotrow.batch import KeyedBatch
 from hotrow.config import Memory
-from hotrow.errors import BatchError, CheckpointError, ClosedError, LeftError, OptionError, PublishError
+from hotrow.errors import BatchError, ClosedError, LeftError, OptionError, PublishError
 from hotrow.features import FeatureSpec
 from hotrow.nn import EmbeddingCollection
 from hotrow.publish.publication import Publication
+from hotrow.serve.execution.opening import open_rows, open_tower, run_with
 from hotrow.serve.execution.reader_writer_gate import ReaderWriterGate
+from hotrow.serve.execution.scoring import scorer
+from hotrow.serve.execution.tower_weights import prepare_weights
 from hotrow.serve.execution.towers import Towers
-from hotrow.serve.execution.version_rows import load_rows, row_servers_below
-from hotrow.serve.graph import graph_archive
+from hotrow.serve.execution.two_part_tower import TwoPartTower
+from hotrow.serve.execution.user_cache import State, UserCache
+from hotrow.serve.execution.user_part import Probe, UserPart, outputs_by_row
+from hotrow.serve.execution.version_rows import row_servers_below
 from hotrow.serve.graph.tower import OriginalTower, Tower
-from hotrow.serve.graph.tower_inputs import TowerInputs
+from hotrow.serve.protocol.histories import check_batch
 from hotrow.serve.protocol.request import Signature
-from hotrow.serve.repository.manifest import (
-    MANIFEST,
-    TOWER,
-    Version,
-    candidates,
-    check_name,
-    check_version,
-    open_version,
-    warn_damaged,
-)
 from hotrow.serve.updates.cut_over import PreparedUpdate, prepare
 from hotrow.serve.updates.freshness import Freshness
 from hotrow.table import Lookup
@@ -97,8 +94,25 @@ class _Live:
     """The objects of an open engine. A batch takes them once at its start, so it may end after `close`."""
 
     embeddings: EmbeddingCollection
-    original: OriginalTower
-    towers: Tower
+    original: OriginalTower | TwoPartTower
+    towers: Tower | TwoPartTower
+
+
+class _Read(NamedTuple):
+    """What a batch read: its rows, their publication, and the weights that go with them (None: those of now, where a
+    batch stays inside the gate) with the number that they have."""
+
+    lookup: Lookup
+    fresh: Freshness
+    weights: Any
+    weights_number: int
+
+    @property
+    def state(self) -> State | None:
+        """What encodings of these rows depend on; None if the rows are of several publications."""
+        if self.fresh.highest != self.fresh.publication:
+            return None
+        return State(self.fresh.publication, self.weights_number)
 
 
 class Engine:
@@ -106,7 +120,9 @@ class Engine:
 
     `path` is a model's folder, "repository/ctr". Without `version`, the newest complete one is opened. `memory` sets
     the tiers that hold the rows, as in training, or the store with `remote=`. `device` is where the tower runs; by
-    default, the device that rows are read to. `towers` is a function from the original graph to the Tower to run.
+    default, the device that rows are read to. `towers` is a function from the original graph to the Tower to run; for
+    a tower with a user part it is called with each part. `user_cache` is the size of a cache of encoded users, such as
+    "256MiB", for such a tower.
     On a GPU with hbm=, `precision` is the towers' (fp32, tf32, bf16, fp16), `ladder` lists the batch sizes that are
     captured, and `lanes` is how many batches run at once.
 
@@ -132,23 +148,34 @@ class Engine:
         precision: str = "fp32",
         ladder: Sequence[int] | None = None,
         lanes: int = 1,
+        user_cache: str | int | None = None,
     ) -> None:
-        self.source, embeddings = _open(Path(path), version, memory, device)
+        cache = None if user_cache is None else UserCache(user_cache)  # a wrong size is an error before rows are loaded
+        self.source, embeddings = open_rows(Path(path), version, memory, device)
         tower_elsewhere = device is not None and embeddings.hbm_cache is None  # the tower on a GPU, rows in DRAM
         self.device = torch.device(device or "cpu") if tower_elsewhere else embeddings.device
         self.signature: Signature = self.source.signature
         self.features: FeatureSpec | None = self.source.features()
-        original = _tower(self.source, embeddings, self.device)
-        self._live: _Live | None = _Live(embeddings, original, original if towers is None else towers(original))
+        original = open_tower(self.source, embeddings, self.device)
+        self._live: _Live | None = _Live(embeddings, original, run_with(original, towers))
+        # For a tower of one part a cache is of no use, and no error: a server has one option for all its models.
+        self._users = UserPart(self.signature, cache) if self.signature.user else None
+        self._weights_number = 0  # of replacements of the weights; changed inside the gate
         self.fresh = Freshness.of(
             int(self.source.manifest["publication"]), self.source.manifest["trained"]["watermark"]
         )
         self._begin_remote(embeddings)
         self._gate = ReaderWriterGate()
         # Whether a batch leaves the gate after its lookup and runs its tower with the weights that it read inside.
-        self._tower_outside_gate = self.device.type == "cpu" and isinstance(self._live.towers, (OriginalTower, Towers))
+        self._tower_outside_gate = self.device.type == "cpu" and isinstance(
+            self._live.towers, (OriginalTower, Towers, TwoPartTower)
+        )
         self._lanes: DeviceLanes | None = None
-        if embeddings.hbm_cache is not None and embeddings.device.type == "cuda":
+        if (
+            isinstance(original, OriginalTower)
+            and embeddings.hbm_cache is not None
+            and embeddings.device.type == "cuda"
+        ):
             from hotrow.serve.execution.device_lane import DeviceLanes
 
             self._lanes = DeviceLanes(embeddings, original, self.signature.dense, ladder, precision, lanes)
@@ -184,14 +211,19 @@ class Engine:
         return self._open().embeddings
 
     @property
-    def original(self) -> OriginalTower:
+    def original(self) -> OriginalTower | TwoPartTower:
         """The saved graph with the current weights."""
         return self._open().original
 
     @property
-    def towers(self) -> Tower:
+    def towers(self) -> Tower | TwoPartTower:
         """The object that runs the tower: the original graph, or compiled buckets."""
         return self._open().towers
+
+    @property
+    def users(self) -> UserPart | None:
+        """The user part of the tower, if it has one: its counters and its cache."""
+        return self._users
 
     def predict(self, batch: KeyedBatch | Columns) -> Tensor:
         """Probabilities of a batch, or of raw columns by name, which go through the saved feature spec."""
@@ -205,7 +237,8 @@ class Engine:
         """The tower's input vectors: [rows, dim], or for a sequence [rows, length, dim] and its mask."""
         live, keyed = self._open(), self.keyed(batch)
         with torch.inference_mode(), ExitStack() as held, ExitStack() as locked:
-            return self._pool(live, self._read(live, keyed, "wait", None, held, locked)[0])[0]
+            read = self._read(live, keyed, "wait", None, held, locked)
+            return self._by_row(self._pool(live, read.lookup)[0], read.lookup.batch)
 
     def answer_lookup(
         self,
@@ -220,25 +253,33 @@ class Engine:
         as in `answer`."""
         live = self._open()
         with torch.inference_mode(), ExitStack() as held:
+            places = None
             if tower:
                 self._check_dense(batch)
+                check_batch(self.signature, batch)
+                if self._users is not None:
+                    batch, places = self._users.arrange(batch)
             dense = self._dense(batch)
             with ExitStack() as locked:
-                lookup, fresh, weights = self._read(live, batch, policy, until, held, locked)
-                vectors, late = self._pool(live, lookup)
+                read = self._read(live, batch, policy, until, held, locked)
+                vectors, late = self._pool(live, read.lookup)
                 # With a tower they are copied on a CPU too, because a tower may write into its inputs.
-                on_host = {name: vector.to("cpu", copy=tower) for name, vector in vectors.items()}
+                by_row = self._by_row(vectors, read.lookup.batch)
+                on_host = {name: vector.to("cpu", copy=tower) for name, vector in by_row.items()}
             if not tower:
-                return on_host, Answer(torch.empty(0), late, False, fresh)
+                return on_host, Answer(torch.empty(0), late, False, read.fresh)
             if self._tower_outside_gate:
                 held.close()
+            state = None if late.ids else read.state
+            score = scorer(live.towers, self._users, vectors, Probe(batch), read.weights, state)
             parts = []
             for begin in range(0, batch.size, most_rows):
-                rows = slice(begin, begin + most_rows)
-                some = {name: vector[rows] for name, vector in vectors.items()}
-                parts.append(_run_tower(live.towers, some, None if dense is None else dense[rows], weights))
+                end = min(begin + most_rows, batch.size)
+                parts.append(score(begin, end, None if dense is None else dense[begin:end]))
             logits = torch.cat([part[0] for part in parts])
-            return on_host, Answer(logits, late, all(part[1] for part in parts), fresh)
+            if places is not None:
+                logits, on_host = logits[places], {name: vector[places] for name, vector in on_host.items()}
+            return on_host, Answer(logits, late, all(part[1] for part in parts), read.fresh)
 
     def run(self, batch: KeyedBatch, policy: str = "wait") -> tuple[Tensor, LateIds]:
         """Logits of a joined batch, on the engine's device, and the ids that the policy answered.
@@ -254,22 +295,36 @@ class Engine:
         live = self._open()
         with torch.inference_mode(), ExitStack() as held:
             self._check_dense(batch)
+            check_batch(self.signature, batch)
             lanes = self._lanes
             if lanes is not None and lanes.supports(batch):
                 return self._run_lane(live, lanes, batch, policy)
+            places = None
+            if self._users is not None:
+                batch, places = self._users.arrange(batch)
             dense = self._dense(batch)
             with ExitStack() as locked:
-                lookup, fresh, weights = self._read(live, batch, policy, until, held, locked)
-                vectors, late = self._pool(live, lookup)
+                probe, read = self._probe_and_read(live, batch, policy, until, held, locked)
+                vectors, late = self._pool(live, read.lookup)
             if self._tower_outside_gate:
                 held.close()
-            logits, compiled = _run_tower(live.towers, vectors, dense, weights)
-            return Answer(logits, late, compiled, fresh)
+            state = None if late.ids else read.state
+            score = scorer(live.towers, self._users, vectors, probe, read.weights, state)
+            logits, compiled = score(0, batch.size, dense)
+            return Answer(logits if places is None else logits[places], late, compiled, read.fresh)
 
     def cold(self, batch: KeyedBatch) -> int:
         """How many of a batch's ids have rows only on SSD, or may have rows in a remote store. Reads memory only."""
         remote = self.embeddings.remote
         return count_cold(self._keys(batch)) if remote is None else remote.cold(self._keys(batch))
+
+    def without_cached_users(self, batch: KeyedBatch) -> KeyedBatch:
+        """The batch, where users whose encodings the cache has now have no ids: their rows will not be read."""
+        if self._users is None or self._users.cache is None:
+            return batch
+        with self._gate.shared():
+            state = State(self.fresh.publication, self._weights_number)
+        return self._users.probe(batch.share_users(self._users.features), state, count=False).batch
 
     def warm(self, batch: KeyedBatch, patient: bool = False) -> int:
         """Read the batch's rows from SSD or a remote store into memory; returns how many. It blocks only the calling
@@ -358,20 +413,13 @@ class Engine:
 
     def _prepare_weights(self, live: _Live, state: Mapping[str, Tensor]) -> Callable[[], None]:
         """Check a tower's state dict; returns the function that replaces the weights. Call it inside the gate."""
-        weights, towers = live.original.prepare_weights(state), live.towers
-        ordered = towers.order_weights(weights) if isinstance(towers, Towers) else None
+        set_weights = prepare_weights(live.original, live.towers, self._lanes, state)
 
-        def set_weights() -> None:
-            if self._lanes is not None:
-                self._lanes.set_weights(weights)  # copies into the storage that the graphs read
-            else:
-                live.original.set_weights(weights)
-            if isinstance(towers, Towers) and ordered is not None:
-                towers.set_weights(ordered)
-            elif towers is not live.original and hasattr(towers, "replace_weights"):
-                towers.replace_weights(weights)
+        def set_and_count() -> None:
+            self._weights_number += 1
+            set_weights()
 
-        return set_weights
+        return set_and_count
 
     def close(self) -> None:
         """Free rows and weights. Later calls raise ClosedError; batches that already run end normally."""
@@ -406,7 +454,7 @@ class Engine:
                     if below is not None:
                         below.begin()
                     logits, by_row, ids = lanes.run(batch, policy, below)
-                    fresh = self.fresh if below is None else self._fresh_of(below.publications)
+                    fresh = self.fresh if below is None else self.fresh.of_rows(below.publications, self._watermarks)
                     return Answer(logits, LateIds(ids, by_row), True, fresh)
             except LeftError:
                 if below is None or not tries_left:
@@ -414,17 +462,38 @@ class Engine:
                 below.load()
         raise AssertionError
 
+    def _probe_and_read(
+        self, live: _Live, batch: KeyedBatch, policy: str, until: float | None, held: ExitStack, locked: ExitStack
+    ) -> tuple[Probe, _Read]:
+        """As `_read`, without the rows of users whose encodings are cached. If there was an update between asking the
+        cache and reading the rows, the whole batch is read."""
+        users = self._users
+        if users is None or users.cache is None:
+            return Probe(batch), self._read(live, batch, policy, until, held, locked)
+        with self._gate.shared():
+            state = State(self.fresh.publication, self._weights_number)
+        probe = users.probe(batch, state)
+        read = self._read(live, probe.batch, policy, until, held, locked)
+        if not probe.hits or read.state == state:
+            return probe, read
+        held.close()
+        locked.close()
+        live.embeddings.release(read.lookup)
+        return Probe(batch), self._read(live, batch, policy, until, held, locked)
+
     def _read(
         self, live: _Live, batch: KeyedBatch, policy: str, until: float | None, held: ExitStack, locked: ExitStack
-    ) -> tuple[Lookup, Freshness, Any]:
+    ) -> _Read:
         """Rows of a batch, their publication, and the weights that go with them. Enters the gate shared, which `held`
         leaves, and takes `_lookup_lock`, which `locked` releases. Rows elsewhere are read before both, so an update
         never waits for them."""
         if isinstance(live.embeddings.remote, RowServerTables):
             return self._read_from_servers(live, batch, policy, until, held)
         lookup = self._read_here(live, batch, policy, held, locked)
-        fresh = self.fresh if live.embeddings.remote is None else self._fresh_of(lookup.publications)
-        return lookup, fresh, self._weights(live)
+        fresh = (
+            self.fresh if live.embeddings.remote is None else self.fresh.of_rows(lookup.publications, self._watermarks)
+        )
+        return _Read(lookup, fresh, self._weights(live), self._weights_number)
 
     def _read_here(self, live: _Live, batch: KeyedBatch, policy: str, held: ExitStack, locked: ExitStack) -> Lookup:
         """Rows of a batch through the tiers of this process. HBM is looked up first: rows that it has are not asked for
@@ -457,11 +526,11 @@ class Engine:
 
     def _weights(self, live: _Live) -> Any:
         """The weights of now, where a batch keeps them for a tower that runs outside the gate. Inside the gate."""
-        return live.towers.weights if self._tower_outside_gate else None  # type: ignore[attr-defined]
+        return live.towers.weights if self._tower_outside_gate else None  # type: ignore[union-attr]
 
     def _read_from_servers(
         self, live: _Live, batch: KeyedBatch, policy: str, until: float | None, held: ExitStack
-    ) -> tuple[Lookup, Freshness, Any]:
+    ) -> _Read:
         """Rows of a batch from row servers, at the publication in service when it begins, with the weights of that
         publication. An update does not wait for the network: where weights are replaced in place, the batch reads
         again if there was an update meanwhile."""
@@ -472,28 +541,18 @@ class Engine:
             if not tries_left:
                 held.enter_context(self._gate.shared())  # the next update waits for this batch
             with self._gate.shared() if tries_left else nullcontext():
-                fresh, weights = self.fresh, self._weights(live)
+                fresh, weights, number = self.fresh, self._weights(live), self._weights_number
             lookup = live.embeddings.route(batch, ahead=False)
             remote.set_terms(lookup.plan, ReadTerms(fresh.publication, deadline))
             lookup.prefetch()
             if tries_left:
                 held.enter_context(self._gate.shared())
             if self._tower_outside_gate or self.fresh.publication == fresh.publication:
-                return lookup.read(policy), fresh, weights
+                number = number if self._tower_outside_gate else self._weights_number
+                return _Read(lookup.read(policy), fresh, weights, number)
             held.close()
             live.embeddings.release(lookup)
         raise AssertionError
-
-    def _fresh_of(self, publications: tuple[int, int]) -> Freshness:
-        """The freshness of an answer over a remote store, whose rows may be older or newer than the publication in
-        service here."""
-        lowest, highest = publications
-        fresh = self.fresh
-        highest = max(fresh.publication, highest)
-        if lowest >= fresh.publication:
-            return fresh._replace(highest=highest)
-        known = [watermark for number, watermark in self._watermarks if number <= lowest]
-        return Freshness(lowest, known[-1] if known else None, highest)
 
     def _pool(self, live: _Live, lookup: Lookup) -> tuple[dict[str, Tensor], LateIds]:
         """Pool the rows that were read and pad sequences to one length; also the ids that the policy answered."""
@@ -503,6 +562,10 @@ class Engine:
         if self.device == embeddings.device:
             return vectors, late
         return {name: vector.to(self.device, non_blocking=True) for name, vector in vectors.items()}, late
+
+    def _by_row(self, vectors: dict[str, Tensor], batch: KeyedBatch) -> dict[str, Tensor]:
+        """The vectors in the form of `lookup`."""
+        return outputs_by_row(vectors, batch, self.signature) if self.signature.jagged else vectors
 
     def _keys(self, batch: KeyedBatch) -> list[tuple[HostStore, Tensor]]:
         """Each feature's keys with the store that has their rows."""
@@ -528,37 +591,3 @@ class Engine:
         if live is None:
             raise ClosedError(f"the engine of {self.source.path} is closed; make a new hr.Engine")
         return live
-
-
-def _run_tower(tower: Tower, vectors: Mapping[str, Tensor], dense: Tensor | None, weights: Any) -> tuple[Tensor, bool]:
-    """Logits, and whether compiled buckets computed all of them. `weights` were read at an earlier time; None: now."""
-    if isinstance(tower, Towers):
-        return tower.answer(vectors, dense, weights)
-    if isinstance(tower, OriginalTower):
-        return tower.run(vectors, dense, weights), False
-    return tower.run(vectors, dense), False
-
-
-def _open(
-    path: Path, version: int | str | None, memory: Memory | None, device: str | torch.device | None
-) -> tuple[Version, EmbeddingCollection]:
-    """The given version, or the newest whose rows can be read, and its rows."""
-    if version is None and (path / MANIFEST).is_file():
-        path, version = path.parent, path.name
-    check_name(path.resolve().name)
-    if version is not None:
-        chosen = open_version(path / str(check_version(version)))
-        return chosen, load_rows(chosen, memory, device)
-    for chosen in candidates(path):
-        try:
-            return chosen, load_rows(chosen, memory, device)
-        except CheckpointError as error:  # a damaged block of rows: an older version may be intact
-            warn_damaged(chosen.path, error)
-    raise AssertionError("candidates raises when there is none")
-
-
-def _tower(version: Version, embeddings: EmbeddingCollection, device: torch.device) -> OriginalTower:
-    """The saved graph with the saved weights."""
-    inputs = TowerInputs.of(embeddings, version.signature.dense)
-    program = graph_archive.unpack(version.read(TOWER), version.path / TOWER)
-    return OriginalTower(program, inputs, version.weights(), version.manifest["tower"]["tied"], device)

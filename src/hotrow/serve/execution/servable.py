@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from hotrow.config import Memory
 from hotrow.errors import ClosedError, OptionError, StorageError
 from hotrow.publish.publication import Publication
 from hotrow.serve.execution.towers import TowerOptions, Towers
+from hotrow.serve.execution.two_part_tower import TwoPartTower
 from hotrow.serve.graph.tower import OriginalTower
 from hotrow.serve.graph.tower_graph import TowerGraph
 from hotrow.serve.protocol.request import Array, Signature
@@ -123,20 +125,17 @@ class ServedVersion:
 
     def figures(self) -> dict[str, Any]:
         """Counters and gauges of its tower and its cache."""
-        towers = self.engine.towers
-        if not isinstance(towers, Towers):
-            return {}
-        counts, metrics = towers.counts, towers.metrics()
-        remote = self.engine.embeddings.remote
-        return {
+        towers, users, remote = self.engine.towers, self.engine.users, self.engine.embeddings.remote
+        found = {
             "remote": None if remote is None or self.waits_for_rows else remote.figures(),
             "row_servers": remote.figures() if remote is not None and self.waits_for_rows else None,
-            "buckets": {str(shape): hits for shape, hits in counts.hits.items()},
-            "padded_rows": counts.padded_rows,
-            **{name: metrics[name] for name in ("compile_queue", "compile_seconds", "compiled_pieces")},
-            "eager_ops": dict(towers.eager_ops()),
-            "compiler": towers.describe()["compiler"],
+            "users": None if users is None else users.figures(),
         }
+        parts: dict[str, Any] = {"": towers}
+        if isinstance(towers, TwoPartTower):
+            parts = {"user ": towers.user, "": towers.candidates}
+        compiled = {prefix: part for prefix, part in parts.items() if isinstance(part, Towers)}
+        return {**found, **_compiled_figures(compiled)} if compiled else found
 
     def close(self) -> None:
         """Free rows and weights; end the threads and the compile process."""
@@ -145,12 +144,32 @@ class ServedVersion:
         self.engine.close()
 
     def cold(self, batch: KeyedBatch) -> Array | None:
-        """Which rows of a batch have keys that are on SSD only."""
-        return cold_rows(self.engine.embeddings, batch)
+        """Which rows of a batch have keys that are on SSD only, without those of cached users, which are not read."""
+        return cold_rows(self.engine.embeddings, self.engine.without_cached_users(batch))
 
     def prefetch(self, batch: KeyedBatch, patient: bool = False) -> None:
         """Read them into memory."""
-        self.engine.warm(batch, patient)
+        self.engine.warm(self.engine.without_cached_users(batch), patient)
+
+
+def _compiled_figures(parts: Mapping[str, Towers]) -> dict[str, Any]:
+    """The figures of a tower's compiled parts, added up. Shapes of buckets have the part's prefix."""
+    metrics = [part.metrics() for part in parts.values()]
+    eager: Counter[str] = Counter()
+    for part in parts.values():
+        eager.update(part.eager_ops())
+    return {
+        "buckets": {
+            f"{prefix}{shape}": hits for prefix, part in parts.items() for shape, hits in part.counts.hits.items()
+        },
+        "padded_rows": sum([part.counts.padded_rows for part in parts.values()]),
+        **{
+            name: sum([one[name] for one in metrics])
+            for name in ("compile_queue", "compile_seconds", "compiled_pieces")
+        },
+        "eager_ops": dict(eager),
+        "compiler": next(iter(parts.values())).describe()["compiler"],
+    }
 
 
 def cold_rows(embeddings: Any, batch: KeyedBatch) -> Array | None:
@@ -163,7 +182,11 @@ def cold_rows(embeddings: Any, batch: KeyedBatch) -> Array | None:
     for rows in embeddings.tables:
         for name in rows.table.poolings:
             ids = batch.ids[name]
-            cold[_rows_of(ids, rows.cold(ids.values).numpy())] = True
+            entries = _rows_of(ids, rows.cold(ids.values).numpy())
+            if batch.user_of is not None and name in batch.user_features:
+                cold |= np.isin(batch.user_of.numpy(), entries)
+            else:
+                cold[entries] = True
     return cold
 
 
@@ -238,4 +261,5 @@ def _open_engine(folder: Path, name: str, options: Mapping[str, Any]) -> Engine:
         precision=precision,
         ladder=ladder,
         lanes=int(options.get("lanes", 1)),
+        user_cache=options.get("user_cache"),
     )

@@ -37,16 +37,22 @@ def model_metadata(info: ModelInfo) -> dict[str, Any]:
         "name": info.name,
         "versions": list(info.versions or (info.version,)),
         "platform": "hotrow",
-        "inputs": [{"name": name, "datatype": kind, "shape": shape} for name, kind, shape in _tensors(info)],
+        "inputs": [
+            {"name": name, "datatype": kind, "shape": shape, **_history(info, name)}
+            for name, kind, shape in _tensors(info)
+        ],
         "outputs": outputs,
     }
 
 
 def model_config(info: ModelInfo) -> dict[str, Any]:
     """The model's configuration as Triton's clients read it; the export's own fields are among the parameters, and
-    `embeddings`: the columns of each feature in the output of that name, as JSON."""
+    `embeddings` (the columns of each feature in the output of that name) and `max_lengths` (the most events of each
+    history) are JSON."""
     embeddings = EmbeddingOutputs(info.signature, info.widths)
     parameters = dict(info.config)
+    if info.signature.max_lengths:
+        parameters["max_lengths"] = json.dumps(dict(info.signature.max_lengths))
     if embeddings.places:
         parameters[EMBEDDINGS] = json.dumps([asdict(place) for place in embeddings.places])
     return {
@@ -68,12 +74,28 @@ def model_config(info: ModelInfo) -> dict[str, Any]:
 
 def _tensors(info: ModelInfo) -> list[tuple[str, str, list[int]]]:
     signature = info.signature
-    tensors = [(name, "INT64", [-1, -1] if name in signature.sequences else [-1]) for name in signature.features]
-    if signature.features and KEYS not in signature.features:
-        tensors.append((KEYS, "INT64", [-1, len(signature.features)]))
+    several = signature.sequences.union(signature.numbers)
+    tensors = [(name, "INT64", [-1, -1] if name in several else [-1]) for name in signature.columns]
+    if signature.columns and KEYS not in signature.columns:
+        tensors.append((KEYS, "INT64", [-1, len(signature.columns)]))
     if signature.dense:
         tensors.append((DENSE, "FP32", [-1, signature.dense]))
     return tensors
+
+
+def _history(info: ModelInfo, name: str) -> dict[str, Any]:
+    """What the metadata says about an input of a model over histories: its largest length, the inputs that must have
+    the same lengths, and whether it is the user's, to be sent once."""
+    signature = info.signature
+    found: dict[str, Any] = {}
+    if name in signature.max_lengths:
+        found["max_length"] = signature.max_lengths[name]
+    aligned = [other for group in signature.aligned if name in group for other in group if other != name]
+    if aligned:
+        found["aligned"] = aligned
+    if name in signature.user:
+        found["user"] = True
+    return {"parameters": found} if found else {}
 
 
 def _outputs(info: ModelInfo, embeddings: EmbeddingOutputs) -> list[tuple[str, str, list[int]]]:

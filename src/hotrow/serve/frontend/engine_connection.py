@@ -204,6 +204,4 @@ def _answer_parameters(answer: frames.AnswerFrame) -> dict[str, str | int | floa
 
 def signature_of(version: Mapping[str, Any]) -> Signature:
     """The signature in an engine's description of a version."""
-    return Signature(
-        tuple(version["features"]), frozenset(version["sequences"]), int(version["dense"]), int(version["tasks"])
-    )
+    return Signature.from_json(version)

@@ -57,6 +57,20 @@ _REMOTE = {  # a remote store's figure → the metric's name
     "up": "hotrow_remote_up",
 }
 
+_USERS = {  # a count of the user part → the metric's name
+    "batches": "hotrow_user_batches_total",
+    "users": "hotrow_users_encoded_total",
+    "events": "hotrow_user_events_total",
+}
+_USER_CACHE = {  # a figure of the user cache → the metric's name, and a reason
+    "hits": ("hotrow_user_cache_hits_total",),
+    "misses": ("hotrow_user_cache_misses_total",),
+    "evicted": ("hotrow_user_cache_evictions_total", "size"),
+    "outdated": ("hotrow_user_cache_evictions_total", "outdated"),
+    "bytes": ("hotrow_user_cache_bytes",),
+    "users": ("hotrow_user_cache_users",),
+}
+
 _BUS = {  # a follower's count → the metric's name
     "publications": "hotrow_bus_publications_total",
     "rows": "hotrow_bus_rows_total",
@@ -106,9 +120,14 @@ def add_figures(engines: Sequence[dict[str, Any]]) -> Figures:
             for policy, count in version["late_by_policy"].items():
                 put(count, "hotrow_late_rows_total", *labels, policy)
             tower = version.get("tower", {})
+            users = tower.get("users") or {}
+            for name, metric in _USERS.items() if users else ():
+                put(users[name], metric, *labels)
+            for name, (metric, *reason) in _USER_CACHE.items() if users.get("cache") else ():
+                put(users["cache"][name], metric, *labels, *reason)
             for bucket, hits in tower.get("buckets", {}).items():
                 put(hits, "hotrow_bucket_hits_total", *labels, bucket)
-            if tower:
+            if "padded_rows" in tower:
                 put(tower["padded_rows"], "hotrow_padding_rows_total", *labels)
                 put(tower["compile_queue"], "hotrow_compile_queue")
                 put(tower["compile_seconds"], "hotrow_compile_seconds_total", *labels)

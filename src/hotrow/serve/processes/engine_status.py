@@ -136,10 +136,7 @@ def _describe(model: Model) -> dict[str, Any]:
             {
                 "name": v.name,
                 "number": v.number,
-                "features": list(v.signature.features),
-                "sequences": sorted(v.signature.sequences),
-                "dense": v.signature.dense,
-                "tasks": v.signature.tasks,
+                **v.signature.as_json(),
                 "spec": getattr(v.servable, "features", None),
                 "widths": list(getattr(v.servable, "widths", ())),
                 "config": getattr(v.servable, "config", None) or {},

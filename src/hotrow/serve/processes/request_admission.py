@@ -34,6 +34,7 @@ class Route(NamedTuple):
     can_be_cold: bool
     patient: bool  # whether the policy is to wait for rows past the deadline
     default_deadline: float  # seconds
+    has_users: bool  # whether shared features of a user are joined once, and not for each row
 
 
 class RequestAdmission:
@@ -95,9 +96,6 @@ class RequestAdmission:
         if len(frame) == 5:
             raise RefusedError(400, f"malformed frame: {frame[4]}")
         _, _, _, _, number, fingerprint, rows, _, policy, ids, _, _ = frame
-        if ids > frames.MOST_IDS // 2:
-            why = f"{ids} ids in one request, with shared ones counted for each row; send fewer rows per request"
-            raise RefusedError(413, why)
         if rows > self.options.max_rows:  # several batches, which must all use one version
             model, pinned = self.models.resolve(number)
             if pinned is None and (current := model.version_for(fingerprint)) is not None:
@@ -109,6 +107,9 @@ class RequestAdmission:
                 self.tensorbatch.drop_empty_queues(lambda key: key.wanted is not None)
             route = self._find_route(number, fingerprint, policy, wanted)
             self._routes[number, fingerprint, policy, wanted] = route
+        if ids > frames.MOST_IDS // 2 and not route.has_users:
+            why = f"{ids} ids in one request, with shared ones counted for each row; send fewer rows per request"
+            raise RefusedError(413, why)
         return route
 
     def _find_route(self, number: int, fingerprint: int, policy: int, wanted: Wanted | None) -> Route:
@@ -128,7 +129,10 @@ class RequestAdmission:
             if not known_outputs(version.signature, wanted.outputs):
                 raise RefusedError(400, f"outputs {wanted.outputs} are not of model {model.name!r}")
         queue = self.tensorbatch.queue_of(group, BatchKey(model, pinned, fingerprint, name, wanted))
-        return Route(model, group, queue, version.can_be_cold, name == "wait", self._default_deadline(version))
+        has_users = bool(version.signature.user)
+        return Route(
+            model, group, queue, version.can_be_cold, name == "wait", self._default_deadline(version), has_users
+        )
 
     def _default_deadline(self, version: Version) -> float:
         for seconds in (self.options.deadline, getattr(version.servable, "deadline", None)):

@@ -57,6 +57,7 @@ class ServeOptions:
     compile: bool = True
     artifacts: str | None = None  # the folder of compiled buckets; None: the user's cache
     precision: str = "fp32"  # of towers on a GPU
+    user_cache: str | None = None  # of each engine and each version: encodings of users
     max_batch: int = 1024  # rows
     max_wait: float = 0.002
     poll: float = 0.0
@@ -80,7 +81,7 @@ class ServeOptions:
                 raise OptionError(f"--{name} {getattr(self, name)}: give 1 or more")
         if self.precision not in PRECISIONS:
             raise OptionError(f"--precision {self.precision}: {choices(self.precision, PRECISIONS)}")
-        for name in ("dram", "hbm", "ssd_limit"):
+        for name in ("dram", "hbm", "ssd_limit", "user_cache"):
             if (size := getattr(self, name)) is not None:
                 parse_size(size, name)
         if self.stale_after is not None and not self.bus:
@@ -210,6 +211,7 @@ class ServeOptions:
             "compile": self.compile,
             "artifacts": self.artifacts,
             "precision": self.precision,
+            "user_cache": self.user_cache,
             "lanes": self.lanes,
             "threads": self.lane_threads(engines),
         }

@@ -16,6 +16,14 @@ class StatusLine:
     def __init__(self) -> None:
         self._before: tuple[float, float, float, float, list[int]] | None = None
         self._rows_before: Counter[str] = Counter()
+        self._users_before = (0, 0)
+
+    def _cached_users(self, figures: list[dict[str, Any]]) -> str:
+        """The part of users whose encodings were cached, since the last line; empty without a cache or users."""
+        caches = _user_caches(figures)
+        now = sum(one["hits"] for one in caches), sum(one["misses"] for one in caches)
+        (hits, misses), self._users_before = (a - b for a, b in zip(now, self._users_before, strict=True)), now
+        return f"  ·  {hits / (hits + misses):.0%} of users cached" if caches and hits >= 0 < hits + misses else ""
 
     def line(self, figures: list[dict[str, Any]], versions: dict[str, str], devices: Sequence[str] = ()) -> str:
         """The line, from the engines' figures and the names of their devices."""
@@ -45,8 +53,14 @@ class StatusLine:
         return (
             f"{models}  ·  {requests / seconds:,.0f} requests/s  ·  p99 {percentile(recent, 0.99) * 1e3:.1f} ms  ·  "
             f"{rows / max(1.0, batches):,.0f} rows a batch{f'  ·  rows/s: {shares}' if len(by_device) > 1 else ''}"
-            f"{_freshness(found, versions)}"
+            f"{self._cached_users(found)}{_freshness(found, versions)}"
         )
+
+
+def _user_caches(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of the user caches of all engines and versions."""
+    users = [(version.get("tower") or {}).get("users") or {} for one in figures for version in one["versions"]]
+    return [one["cache"] for one in users if one.get("cache")]
 
 
 def _freshness(figures: list[dict[str, Any]], versions: dict[str, str]) -> str:

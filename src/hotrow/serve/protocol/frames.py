@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -24,7 +24,7 @@ import torch
 
 from hotrow import _core
 from hotrow.batch import Jagged, KeyedBatch
-from hotrow.serve.protocol.request import POLICIES, Array, PackedIds, RefusedError, Request, Signature
+from hotrow.serve.protocol.request import POLICIES, Array, Ids, PackedIds, RefusedError, Request, Signature
 
 FrameError = _core.FrameError
 
@@ -147,11 +147,55 @@ def scan(chunk: Chunk, begin: int, end: int, longest: int = LONGEST_FRAME) -> tu
     return found
 
 
+class RequestColumns(NamedTuple):
+    """The columns of a request's frame, as views of its bytes."""
+
+    fingerprint: int
+    rows: int
+    ids: Sequence[Ids]
+    dense: Array | None  # [rows, columns], or [1, columns]
+
+
+def read_request(chunk: Chunk, offset: int, length: int) -> RequestColumns:
+    """The request at `offset`. Requires: `scan` has found it there, and so has checked its bytes."""
+    head = _REQUEST.unpack_from(chunk, offset)
+    flags, fingerprint, rows, features, width = head[3], head[6], head[7], head[8], head[10]
+    at, end = offset + _REQUEST.size, offset + length
+
+    def take(kind: type[np.generic], count: int) -> Array:
+        nonlocal at
+        size = count * np.dtype(kind).itemsize
+        if at + size > end:
+            raise FrameError(f"frame ends {at + size - end} bytes before its columns")
+        begin, at = at, at + size + -size % 8
+        return np.frombuffer(chunk, kind, count, begin) if count else np.empty(0, kind)
+
+    ids: Sequence[Ids]
+    if flags & _PACKED:
+        keys = take(np.int64, rows * features)
+        ids = PackedIds(keys.reshape(features, rows) if flags & _COLUMNS else keys.reshape(rows, features).T)
+    else:
+        heads = _feature_heads(features)
+        fields = heads.unpack_from(chunk, at)
+        at += heads.size
+        ids = []
+        for count, kind, weighted, _ in zip(*[iter(fields)] * 4, strict=True):
+            values = take(np.int64, count)
+            places = take(np.int64, rows + 1) if kind == _JAGGED else None
+            ids.append(Ids(values, places, take(np.float32, count) if weighted else None, kind == _SHARED))
+    dense = None
+    if width:
+        shape = (1 if flags & _DENSE_SHARED else rows, width)
+        dense = take(np.float32, shape[0] * width).reshape(shape)
+    return RequestColumns(fingerprint, rows, ids, dense)
+
+
 def join(pieces: Sequence[Piece], signature: Signature, fingerprint: int) -> KeyedBatch:
-    """Join rows of several requests into one batch, in order. A frame that does not match is a FrameError."""
+    """Join rows of several requests into one batch without users, in order. Shared features are repeated for each row.
+    A frame that does not match is a FrameError."""
     rows, values, offsets, weights, dense, columns = _core.join_frames(
         pieces if isinstance(pieces, list) else list(pieces),
-        len(signature.features),
+        len(signature.columns),
         signature.dense,
         fingerprint,
         MOST_IDS,
@@ -159,15 +203,26 @@ def join(pieces: Sequence[Piece], signature: Signature, fingerprint: int) -> Key
     ids = torch.from_numpy(values).split([end - begin for begin, end, _, _ in columns])
     starts = torch.from_numpy(offsets)
     heavy = None if weights is None else torch.from_numpy(weights)
-    jagged = {}
-    for name, keys, (begin, end, at, weighted) in zip(signature.features, ids, columns, strict=True):
+    jagged: dict[str, Jagged] = {}
+    for name, keys, (begin, end, at, weighted) in zip(signature.columns, ids, columns, strict=True):
         places = None if at < 0 else starts[at : at + rows + 1]
         if weighted and heavy is not None:
             jagged[name] = Jagged(keys, places, heavy[begin:end])  # checks that they are finite
         else:
             jagged[name] = _checked(Jagged, values=keys, offsets=places, weights=None)
     matrix = torch.from_numpy(dense) if signature.dense else None
-    return _checked(KeyedBatch, ids=jagged, dense=matrix, labels=None, time=None, size=rows)
+    if signature.numbers:
+        return KeyedBatch(
+            {name: jagged[name] for name in signature.features}, matrix, numbers=_numbers(jagged, signature)
+        )
+    return _checked(KeyedBatch, ids=jagged, dense=matrix, labels=None, time=None, **_NO_USERS, size=rows)
+
+
+def _numbers(columns: Mapping[str, Jagged], signature: Signature) -> dict[str, Jagged]:
+    return {name: columns[name] for name in signature.numbers}
+
+
+_NO_USERS: dict[str, Any] = {"numbers": {}, "user_of": None, "user_features": frozenset(), "visible": {}}
 
 
 _T = TypeVar("_T")

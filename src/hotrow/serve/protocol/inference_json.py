@@ -26,6 +26,7 @@ from hotrow.errors import choices
 from hotrow.features import FeatureSpec
 from hotrow.serve.protocol.backend import ModelInfo
 from hotrow.serve.protocol.embedding_outputs import EMBEDDINGS, FP16, FP32, EmbeddingOutput, EmbeddingOutputs
+from hotrow.serve.protocol.histories import check_columns
 from hotrow.serve.protocol.input_layout import InputPlan, Layout
 from hotrow.serve.protocol.limits import JSON_BYTES, Limits
 from hotrow.serve.protocol.lookup_plan import LookupPlan, plan_keys, plan_raw
@@ -131,6 +132,8 @@ class RequestParser:
             else:
                 ids = plan.ids(arrays)
             rows, dense, dense_shared = plan.rows, plan.dense_of(arrays), plan.dense_shared
+        if matrix is None:
+            check_columns(self.info.signature, ids)
         return Request(self.info.name, rows, ids, dense, dense_shared, version, deadline, options.policy, matrix)
 
     def _build_lookup(
@@ -153,6 +156,8 @@ class RequestParser:
         else:
             arrays: Sequence[Array] = elements  # type: ignore[assignment]
             rows, ids, dense, dense_shared = plan.rows, plan.ids(arrays), plan.dense_of(arrays), plan.dense_shared
+        if wanted.logits:
+            check_columns(self.info.signature, ids)
         size = self.embeddings.answer_bytes(wanted, rows, ids)
         if size > self.limits.answer_bytes:
             raise invalid(

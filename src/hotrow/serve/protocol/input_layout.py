@@ -6,8 +6,9 @@ A model's inputs are named after its signature. For a key feature `item`:
     item + item.offsets     INT64 [ids], and INT64 or INT32 [rows + 1]: any number of ids per row
     item.weights            FP32, one for each id, in the same order
 
-`dense` is FP32 [rows, width]. `keys` is INT64 [rows, f]: one id per row for each of the f features that have no tensor
-of their own, in the signature's order. A client with 26 such features sends one tensor.
+A number feature (`Signature.numbers`, such as the time of each event) is sent like a sequence. `dense` is FP32
+[rows, width]. `keys` is INT64 [rows, f]: one id per row for each of the f features that have no tensor of their own, in
+the signature's order. A client with 26 such features sends one tensor.
 
 **rows** is the largest first size among all tensors (of a jagged one: offsets minus one). Every tensor has that many
 rows, or exactly one row, which is then used for all (`shared`: the user's features, sent once). Everything else is
@@ -157,12 +158,12 @@ class Layout:
     """
 
     def __init__(self, signature: Signature, limits: Limits) -> None:
-        self.signature, self.limits = signature, limits
+        self.signature, self.limits, self.columns = signature, limits, signature.columns
         self._roles: dict[str, tuple[int, int]] = {}
-        for number, name in enumerate(signature.features):
+        for number, name in enumerate(self.columns):
             self._roles[f"{name}.offsets"] = (_OFFSETS, number)
             self._roles[f"{name}.weights"] = (_WEIGHTS, number)
-        for number, name in enumerate(signature.features):  # a feature's name has priority over another's suffix
+        for number, name in enumerate(self.columns):  # a feature's name has priority over another's suffix
             self._roles[name] = (_VALUES, number)
         self.has_keys = KEYS not in self._roles
 
@@ -171,12 +172,12 @@ class Layout:
         by_role, keys, dense = self._tensors_by_role(tensors)
         counts = {tensors[index].name: tensors[index].shape[0] for index in (keys, dense) if index is not None}
         for number in by_role[_VALUES]:
-            counts[self.signature.features[number]] = self._rows_of(number, by_role, tensors)
+            counts[self.columns[number]] = self._rows_of(number, by_role, tensors)
         rows = self._common_rows(counts)
-        rest = [number for number in range(len(self.signature.features)) if number not in by_role[_VALUES]]
+        rest = [number for number in range(len(self.columns)) if number not in by_role[_VALUES]]
         self._check_keys(rest, None if keys is None else tensors[keys])
         columns = []
-        for number, name in enumerate(self.signature.features):
+        for number, name in enumerate(self.columns):
             if number in by_role[_VALUES]:
                 columns.append(self._column(number, by_role, tensors, counts[name] == 1 < rows))
             else:
@@ -207,7 +208,7 @@ class Layout:
             if role is not None:
                 by_role[role[0]][role[1]] = index
                 _check_type(tensor, *_TYPES[role[0]])
-            elif tensor.name == KEYS and self.signature.features:
+            elif tensor.name == KEYS and self.columns:
                 keys = index
                 _check_type(tensor, ("INT64",), (2,))
             elif tensor.name == DENSE and self.signature.dense:
@@ -217,7 +218,7 @@ class Layout:
                 raise invalid(f"the model has no input {shown(tensor.name)}; {choices(tensor.name, self.inputs())}")
         self._check_dense(None if dense is None else tensors[dense])
         for number in (by_role[_OFFSETS].keys() | by_role[_WEIGHTS].keys()) - by_role[_VALUES].keys():
-            name = self.signature.features[number]
+            name = self.columns[number]
             raise invalid(
                 f"input {shown(name)} has offsets or weights but no ids; send {shown(name)} INT64 [ids] with them"
             )
@@ -225,8 +226,8 @@ class Layout:
 
     def inputs(self) -> list[str]:
         """Every name that an input may have, without the suffixes."""
-        names = list(self.signature.features)
-        if self.signature.features and self.has_keys:
+        names = list(self.columns)
+        if self.columns and self.has_keys:
             names.append(KEYS)
         if self.signature.dense and DENSE not in self._roles:
             names.append(DENSE)
@@ -236,7 +237,7 @@ class Layout:
         tensor = tensors[by_role[_VALUES][number]]
         index = by_role[_OFFSETS].get(number)
         if index is None:
-            if len(tensor.shape) == 1 and tensor.shape[0] > 1 and tensor.name in self.signature.sequences:
+            if len(tensor.shape) == 1 and tensor.shape[0] > 1 and self._is_sequence(tensor.name):
                 n = tensor.shape[0]
                 raise invalid(
                     f"input {shown(tensor.name)} of shape [{n}] is a sequence: one row with {n} ids, or {n} rows with "
@@ -249,6 +250,9 @@ class Layout:
                 "ids as one list, [ids]"
             )
         return tensors[index].shape[0] - 1
+
+    def _is_sequence(self, name: str) -> bool:
+        return name in self.signature.sequences or name in self.signature.numbers
 
     def _common_rows(self, counts: dict[str, int]) -> int:
         """The number of rows, after checking that each count equals it or is 1."""
@@ -283,7 +287,7 @@ class Layout:
         return Column(index, None, by_role[_OFFSETS].get(number), weights, row_offsets, one)
 
     def _check_keys(self, rest: list[int], keys: DeclaredTensor | None) -> None:
-        names = [self.signature.features[number] for number in rest]
+        names = [self.columns[number] for number in rest]
         if keys is None and rest:
             raise invalid(
                 f"{len(names)} of the model's features were not sent: {_listed(names)}; send a tensor for each, or "
@@ -304,9 +308,9 @@ class Layout:
 
     def _check_ids(self, columns: Sequence[Column], tensors: Sequence[DeclaredTensor], rows: int) -> None:
         ids = 0
-        for column in columns:
+        for name, column in zip(self.columns, columns, strict=True):
             count = tensors[column.index].shape[0] if column.packed is not None else tensors[column.index].size
-            ids += count * rows if column.shared else count
+            ids += count * rows if column.shared and name not in self.signature.user else count
         if ids > self.limits.ids:
             raise invalid(
                 f"the request has {ids} ids once its shared ids are repeated for each of its {rows} rows; the limit is "

@@ -40,7 +40,7 @@ class Limits:
     answer: str | int = "32MiB"  # the vectors of one answer
     answers: str | int = "128MiB"  # the vectors of all answers that engines are computing for this front end
     rows: int = 131_072  # candidates of a request
-    ids: int = 16_777_216  # ids of a request, with shared ones counted once for each row
+    ids: int = 16_777_216  # ids of a request, with shared ones counted for each row, but once for a user part
     connections: int = 4096
     in_flight: int = 4096  # requests that wait for an answer
     read_seconds: float = 30.0  # from a request's first byte to its last

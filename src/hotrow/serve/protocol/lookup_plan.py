@@ -64,28 +64,28 @@ def plan_keys(tensors: Sequence[DeclaredTensor], layout: Layout, limits: Limits,
     """The plan of a lookup whose tensors are keys. `layout` is that of the model's predictions."""
     signature = layout.signature
     names = {tensor.name for tensor in tensors}
-    unsent = [number for number, name in enumerate(signature.features) if name not in names]
+    unsent = [number for number, name in enumerate(signature.columns) if name not in names]
     keys = next((tensor for tensor in tensors if tensor.name == KEYS and layout.has_keys), None)
     features = tuple(sorted(wanted))
     if keys is not None and len(keys.shape) == 2 and keys.shape[1] == len(unsent):  # as wide as a prediction's
-        features = tuple(range(len(signature.features)))
-    read = _inputs_of([signature.features[number] for number in features])
+        features = tuple(range(len(signature.columns)))
+    read = _inputs_of([signature.columns[number] for number in features])
     kept = []
     for index, tensor in enumerate(tensors):
         if tensor.name in read or tensor is keys:
             kept.append(index)
-        elif tensor.name not in _inputs_of(signature.features) and not (tensor.name == DENSE and signature.dense):
+        elif tensor.name not in _inputs_of(signature.columns) and not (tensor.name == DENSE and signature.dense):
             raise invalid(f"the model has no input {shown(tensor.name)}; {choices(tensor.name, layout.inputs())}")
     if keys is not None and not any(number in features for number in unsent):
         kept.remove(tensors.index(keys))  # its columns are of features that are not wanted
     used = tuple(tensors[index] for index in kept)
     if not used:
         raise invalid(
-            f"a lookup of {', '.join(signature.features[number] for number in sorted(wanted))} has no tensor of these "
+            f"a lookup of {', '.join(signature.columns[number] for number in sorted(wanted))} has no tensor of these "
             "features; send one for each, or 'keys'"
         )
     plan = Layout(_part(signature, features), limits).plan(used)
-    return LookupPlan(tuple(kept), used, features, len(signature.features), wanted, inputs=plan)
+    return LookupPlan(tuple(kept), used, features, len(signature.columns), wanted, inputs=plan)
 
 
 def plan_raw(
@@ -93,7 +93,7 @@ def plan_raw(
 ) -> LookupPlan:
     """The plan of a lookup whose tensors are raw columns."""
     features = tuple(sorted(wanted))
-    needed = _spec_of(spec, {signature.features[number] for number in features})
+    needed = _spec_of(spec, {signature.columns[number] for number in features})
     read, known = set(needed.columns(labels=False)), {*spec.columns(labels=False), spec.time}
     kept = []
     for index, tensor in enumerate(tensors):
@@ -109,13 +109,23 @@ def plan_raw(
         raise invalid(f"a lookup of these features needs the columns {', '.join(sorted(read))}; none was sent")
     used = tuple(tensors[index] for index in kept)
     raw = RawColumns(needed, _part(signature, features), limits)
-    return LookupPlan(tuple(kept), used, features, len(signature.features), wanted, raw=raw)
+    return LookupPlan(tuple(kept), used, features, len(signature.columns), wanted, raw=raw)
 
 
 def _part(signature: Signature, features: Sequence[int]) -> Signature:
     """The signature of these features alone."""
-    names = tuple(signature.features[number] for number in features)
-    return replace(signature, features=names, sequences=signature.sequences & set(names), dense=0)
+    names = tuple(signature.columns[number] for number in features)
+    numbers = tuple(name for name in names if name in signature.numbers)
+    return replace(
+        signature,
+        features=tuple(name for name in names if name not in numbers),
+        sequences=signature.sequences & set(names),
+        dense=0,
+        user=signature.user & set(names),
+        numbers=numbers,
+        aligned=(),
+        max_lengths={},
+    )
 
 
 def _inputs_of(features: Sequence[str]) -> set[str]:

@@ -71,6 +71,16 @@ TABLE: dict[str, Metric] = {
     "hotrow_lookups_total": Metric("counter", _MODEL, "Requests that were answered with embedding outputs"),
     "hotrow_lookup_rows_total": Metric("counter", _MODEL, "Rows of these requests"),
     "hotrow_lookup_bytes_total": Metric("counter", _MODEL, "Bytes of the engines' answers to them"),
+    "hotrow_users_encoded_total": Metric("counter", _MODEL, "Users whose history the tower's user part encoded"),
+    "hotrow_user_events_total": Metric("counter", _MODEL, "Events of these histories"),
+    "hotrow_user_batches_total": Metric("counter", _MODEL, "Batches that encoded any user"),
+    "hotrow_user_cache_hits_total": Metric("counter", _MODEL, "Users whose encoding was in the cache (--user-cache)"),
+    "hotrow_user_cache_misses_total": Metric("counter", _MODEL, "Users whose encoding was not in the cache"),
+    "hotrow_user_cache_evictions_total": Metric(
+        "counter", (*_MODEL, "reason"), "Encodings removed: size (no room), outdated (new rows or weights)"
+    ),
+    "hotrow_user_cache_bytes": Metric("gauge", _MODEL, "Bytes of encodings in the cache"),
+    "hotrow_user_cache_users": Metric("gauge", _MODEL, "Users in the cache"),
     "hotrow_bucket_hits_total": Metric("counter", (*_MODEL, "bucket"), "Batches that a compiled bucket answered"),
     "hotrow_fallback_total": Metric("counter", _MODEL, "Batches that the original graph answered"),
     "hotrow_compile_queue": Metric("gauge", (), "Buckets that wait for the compiler"),

@@ -55,7 +55,8 @@ class RawColumns:
             batch = self.spec.apply(full, labels=False)
         except HotRowError as error:
             raise invalid(str(error)) from error
-        ids = tuple(self._ids(name, batch.ids, shared, rows) for name in self.signature.features)
+        made = {**batch.ids, **batch.numbers} if self.signature.numbers else batch.ids
+        ids = tuple(self._ids(name, made, shared, rows) for name in self.signature.columns)
         dense = None if batch.dense is None or not self.signature.dense else batch.dense.numpy()
         if dense is not None and not np.isfinite(dense).all():
             raise invalid("a dense feature is NaN or infinite; send finite numbers, or null where the spec fills in")

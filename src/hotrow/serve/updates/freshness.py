@@ -10,7 +10,7 @@ Lanes note an age for each answered request without a lock, so a count may be lo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from hotrow.serve.load_estimate import Histogram, percentile
@@ -34,6 +34,16 @@ class Freshness(NamedTuple):
     def of(publication: int, watermark: int | None) -> Freshness:
         """All rows are from this publication."""
         return Freshness(publication, watermark, publication)
+
+    def of_rows(self, publications: tuple[int, int], watermarks: Iterable[tuple[int, int | None]]) -> Freshness:
+        """The freshness of an answer over a remote store, with rows from the oldest to the newest of `publications`,
+        which may be older or newer than this one, that in service. `watermarks` are those of earlier publications."""
+        lowest, highest = publications
+        highest = max(self.publication, highest)
+        if lowest >= self.publication:
+            return self._replace(highest=highest)
+        known = [watermark for number, watermark in watermarks if number <= lowest]
+        return Freshness(lowest, known[-1] if known else None, highest)
 
     def merged(self, other: Freshness) -> Freshness:
         """The freshness of an answer with parts of both.
