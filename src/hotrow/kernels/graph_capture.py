@@ -1,8 +1,9 @@
 """Capturing CUDA graphs: under one lock, and on one reserved stream a device.
 
 Two rules follow from how torch captures:
-- Only the training thread captures, or the thread that makes a collection. While anything is captured torch (2.11 to
-  2.13) refuses random numbers in the whole process, so a tower's dropout in another thread would fail.
+- Only the training thread captures, or the thread that makes a collection; in a server, where no tower draws random
+  numbers, a thread for captures. While anything is captured torch (2.11 to 2.13) refuses random numbers in the whole
+  process, so a tower's dropout in another thread would fail.
 - Nothing else may run on the capturing stream, because it would be captured too. torch hands out 32 streams in turn, so
   a stream for each capture would sooner or later be one that is in use. Therefore a device has one capture stream, and
   `new_stream` skips it.
@@ -42,15 +43,15 @@ def new_stream(device: torch.device, urgent: bool = False) -> Any:
 
 
 @contextmanager
-def capture_graph(device: torch.device, keep_graph: bool = False) -> Iterator[Any]:
+def capture_graph(device: torch.device, keep_graph: bool = False, pool: Any = None) -> Iterator[Any]:
     """Capture the launches of the block in a graph; none of them runs. The capture is ordered after earlier and before
-    later work of the current stream."""
+    later work of the current stream. Graphs with one `pool` share memory, so they must run one after another."""
     stream, current = capture_stream(device), current_stream(device)
     graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
     with _lock, _garbage_collector_off():
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads may launch meanwhile
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may launch meanwhile
             try:
                 yield graph
             finally:
