@@ -10,7 +10,7 @@ namespace hotrow {
 
 // A number of consecutive queries of one user, and heads.
 struct AttentionPart {
-  size_t q_row, k_row;           // the user's first rows
+  size_t q_row, k_row;            // the user's first rows
   size_t query_begin, query_end;  // places in the user
   size_t keys;
   size_t head_begin, head_end;
@@ -24,7 +24,8 @@ struct AttentionCall {
   AttentionInputs in;
   Places places;
   float unit;
-  const float* by_distance = nullptr;  // row h: the bias of distance 0; negative distances before it (not for candidates)
+  const float* by_distance =
+      nullptr;  // row h: the bias of distance 0; negative distances before it (not for candidates)
   size_t by_distance_stride = 0;
   const float* position_bias = nullptr;
   const float* time_bias = nullptr;
@@ -48,7 +49,7 @@ struct BackwardArgs {
 
 struct AttentionKernels {
   const char* name;
-  size_t lanes;         // queries that one step handles
+  size_t lanes;                                                    // queries that one step handles
   size_t (*scratch)(const AttentionInputs&, size_t longest_keys);  // floats that a call needs
   void (*forward)(const ForwardArgs&, const AttentionPart&, float* scratch);
   void (*backward)(const BackwardArgs&, const AttentionPart&, float* scratch);

@@ -44,6 +44,10 @@ size_t checked_length(int64_t length) {
 
 AttentionPlan plan_attention(const AttentionInputs& in, size_t most_pairs, size_t tile) {
   AttentionPlan plan;
+  size_t all = 0;
+  for (size_t user = 0; user < in.users; ++user)
+    all += pairs_of(in, 0, checked_length(in.q_lengths[user]), checked_length(in.k_lengths[user]));
+  most_pairs = std::max(most_pairs, all / kMostParts);  // so few users of a batch are split
   for (size_t user = 0; user < in.users; ++user) {
     const size_t queries = checked_length(in.q_lengths[user]), keys = checked_length(in.k_lengths[user]);
     if (in.causal && queries != keys) throw std::invalid_argument("attention: causal needs a key for each query");

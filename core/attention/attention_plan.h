@@ -33,7 +33,8 @@ struct AttentionPlan {
   size_t longest_queries = 0, longest_keys = 0;
 };
 
-// Splits users with more than `most_pairs` pairs. Throws std::invalid_argument if the lengths do not fit the rows.
+// Splits users with more than `most_pairs` pairs and more than a sixteenth of all pairs, so that the buffers for
+// partial sums stay few. Throws std::invalid_argument if the lengths do not fit the rows.
 AttentionPlan plan_attention(const AttentionInputs& inputs, size_t most_pairs, size_t tile);
 
 }  // namespace hotrow

@@ -12,8 +12,8 @@
 namespace hotrow {
 namespace {
 
-constexpr size_t kForwardPairs = 128 << 10;  // a part of a longer user costs nothing more
-constexpr size_t kBackwardPairs = 4 << 20;   // its parts need buffers for their sums
+constexpr size_t kForwardPairs = 128 << 10;
+constexpr size_t kBackwardPairs = 256 << 10;  // more, because parts need buffers for their sums
 constexpr float kLog2e = 1.4426950408889634f;
 
 float* scratch(size_t floats) {
@@ -55,7 +55,7 @@ struct Biases {
 AttentionCall call_of(const AttentionInputs& in) {
   AttentionCall call;
   call.in = in;
-  call.places = in.causal                          ? Places::kCausal
+  call.places = in.causal                     ? Places::kCausal
                 : in.visible || in.own_k.data ? Places::kCandidates
                                               : Places::kBidirectional;
   call.unit = in.softmax ? kLog2e : 1.f;
@@ -126,7 +126,8 @@ class Backward {
     args.by_distance = by_distance ? memory + before : nullptr;
     args.to.time_bias = by_lane ? memory + by_distance : nullptr;
     if (args.to.position_bias) args.to.position_bias = &biases_.position[task.group * in.heads * in.positions];
-    const size_t low = std::min(before, task.longest), high = std::min(call_.by_distance_stride - before, task.longest + tile);
+    const size_t low = std::min(before, task.longest),
+                 high = std::min(call_.by_distance_stride - before, task.longest + tile);
     for (size_t head = task.head_begin; head < task.head_end && by_distance; ++head) {
       float* zero = args.by_distance + head * call_.by_distance_stride;
       std::fill(zero - low, zero + high, 0.f);

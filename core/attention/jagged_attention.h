@@ -2,9 +2,9 @@
 // computes is defined by src/hotrow/nn/jagged/attention.py; the reference in plain torch is beside it.
 //
 // Scores are computed in tiles and never stored; the backward pass recomputes them from each query's log-sum of
-// exponentials. All arithmetic is float32. Results do not depend on the number of threads: work is split by sizes alone,
-// and sums over splits are formed in a fixed order. Unlike rows, results differ in rounding between instruction sets
-// (fused multiply-add), as those of torch's own matrix products do.
+// exponentials. All arithmetic is float32. Results do not depend on the number of threads: work is split by sizes
+// alone, and sums over splits are formed in a fixed order. Unlike rows, results differ in rounding between instruction
+// sets (fused multiply-add), as those of torch's own matrix products do.
 #pragma once
 
 #include <cstddef>

@@ -67,8 +67,8 @@ void backward_tile(const BackwardArgs& args, const AttentionPart& part, const Qu
   const AttentionInputs& in = call.in;
   const size_t dim = in.dim, width = in.width, padded_dim = whole_vectors(dim), padded_width = whole_vectors(width);
   alignas(64) float scores[kTileKeys * kTileQueries], gradients[kTileKeys * kTileQueries];
-  float* turned_q = scratch;                                // [dim][lanes]
-  float* turned_gradient = turned_q + dim * kTileQueries;   // of out
+  float* turned_q = scratch;                               // [dim][lanes]
+  float* turned_gradient = turned_q + dim * kTileQueries;  // of out
   float* q_gradient = turned_gradient + width * kTileQueries;
   float* own_k = q_gradient + dim * kTileQueries;
   float* own_v = own_k + dim * kTileQueries;

@@ -20,7 +20,8 @@ void forward_tile(const ForwardArgs& args, const AttentionPart& part, const Quer
   float* out = turned_q + in.dim * kTileQueries;  // [width][lanes]
   float* own = out + in.width * kTileQueries;
   const size_t row = part.q_row + tile.first;
-  transpose(in.q.data + row * in.q.row + head * in.q.head, in.q.row, tile.count, in.dim, in.scale * call.unit, turned_q);
+  transpose(in.q.data + row * in.q.row + head * in.q.head, in.q.row, tile.count, in.dim, in.scale * call.unit,
+            turned_q);
   Vec highest[Vectors], sum[Vectors], own_score[Vectors] = {};
   for (int v = 0; v < Vectors; ++v) highest[v] = all(kLowest), sum[v] = Vec{};
   for (size_t i = 0; i < in.width * kTileQueries; ++i) out[i] = 0;
@@ -68,8 +69,7 @@ void forward_tile(const ForwardArgs& args, const AttentionPart& part, const Quer
   if (in.own_k.data) {
     transpose(in.own_v.data + row * in.own_v.row + head * in.own_v.head, in.own_v.row, tile.count, in.width, 1, own);
     for (int v = 0; v < Vectors; ++v) {
-      const Vec weight =
-          in.softmax ? exp2_of(own_score[v] - highest[v]) : own_score[v] * sigmoid(own_score[v]);
+      const Vec weight = in.softmax ? exp2_of(own_score[v] - highest[v]) : own_score[v] * sigmoid(own_score[v]);
       sum[v] += weight;
       for (size_t d = 0; d < in.width; ++d) {
         float* at = out + d * kTileQueries + v * kLanes;

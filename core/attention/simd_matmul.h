@@ -1,7 +1,7 @@
 // Products of small matrices in tiles: c[m][n] (+)= sum over k of a[m * am + k * ak] * b[k][n].
 //
-// Lanes run along n. A block of kBlockRows rows by two vectors of sums stays in registers; an element of `a` is read once
-// and used for both vectors. So `a` may have any strides: rows of keys are used where they are, transposed or not.
+// Lanes run along n. A block of kBlockRows rows by two vectors of sums stays in registers; an element of `a` is read
+// once and used for both vectors. So `a` may have any strides: rows of keys are used where they are, transposed or not.
 //
 // Included by attention_kernels.cpp alone, once per instruction set.
 #pragma once
@@ -59,7 +59,8 @@ __attribute__((noinline)) void multiply(size_t rows, size_t depth, Left a, const
   multiply_rows<1, Vectors, Add>(m, rows, depth, a, b, ldb, c, ldc);
 }
 
-// c[m][:columns] += a b, for any number of columns. Requires: rows <= 64; `b` has rows of whole vectors, ldb floats each.
+// c[m][:columns] += a b, for any number of columns. Requires: rows <= 64; `b` has rows of whole vectors, ldb floats
+// each.
 void multiply_add_columns(size_t rows, size_t columns, size_t depth, Left a, const float* b, size_t ldb, float* c,
                           size_t ldc) {
   size_t n = 0;

@@ -28,12 +28,12 @@ size_t attention_scratch(const AttentionInputs& in, size_t longest_keys) {
 }
 
 struct QueryTile {
-  size_t first, count;                           // places in the user
-  size_t most_seen, all_see;                     // no query sees a key from `most_seen` on; all see keys below `all_see`
-  alignas(64) int32_t seen[kTileQueries];        // keys, by lane; 0 beyond count
-  alignas(64) int32_t place[kTileQueries];       // of candidates
-  bool one_place;                                // all queries have the first one's
-  const uint8_t* buckets;                        // [keys][kTileQueries], of times; null without a time bias
+  size_t first, count;                      // places in the user
+  size_t most_seen, all_see;                // no query sees a key from `most_seen` on; all see keys below `all_see`
+  alignas(64) int32_t seen[kTileQueries];   // keys, by lane; 0 beyond count
+  alignas(64) int32_t place[kTileQueries];  // of candidates
+  bool one_place;                           // all queries have the first one's
+  const uint8_t* buckets;                   // [keys][kTileQueries], of times; null without a time bias
   uint8_t own_bucket;
 };
 
@@ -61,8 +61,8 @@ void describe_queries(const AttentionCall& call, const AttentionPart& part, size
   }
 }
 
-// floor(log2(1 + milliseconds / 1000)). Exact below 2^50 ms: the factor is a little above 1/1000, so that a whole power of
-// two is reached, and too little above it for the millisecond before.
+// floor(log2(1 + milliseconds / 1000)). Exact below 2^50 ms: the factor is a little above 1/1000, so that a whole power
+// of two is reached, and too little above it for the millisecond before.
 HOTROW_INLINE uint8_t time_bucket(int64_t milliseconds, size_t times) {
   const double seconds = static_cast<double>(milliseconds + 1000) * (0.001 * (1 + 0x1p-52));
   int64_t bits;

@@ -44,17 +44,17 @@ void bind_attention(nb::module_& m) {
     nb::gil_scoped_release release;
     attention_forward(in, at<float>(out), at<float>(log_sums));
   });
-  m.def("attention_backward", [](const std::vector<RowsTuple>& tensors, const std::vector<Address>& addresses,
-                                 const std::vector<size_t>& sizes, bool softmax, bool causal, float scale,
-                                 float divisor, const RowsTuple& gradient, const RowsTuple& out, Address log_sums,
-                                 const std::vector<Address>& to) {
-    require(to.size() == 7, "attention: wrong number of gradients");
-    const AttentionInputs in = inputs(tensors, addresses, sizes, softmax, causal, scale, divisor);
-    const AttentionGradients gradients{at<float>(to[0]), at<float>(to[1]), at<float>(to[2]), at<float>(to[3]),
-                                       at<float>(to[4]), at<float>(to[5]), at<float>(to[6])};
-    nb::gil_scoped_release release;
-    attention_backward(in, rows(gradient), rows(out), at<const float>(log_sums), gradients);
-  });
+  m.def("attention_backward",
+        [](const std::vector<RowsTuple>& tensors, const std::vector<Address>& addresses,
+           const std::vector<size_t>& sizes, bool softmax, bool causal, float scale, float divisor,
+           const RowsTuple& gradient, const RowsTuple& out, Address log_sums, const std::vector<Address>& to) {
+          require(to.size() == 7, "attention: wrong number of gradients");
+          const AttentionInputs in = inputs(tensors, addresses, sizes, softmax, causal, scale, divisor);
+          const AttentionGradients gradients{at<float>(to[0]), at<float>(to[1]), at<float>(to[2]), at<float>(to[3]),
+                                             at<float>(to[4]), at<float>(to[5]), at<float>(to[6])};
+          nb::gil_scoped_release release;
+          attention_backward(in, rows(gradient), rows(out), at<const float>(log_sums), gradients);
+        });
 }
 
 }  // namespace hotrow::bindings

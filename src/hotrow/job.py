@@ -9,6 +9,8 @@
     optimizer = { kind = "RowWiseAdagrad", lr = 0.02 }
     [tower]
     kind = "dlrm"
+    [[tasks]]                        # several things to predict; docs/tasks.md
+    name = "click"
     [checkpoints]
     folder = "runs/ctr"              # the model is saved there at the end, too
     every = 1000
@@ -26,7 +28,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,7 +42,7 @@ from hotrow.config import Initial, Memory, check_options
 from hotrow.data import FollowSource, Source
 from hotrow.data.synthetic_log.clicks import SyntheticClicks
 from hotrow.errors import OptionError, choices
-from hotrow.features import FeatureSpec
+from hotrow.features import FeatureSpec, Label
 from hotrow.models import build_tower
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.parallel.job_token import TOKEN_VARIABLE
@@ -48,6 +50,7 @@ from hotrow.parallel.rank_batches import NoBatches
 from hotrow.parallel.ranks import Ranks, join_ranks
 from hotrow.publish.publisher import Publish
 from hotrow.table import Table
+from hotrow.task import Task, tasks_from_json
 from hotrow.tiers.host.store import SHARDS
 from hotrow.train.interrupt import Interrupted
 from hotrow.train.report import Report, SaveReport
@@ -80,6 +83,7 @@ SECTIONS = {
     "embeddings": ["dim", "dtype", "optimizer", "initial", "seed", "pooling"],
     "tower": None,
     "tables": None,
+    "tasks": None,
     "train": [
         "dense_optimizer",
         "steps",
@@ -276,12 +280,36 @@ def recorded_tower(path: str | os.PathLike[str], spec: FeatureSpec | None) -> di
     else:
         sample = next(iter(_sources(dict(values.get("data", {})))[0].batches()), None)
         dense = 0 if sample is None or sample[0].dense is None else sample[0].dense.shape[1]
-    return {"tower": values.get("tower", {}), "dense_features": dense}
+    return _tower_record(values, dense)
 
 
 def build_recorded_tower(record: Mapping[str, Any], embeddings: EmbeddingCollection) -> torch.nn.Module:
     """The tower that a checkpoint's record describes, with fresh weights."""
-    return _tower(dict(record["tower"]), embeddings, int(record["dense_features"]))
+    tasks = tasks_from_json(record.get("tasks", ()))
+    return _tower(dict(record["tower"]), embeddings, int(record["dense_features"]), tasks)
+
+
+def _tower_record(values: Mapping[str, Any], dense: int) -> dict[str, Any]:
+    tasks = [{name: task[name] for name in ("name", "kind") if name in task} for task in values.get("tasks", [])]
+    return {"tower": values.get("tower", {}), "dense_features": dense, **({"tasks": tasks} if tasks else {})}
+
+
+def _tasks(values: Mapping[str, Any]) -> tuple[tuple[Task, ...], tuple[str, ...]]:
+    """The tasks of a job, and the column of each one's labels, "" if the job does not name it."""
+    given = values.get("tasks", [])
+    if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+        raise OptionError('tasks: give each task a section [[tasks]] with a name, such as name = "click"')
+    tasks = tasks_from_json([{name: value for name, value in one.items() if name != "column"} for one in given])
+    return tasks, tuple(one.get("column", "") for one in given)
+
+
+def _with_labels(spec: FeatureSpec, tasks: tuple[Task, ...], columns: tuple[str, ...]) -> FeatureSpec:
+    """The spec with the labels of a job's tasks. The spec's own column stays where the job names none."""
+    own = {label.name: label.column for label in spec.labels}
+    if len(tasks) == 1 and isinstance(spec.label, str):
+        own = {tasks[0].name: spec.label}
+    named = zip(tasks, columns, strict=True)
+    return replace(spec, label=tuple(Label(task.name, task.kind, at or own.get(task.name, "")) for task, at in named))
 
 
 def build_job(values: Mapping[str, Any]) -> Job:
@@ -304,15 +332,17 @@ def build_job(values: Mapping[str, Any]) -> Job:
     train, saves = dict(values.get("train", {})), dict(values.get("checkpoints", {}))
     if saves and "folder" not in saves:
         raise OptionError('[checkpoints] needs folder=, such as folder = "runs/ctr"')
-    begin = partial(_open, dict(values.get("data", {})), saves.get("folder"))
+    tasks, columns = _tasks(values)
+    begin = partial(_open, dict(values.get("data", {})), saves.get("folder"), tasks, columns)
     source, test, (names, dense) = begin() if ranks is None else _open_on_ranks(begin, ranks)
     embeddings = _embeddings(values, names, ranks)
-    record = {"tower": values.get("tower", {}), "dense_features": dense}
+    record = _tower_record(values, dense)
     has_tower = ranks is None or ranks.has_tower
     tower = build_recorded_tower(record, embeddings) if has_tower else torch.nn.Identity()
     trainer = Trainer(
         Recommender(embeddings, tower),
         _dense_optimizer(train.get("dense_optimizer", {}), tower) if has_tower else None,
+        tasks=tasks or None,
         precision=train.get("precision", "fp32"),
         accumulate=train.get("accumulate", 1),
         clip_dense_norm=train.get("clip_dense_norm"),
@@ -337,9 +367,11 @@ def build_job(values: Mapping[str, Any]) -> Job:
     )
 
 
-def _open(options: dict[str, Any], home: str | None) -> tuple[Source, Source | None, tuple[list[str], int]]:
+def _open(
+    options: dict[str, Any], home: str | None, tasks: tuple[Task, ...], columns: tuple[str, ...]
+) -> tuple[Source, Source | None, tuple[list[str], int]]:
     """The training and test source of a job, on Ray if the job says so, and the shape of the batches."""
-    source, test = _sources(options, home)
+    source, test = _sources(options, home, tasks, columns)
     shape = _shape(source)
     if "ray" in options:
         chosen = _ray_options(options["ray"])
@@ -379,7 +411,9 @@ def _publish(options: Mapping[str, Any] | None) -> Publish | None:
     return Publish(**options)
 
 
-def _sources(options: dict[str, Any], home: str | None = None) -> tuple[Source, Source | None]:
+def _sources(
+    options: dict[str, Any], home: str | None = None, tasks: tuple[Task, ...] = (), columns: tuple[str, ...] = ()
+) -> tuple[Source, Source | None]:
     kind = options.get("source", "synthetic")
     if kind not in SOURCES:
         raise OptionError(f"[data] source={kind!r}: {choices(kind, SOURCES)}")
@@ -398,6 +432,10 @@ def _sources(options: dict[str, Any], home: str | None = None) -> tuple[Source, 
     if "path" not in options:
         raise OptionError(f'[data] source={kind!r} needs path=, such as path = "train/*.{kind}"')
     spec = FeatureSpec.load(options["features"]) if "features" in options else None
+    if spec is not None and tasks:
+        spec = _with_labels(spec, tasks, columns)
+    elif len(tasks) > 1 or any(columns):
+        raise OptionError(f"[[tasks]] with source={kind!r} and no features=: give a feature spec to read their columns")
     common: dict[str, Any] = {"batch_size": batch_size, "on_error": options.get("on_error", "raise")}
     if kind in FOLLOWABLE and spec is None:
         raise OptionError(f"[data] source={kind!r} needs features=, the path of a feature spec in JSON")
@@ -468,11 +506,18 @@ def _limit_threads() -> None:
     set_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, cores // local))))
 
 
-def _tower(options: dict[str, Any], embeddings: EmbeddingCollection, dense: int) -> torch.nn.Module:
+def _tower(
+    options: dict[str, Any], embeddings: EmbeddingCollection, dense: int, tasks: tuple[Task, ...] = ()
+) -> torch.nn.Module:
     kind = options.pop("kind", "dlrm")
     torch.manual_seed(options.pop("seed", 0))
     return build_tower(
-        kind, features=embeddings.features, sequences=embeddings.sequences, dense_features=dense, **options
+        kind,
+        features=embeddings.features,
+        sequences=embeddings.sequences,
+        dense_features=dense,
+        tasks=tasks,
+        **options,
     )
 
 

@@ -136,7 +136,7 @@ def apply_links(kinds: Sequence[str], logits: Tensor) -> Tensor:
 
 
 def tasks_from_json(values: Sequence[Mapping[str, Any]]) -> tuple[Task, ...]:
-    """The tasks of a job file or a record: mappings of Task's fields.
+    """The tasks of a job file or a record: mappings of Task's fields. None gives none.
 
     >>> tasks_from_json([{"name": "click"}])[0].kind
     'binary'
@@ -148,4 +148,4 @@ def tasks_from_json(values: Sequence[Mapping[str, Any]]) -> tuple[Task, ...]:
         for option in value:
             if option not in known:
                 raise OptionError(f"task {value['name']!r} has no option {option!r}; {choices(option, known)}")
-    return check_tasks([Task(**value) for value in values])
+    return check_tasks([Task(**value) for value in values]) if values else ()

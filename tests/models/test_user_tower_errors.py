@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
 from user_batches import DENSE, FEATURES, ITEMS, LONGEST, batch_of, make
 
 from hotrow.errors import BatchError, OptionError
@@ -62,6 +58,13 @@ def test_numbers_of_candidates_have_one_value_each() -> None:
     vectors, dense = batch_of([3, 2], [0, 1])
     with pytest.raises(BatchError, match=r"example 1 has 2 values of 'now'; give each example one"):
         make("hstu")(vectors | {"now_lengths": torch.tensor([1, 2]), "now": torch.zeros(3, dtype=torch.int64)}, dense)
+
+
+def test_a_tower_that_is_not_causal_refuses_rows_that_see_a_beginning() -> None:
+    vectors, dense = batch_of([3, 2], [0, 1])
+    with pytest.raises(BatchError, match=r"has 'seen_item_visible', .* but this tower encodes whole histories"):
+        make("sasrec")(vectors | {"seen_item_visible": torch.tensor([2, 2])}, dense)
+    assert make("sasrec").prefixes is None
 
 
 def test_a_part_that_reads_the_other_part_is_told_so() -> None:

@@ -24,6 +24,9 @@ TOWERS: dict[str, Callable[..., UserTower]] = {
         FEATURES, [ITEMS, SEARCHES], "item", interaction="dot", time="now", positions="relative", causal=False,
         **{**COMMON, **SMALL, "layers": 2, **o},
     ),
+    "bst relative": lambda **o: BST(
+        FEATURES, [ITEMS, SEARCHES], "item", positions="relative", **{**COMMON, **SMALL, **o}
+    ),
     "hstu": lambda **o: HSTU(FEATURES, [ITEMS, SEARCHES], "item", time="now", **{**COMMON, **SMALL, **o}),
     "sasrec": lambda **o: SASRec(FEATURES, [ITEMS, SEARCHES], "item", **{**COMMON, **SMALL, **o}),
     "sim hard": lambda **o: SIM(

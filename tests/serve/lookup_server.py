@@ -46,13 +46,14 @@ class LookupServer(Running):
         folder: Path,
         tiers: dict[str, Any] | None = None,
         model: hr.Recommender | None = None,
+        tasks: list[hr.Task] | None = None,
         export: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         if model is None:
             hr.export(trained("din").model, folder / "repository" / "ctr", features=SPEC)
         else:
-            hr.export(model, folder / "repository" / "ctr", **(export or {}))
+            hr.export(model, folder / "repository" / "ctr", tasks=tasks, **(export or {}))
         plain = {"compile": False, "artifacts": str(folder / "artifacts"), "max_rows": 64, **(tiers or {})}
         self.engine = EngineProcess(
             EngineOptions(str(folder / "e.sock"), str(folder / "repository"), max_rows=64, options=plain)

@@ -4,6 +4,7 @@
     storage/     rows in DRAM, on SSD and in Redis; tiers; eviction policies; reading on Ray
     training/    the pipeline, and two ranks against one
     serving/     the server under load, and online learning
+    sequences/   long histories: attention, encoders
     transports/  ways from a client of rows to a row server
     gpu/         the HBM tier, its kernels, and serving on a GPU
     servers/     Redis servers and a Kafka mock, started for a benchmark or a test

@@ -34,11 +34,13 @@ BENCHES = {
     "serve_gpu": "a served model with a tenth of its rows in HBM against plain PyTorch on the cores (needs a GPU)",
     "hbm": "hot rows in HBM against FBGEMM TBE and HierarchicalKV (needs a GPU)",
     "kernels": "each kernel of the HBM tier against the time of its bytes at full bandwidth (needs a GPU)",
+    "attention_gpu": "jagged attention against FlexAttention and padded SDPA, and its bytes and flops (needs a GPU)",
     "ranks": "two ranks against one, a core each; bytes sent",
     "roles": "row ranks beside the store in process; a tower and a row rank beside one process; over a link (as root)",
     "read": "decoding and features on Ray workers against in-process (needs the extra ray)",
     "online": "live against frozen on a drifting log; freshness on each bus; rows from a Redis cluster",
     "transports": "batched row lookups over Arrow Flight, gRPC, Gloo, ZeroMQ and plain sockets: a server on one core",
+    "sequences": "long histories: jagged attention and a Transformer's step against torch's SDPA and padding",
     "eviction": "which rows to keep in DRAM: hit rates of eviction policies on Zipf traces",
 }
 MODULES = {  # the module of each benchmark, below hotrow.bench
@@ -51,11 +53,13 @@ MODULES = {  # the module of each benchmark, below hotrow.bench
     "serve_gpu": "gpu.serve_gpu",
     "hbm": "gpu.hbm",
     "kernels": "gpu.kernels",
+    "attention_gpu": "gpu.attention_gpu",
     "ranks": "training.ranks",
     "roles": "training.roles",
     "read": "storage.read",
     "online": "serving.online",
     "transports": "transports.row_transports",
+    "sequences": "sequences.groups",
     "eviction": "storage.eviction",
 }
 

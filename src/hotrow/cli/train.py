@@ -127,6 +127,7 @@ def train(
     from hotrow.parallel.job_token import TOKEN_VARIABLE, read_job_token
     from hotrow.train.interrupt import Interrupted
     from hotrow.train.stage_times import advice, table
+    from hotrow.train.task_metrics import describe_figures
 
     cluster = cluster_of(job, towers, rows)
     if cluster is not None and ranks > 1:
@@ -192,8 +193,7 @@ def train(
         console.print(advice(by_role["towers"], by_role["rows"], cluster.rows, report.seconds), highlight=False)
     for split, figures in (("train", report.metrics), ("test", tested)):
         if figures:
-            shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items() if name != "examples")
-            console.print(f"{split:>6}: {shown}", highlight=False)
+            console.print(f"{split:>6}: {describe_figures(figures)}", highlight=False)
     if report.windows:
         console.print(_curve(report.windows), highlight=False)
     if report.saves:

@@ -17,8 +17,8 @@ Array = NDArray[Any]
 class Answer:
     """An answer's arrays by name, and the version and publication that they are of.
 
-    Predictions have `probabilities` and `logits`. Lookups have the names of `Engine.lookup`: a pooled feature
-    [rows, dim]; a sequence [rows, length, dim] and its `<name>_mask` [rows, length].
+    Predictions have `probabilities` (or `predictions`) and `logits`. Lookups have the names of `Engine.lookup`: a
+    pooled feature [rows, dim]; a sequence [rows, length, dim] and its `<name>_mask` [rows, length].
     """
 
     arrays: Mapping[str, Array]

@@ -103,10 +103,13 @@ class Client:
         policy: str | None = None,
         deadline: float | None = None,
     ) -> Answer:
-        """The `probabilities` and `logits` of the inputs' rows, [rows] or [rows, tasks]. Every input of the model is
-        needed; options are those of `embeddings`."""
+        """The `probabilities` and `logits` of the inputs' rows, [rows] or [rows, tasks].
+
+        A model with a regression or a count has `predictions` instead of `probabilities` (docs/tasks.md). Every input
+        of the model is needed; options are those of `embeddings`.
+        """
         call = _call(model, version, inputs, raw, policy, deadline)
-        return self._infer(call, ["probabilities", "logits"], time.monotonic() + self.timeout)
+        return self._infer(call, [], time.monotonic() + self.timeout)
 
     def close(self) -> None:
         """Close the connections."""

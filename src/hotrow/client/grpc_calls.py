@@ -45,7 +45,7 @@ class GrpcCalls:
         return {"outputs": [{"name": output.name} for output in found.outputs]}
 
     def infer(self, call: InferCall, outputs: Sequence[str], timeout: float) -> Answer:
-        """The answer to one request."""
+        """The answer to one request. Without `outputs` it has those of the tower."""
         request = self._make["ModelInferRequest"](
             model_name=call.model,
             model_version=call.version or "",

@@ -38,7 +38,7 @@ class HttpCalls:
         return document
 
     def infer(self, call: InferCall, outputs: Sequence[str], timeout: float) -> Answer:
-        """The answer to one request."""
+        """The answer to one request. Without `outputs` it has those of the tower."""
         head = json.dumps(
             {
                 "inputs": [
@@ -51,7 +51,7 @@ class HttpCalls:
                     for tensor in call.inputs
                 ],
                 "outputs": [{"name": name, "parameters": {"binary_data": True}} for name in outputs],
-                "parameters": dict(call.parameters),
+                "parameters": {**call.parameters, "binary_data_output": True},
             }
         ).encode()
         body = b"".join([head, *(tensor.data for tensor in call.inputs)])

@@ -8,7 +8,8 @@
     times.py       TimePart, and event times
     dense.py       Dense: a number for the tower
     columns.py     Arrow tables, lists, arrays and tensors as plain Arrow arrays
-    numbers.py     a column as float64, and labels
+    numbers.py     a column as float64, and plain labels
+    labels.py      Label: the column of one task's labels
     hashing.py     the core's hash functions over whole columns
     options.py     checks that several kinds share
     row_error.py   RowError: the rows of a column that cannot be used
@@ -22,6 +23,7 @@ from hotrow.features.buckets import Bucketize, LogBucket
 from hotrow.features.dense import Dense
 from hotrow.features.keys import Cross, Key
 from hotrow.features.kinds import Feature
+from hotrow.features.labels import Label
 from hotrow.features.row_error import RowError
 from hotrow.features.sequences import Sequence
 from hotrow.features.spec import FeatureSpec
@@ -34,6 +36,7 @@ __all__ = [
     "Feature",
     "FeatureSpec",
     "Key",
+    "Label",
     "LogBucket",
     "RowError",
     "Sequence",

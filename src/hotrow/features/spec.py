@@ -26,7 +26,7 @@ from hotrow.features.columns import Column, read_columns
 from hotrow.features.dense import Dense
 from hotrow.features.keys import Cross, Key
 from hotrow.features.kinds import KINDS, Feature
-from hotrow.features.numbers import labels_of
+from hotrow.features.labels import Label, LabelOption, check_label_option, read_labels
 from hotrow.features.sequences import Sequence
 from hotrow.features.times import event_time
 
@@ -35,6 +35,10 @@ from hotrow.features.times import event_time
 class FeatureSpec:
     """How raw columns become a batch.
 
+    `label` is the column of a label that is 0 or 1. For several tasks it is a list of Label (or of columns with labels
+    that are 0 or 1), or a mapping from task to column. Then `labels` of a batch are `[batch, tasks]`, NaN where
+    missing.
+
     >>> spec = FeatureSpec([Key("user"), Dense("price", transform="log1p")], label="click")
     >>> batch = spec.apply({"user": ["ann", None], "price": [0, 9], "click": [1, 0]})
     >>> batch.size, list(batch.ids), batch.labels
@@ -42,7 +46,7 @@ class FeatureSpec:
     """
 
     features: Many[Feature]
-    label: str | None = None
+    label: LabelOption | None = None
     time: str | None = None
 
     def __post_init__(self) -> None:
@@ -54,10 +58,9 @@ class FeatureSpec:
             if not isinstance(feature, tuple(KINDS.values())):
                 names = ", ".join(kind.__name__ for kind in KINDS.values())
                 raise OptionError(f"features holds {feature!r}; every one must be a feature: {names}")
-        for option in ("label", "time"):
-            value = getattr(self, option)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise OptionError(f"{option}={value!r}; give the name of a column, or None")
+        object.__setattr__(self, "label", check_label_option(self.label))
+        if self.time is not None and (not isinstance(self.time, str) or not self.time):
+            raise OptionError(f"time={self.time!r}; give the name of a column, or None")
         _check_names(self.features)
         _check_crosses(self.features)
         self._check_leak()
@@ -71,6 +74,11 @@ class FeatureSpec:
     def dense_names(self) -> tuple[str, ...]:
         """The names of the dense features, in order: the columns of `batch.dense`."""
         return tuple(feature.name for feature in self.features if isinstance(feature, Dense))
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        """The labels by task, in order: the columns of `batch.labels`. Empty with one plain column, and without any."""
+        return self.label if isinstance(self.label, tuple) else ()
 
     def columns(self, labels: bool = True) -> tuple[str, ...]:
         """The raw columns that `apply` needs.
@@ -92,13 +100,15 @@ class FeatureSpec:
         return KeyedBatch(
             ids=self._ids(raw),
             dense=self._dense(raw),
-            labels=torch.from_numpy(labels_of(raw[self.label])) if labels and self.label is not None else None,
+            labels=torch.from_numpy(read_labels(self.labels or str(self.label), raw))
+            if labels and self.label is not None
+            else None,
             time=torch.from_numpy(event_time(raw[self.time])) if self.time in raw and self.time is not None else None,
         )
 
     def to_json(self) -> str:
         """The spec as JSON text; docs/formats/features.md has the format."""
-        return spec_json.dump(self.features, self.label, self.time)
+        return spec_json.dump(self.features, self.labels or self.label, self.time)
 
     @staticmethod
     def from_json(text: str) -> FeatureSpec:
@@ -136,8 +146,8 @@ class FeatureSpec:
             inputs = [n for n in feature.of if n not in names] if isinstance(feature, Cross) else feature.inputs()
             for name in inputs:
                 needed.setdefault(name, f"feature {feature.name!r}")
-        if labels and self.label is not None:
-            needed.setdefault(self.label, "the label")
+        for column, user in self._label_columns().items() if labels else ():
+            needed.setdefault(column, user)
         if labels and self.time is not None:
             needed.setdefault(self.time, "the event time")
         return needed
@@ -166,9 +176,18 @@ class FeatureSpec:
         return torch.from_numpy(np.stack(columns, axis=1))
 
     def _check_leak(self) -> None:
-        if self.label is not None and self.label in self._needed(labels=False):
-            user = self._needed(labels=False)[self.label]
-            raise OptionError(f"the label {self.label!r} is also an input of {user}; a model must not see its label")
+        inputs = self._needed(labels=False)
+        for column in self._label_columns():
+            if column in inputs:
+                raise OptionError(
+                    f"the label {column!r} is also an input of {inputs[column]}; a model must not see its label"
+                )
+
+    def _label_columns(self) -> dict[str, str]:
+        """Every column of labels, with the label that needs it."""
+        if isinstance(self.label, str):
+            return {self.label: "the label"}
+        return {label.column: f"the label of task {label.name!r}" for label in self.labels}
 
 
 def _names(columns: object) -> set[str]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from hotrow.errors import DataError, OptionError, choices
 from hotrow.features.kinds import KINDS, Feature
+from hotrow.features.labels import Label
 
 FORMAT = "hotrow.features"
 VERSION = 1
@@ -31,13 +32,13 @@ class Parts(NamedTuple):
     time: Any
 
 
-def dump(features: Iterable[Feature], label: str | None, time: str | None) -> str:
+def dump(features: Iterable[Feature], label: object, time: str | None) -> str:
     """The spec as JSON text, two spaces deep, fields in the order of their definition."""
     names = {kind: name for name, kind in KINDS.items()}
     document = {
         "format": FORMAT,
         "version": VERSION,
-        "label": label,
+        "label": [dataclasses.asdict(one) for one in label] if isinstance(label, tuple) else label,
         "time": time,
         "features": [{"kind": names[type(feature)], **dataclasses.asdict(feature)} for feature in features],
     }
@@ -71,7 +72,23 @@ def parse(text: str, where: str = "") -> Parts:
     features = document.get("features")
     if not isinstance(features, list):
         raise DataError(f'{where}"features" is {features!r}; it must be a list of features')
-    return Parts([_feature(where, entry) for entry in features], document.get("label"), document.get("time"))
+    return Parts(
+        [_feature(where, entry) for entry in features], _label(where, document.get("label")), document.get("time")
+    )
+
+
+def _label(where: str, value: object) -> object:
+    """A list of labels from their fields; anything else as it is."""
+    if not isinstance(value, list):
+        return value
+    names = [field.name for field in dataclasses.fields(Label)]
+    labels = []
+    for entry in value:
+        if not isinstance(entry, dict) or "name" not in entry:
+            raise DataError(f'{where}a label is {entry!r}; it must be an object with "name"')
+        _check_fields(where, f"label {entry['name']!r}", entry, names)
+        labels.append(Label(**entry))
+    return labels
 
 
 def _feature(where: str, entry: object) -> Feature:

@@ -17,6 +17,7 @@ from hotrow.inspect.ranking import Ranking, check_name
 from hotrow.tiers.host.core_errors import core_errors
 from hotrow.tiers.host.store import floats_of
 from hotrow.train.checkpoint.manifest import Checkpoint, list_checkpoints, open_checkpoint
+from hotrow.train.task_metrics import describe_figures
 from hotrow.units import format_size
 
 CHUNK = 65536
@@ -120,10 +121,13 @@ def _overview(checkpoint: Checkpoint, console: Console) -> None:
             format_size(saved["rows"] * width),
         )
     console.print(view)
+    if tasks := manifest.get("tasks"):
+        named = ", ".join(f"{task['name']} ({task['kind']})" for task in tasks)
+        console.print(f"tasks: {named}", highlight=False)
     for split, figures in {"train": manifest["metrics"]["figures"], **(manifest["notes"].get("metrics") or {})}.items():
-        known = {name: value for name, value in (figures or {}).items() if name != "examples" and value is not None}
-        if known:
-            console.print(f"{split}: " + "  ".join(f"{name} {v:.4f}" for name, v in known.items()), highlight=False)
+        known = {name: value for name, value in (figures or {}).items() if value is not None}
+        if shown := describe_figures(known):
+            console.print(f"{split}: {shown}", highlight=False)
 
 
 def inspect_rows(rows: TableOnDisk, top: int, console: Console, whole: bool) -> None:

@@ -52,7 +52,8 @@ class LocalActivationReader(HistoryReader):
             if self.projection is None
             else self.projection.of_target(*candidates.target)
         )
-        out: Tensor = self.attention(target, encoded["events"], candidates.groups.lengths, lengths)
+        rows = candidates.groups.lengths
+        out: Tensor = self.attention(target, encoded["events"], rows, lengths, candidates.visible)
         return out
 
 

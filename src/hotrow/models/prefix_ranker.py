@@ -121,7 +121,7 @@ class PrefixReader(HistoryReader):
         asked = None if times is None else candidates.times
         for block, keys in zip(self.blocks, encoded["keys"].unbind(1), strict=True):
             assert isinstance(block, EncoderBlock)
-            x = block.candidates(x, keys, rows, lengths, asked, times)
+            x = block.candidates(x, keys, rows, lengths, asked, times, candidates.visible)
         out: Tensor = self.norm(x)
         return out
 

@@ -2,8 +2,8 @@
 
 A causal Transformer reads each history. The output of its last event is the user's vector, and the logit is its dot
 product with the candidate's. The encoding of a user is that one vector, so a candidate costs the least of all towers,
-and candidates may be searched by it (retrieval). With `top` an MLP (and a head) reads the products and all other
-features too, and its logit is added.
+and candidates may be searched by it (retrieval). Rows cannot see only the beginning of a history: the tower is not
+`causal`. With `top` an MLP (and a head) reads the products and all other features too, and its logit is added.
 
 To train on every event of a history (the next item of each prefix), use `event_vectors` and `candidate_vectors`: the
 logit of an item behind event i is their dot product.
@@ -42,7 +42,6 @@ class NewestReader(HistoryReader):
     def __init__(self, options: EncoderOptions, history: History, target: Sequence[int]) -> None:
         super().__init__()
         self.out_features = options.width
-        self.causal = options.keeps_prefixes
         self.projection = EventProjection(history, target, options.width)
         self.blocks = options.blocks(TransformerBlock, history)
         self.places = options.places(history)
@@ -69,8 +68,8 @@ class NewestReader(HistoryReader):
 
     def candidates(self, *target: Tensor) -> Tensor:
         """What users are multiplied with, `[n, width]`."""
-        vectors: Tensor = self.projection.of_target(*target)
-        return vectors * float(self.out_features) ** -0.5
+        scale: float = self.out_features**-0.5
+        return self.projection.of_target(*target) * scale
 
 
 class SASRec(UserTower):

@@ -50,7 +50,8 @@ class WholeReader(HistoryReader):
         """The attention's output for each candidate."""
         x, times = self.projection.of_target(*candidates.target), encoded.get("times")
         asked = None if times is None else candidates.times
-        out: Tensor = self.attention(x, encoded["keys"], candidates.groups.lengths, lengths, asked, times)
+        rows = candidates.groups.lengths
+        out: Tensor = self.attention(x, encoded["keys"], rows, lengths, asked, times, candidates.visible)
         return out
 
 
@@ -99,7 +100,9 @@ class SearchReader(HistoryReader):
                 encoded["categories"], lengths, groups.users, candidates.categories, self.keep, self.max_length
             )
         else:
-            index, counts = most_similar(target, events[:, : self.compared], groups.lengths, lengths, self.keep)
+            index, counts = most_similar(
+                target, events[:, : self.compared], groups.lengths, lengths, self.keep, candidates.visible
+            )
         times = encoded.get("times")
         asked = None if times is None else candidates.times
         out: Tensor = self.attention(self.queries(target), events, index, counts, asked, times)

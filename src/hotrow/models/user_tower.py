@@ -25,7 +25,7 @@ from hotrow.models.history import History, HistoryColumns
 from hotrow.models.inputs import Features, FeatureTower, check_dense, pick, present
 from hotrow.models.part_vectors import CandidateVectors, UserVectors
 from hotrow.models.ranking_top import RankingTop, TopOptions
-from hotrow.nn.histories.segments import RowGroups, first_events, group_rows, last_events
+from hotrow.nn.histories.segments import RowGroups, first_events, group_rows, newest_seen
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,23 @@ class UserInputs:
 
 
 class Candidates(NamedTuple):
-    """The candidates of a batch, in the order of their users: the target's vectors, times and categories."""
+    """The candidates of a batch, in the order of their users: the target's vectors, times and categories.
+
+    `visible` is how many events of the history each sees, or None if all.
+    """
 
     target: list[Tensor]
     groups: RowGroups
     times: Tensor | None
     categories: Tensor | None
+    visible: Tensor | None
 
 
 class HistoryReader(nn.Module):
     """How a tower reads one history: `encode` in the user part, `interest` in the candidate part.
 
-    `encode` returns the tensors named in `per_event` (`[events, ...]`) and `per_user` (`[users, ...]`).
+    `encode` returns the tensors named in `per_event` (`[events, ...]`) and `per_user` (`[users, ...]`). A `causal`
+    reader encodes an event from it and earlier ones alone, and `interest` honours `candidates.visible`.
     """
 
     out_features: int
@@ -84,7 +89,8 @@ ReaderFactory = Callable[[History, Sequence[int]], HistoryReader]
 class UserTower(FeatureTower):
     """The base of towers over histories. `reader` makes a HistoryReader for each.
 
-    `user_features`, `aligned`, `causal` and `max_lengths` describe its inputs to whoever runs, exports or serves it.
+    `user_features`, `aligned`, `prefixes`, `causal` and `max_lengths` describe its inputs to whoever runs, exports or
+    serves it.
     """
 
     jagged = True
@@ -110,6 +116,11 @@ class UserTower(FeatureTower):
     def causal(self) -> bool:
         """Whether the encoding of an event depends on it and on earlier events alone."""
         return all(reader.causal for reader in self._readers)
+
+    @property
+    def prefixes(self) -> tuple[tuple[str, ...], ...] | None:
+        """The columns of each history, if rows may see the beginnings of histories."""
+        return tuple(history.columns for history in self.histories) if self.causal else None
 
     @property
     def _readers(self) -> Iterable[HistoryReader]:
@@ -157,12 +168,26 @@ class UserTower(FeatureTower):
             encoded = {key: encoding[f"{history.name}_{key}"] for key in (*reader.per_event, *reader.per_user)}
             key = f"{history.name}_{reader.per_event[0]}_lengths" if reader.per_event else ""
             lengths = encoding[key] if key else groups.lengths.new_zeros(groups.lengths.shape)
+            visible = self._visible(vectors, history, groups)
             times = given
             if times is None and "times" in encoded:
-                times = last_events(encoded["times"].unsqueeze(1), lengths).squeeze(1).index_select(0, groups.users)
-            candidates = Candidates(target, groups, times, categories)
+                seen = lengths.index_select(0, groups.users) if visible is None else visible
+                times = newest_seen(encoded["times"], lengths, groups.users, seen)
+            candidates = Candidates(target, groups, times, categories, visible)
             found.append(groups.restore(reader.interest(candidates, encoded, lengths)))
         return found
+
+    def _visible(self, vectors: Mapping[str, Tensor], history: History, groups: RowGroups) -> Tensor | None:
+        """How many events of a history each row sees, or None if all."""
+        name = f"{history.name}_visible"
+        if name not in vectors:
+            return None
+        if not self.causal:
+            raise BatchError(
+                f"the batch has {name!r}, so some rows see the beginning of a history, but this tower encodes whole "
+                "histories (causal is False); share users by equal histories: batch.share_users(tower.user_features)"
+            )
+        return groups.sort(vectors[name])
 
     def _users(self, encoding: Mapping[str, Tensor]) -> int:
         """How many users the encoding has."""

@@ -7,7 +7,8 @@
     interaction.py  DotInteraction, FactorizationMachine
     cross.py        CrossLayer
     attention.py    LocalActivation
-    jagged/         layers over histories without padding
+    jagged/         attention over histories without padding
+    histories/      Transformer and HSTU blocks, target attention and search over such histories
     multitask.py    SharedBottom, MMoE, PLE: heads of several tasks
     sizes.py        checks of the sizes that a layer is built with
 

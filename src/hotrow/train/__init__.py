@@ -9,6 +9,8 @@ Files, in reading order:
     train_step.py              one step: rows and dense weights change together
     step_metrics.py            counts the batches of complete steps
     metrics.py                 streaming AUC, log loss, calibration
+    task_loss.py               the loss of several tasks, and the checks of their labels
+    task_metrics.py            metrics of several tasks
     progressive_validation.py  metrics of predictions on examples not yet trained on, in windows
     distributed.py             a trainer's part in a job of ranks
     interrupt.py               Ctrl-C and SIGTERM end a run between two steps

@@ -32,8 +32,8 @@ from hotrow.parallel.rank_batches import NoBatches, RankSource
 from hotrow.parallel.ranks import Ranks
 from hotrow.table import Lookup
 from hotrow.train.interrupt import Interrupted
-from hotrow.train.metrics import Metrics
 from hotrow.train.stage_times import StageReport, add_exchange, merge_ranks
+from hotrow.train.task_metrics import StreamingMetrics, metrics_of
 
 if TYPE_CHECKING:
     from hotrow.train.trainer import Trainer
@@ -47,7 +47,7 @@ class RankTeam:
         self.embeddings = trainer.model.embeddings
         ranks.agree("the trainer", describe(trainer))
         self._in_fit = False
-        self.tower = trainer.model.tower
+        self.tower, self.tasks = trainer.model.tower, trainer.tasks
         # Sums over several towers; one alone has them already, and a row rank has none.
         self.dense = DenseGradients(trainer.parameters, ranks) if self._has_other_towers else None
         if self._has_other_towers:
@@ -157,11 +157,18 @@ class RankTeam:
             role: merge_ranks({rank: reports[rank] for rank in ranks}) for role, ranks in by_role.items()
         }
 
-    def merged(self, metrics: Metrics) -> Metrics:
+    def label_counts(self, mine: Tensor) -> Tensor:
+        """How many examples of all ranks have the label of each task. A row rank gets its own zeros back.
+
+        All tower ranks call it before each backward, also without a batch of their own.
+        """
+        return sum(self.ranks.dense.all_gather(mine), torch.zeros_like(mine)) if self._has_other_towers else mine
+
+    def merged(self, metrics: StreamingMetrics) -> StreamingMetrics:
         """The metrics of all ranks' examples, the same on every rank."""
-        total = Metrics()
+        total = metrics_of(self.tasks)
         for state in self.ranks.patient.gather_json(metrics.state()):
-            one = Metrics()
+            one = metrics_of(self.tasks)
             one.load_state(state)
             total.merge(one)
         return total
@@ -201,6 +208,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         "seed": embeddings.seed,
         "precision": trainer.precision,
         "accumulate": trainer.accumulate,
+        "tasks": [[task.name, task.kind, task.weight, task.loss_name] for task in trainer.tasks],
         "lookahead": trainer.lookahead,
         "checkpoints": None if trainer.checkpoints is None else str(trainer.checkpoints),
         "checkpoint_every": trainer.checkpoint_every,

@@ -126,6 +126,7 @@ class FitRun:
         trainer.forget()
         spec = getattr(self.source, "features", None)
         features = spec if isinstance(spec, FeatureSpec) else None
+        trainer.check_source(features)
         if resume and trainer.checkpoints is None:
             raise OptionError("resume=True does not know from where: give the Trainer checkpoints='checkpoints/'")
         if trainer.checkpoints is not None and trainer.checkpoint_every is not None:
@@ -185,7 +186,8 @@ class FitRun:
         trainer.cursor = after
         if trainer.publisher is not None:
             trainer.publisher.note_event_times(batch.time)
-        labels, scale = labels_of(batch) if logits.numel() else None, examples / max(1, batch.size)
+        labels = labels_of(batch, trainer.tasks) if logits.numel() else None
+        scale = examples / max(1, batch.size)
         trainer.counts.add(self.report, ComputedBatch(logits, labels, loss, scale, batch.time, trainer.steps))
         trainer.position.examples += examples
         self.report.examples += examples
@@ -196,8 +198,10 @@ class FitRun:
         report, team = self.report, self.trainer.team
         if team is None:
             report.metrics = self.trainer.metrics.compute()
+            self.trainer.warn_of_unlabelled(report.metrics, "training")
             return
         report.metrics = team.merged(self.trainer.metrics).compute()
+        self.trainer.warn_of_unlabelled(report.metrics, "training")
         report.losses = team.sums(report.losses)
         report.ids = int(team.sums([report.ids])[0])
 
@@ -206,7 +210,9 @@ class FitRun:
         trainer, report, counts = self.trainer, self.report, self.trainer.counts
         metrics = report.metrics or counts.metrics.compute()
         if counts.windows is not None and counts.windows.points:
-            metrics = metrics | {"window auc": counts.windows.points[-1].auc}
+            newest = counts.windows.points[-1]
+            shown = {"auc": newest.auc} if not newest.tasks else newest.tasks
+            metrics = metrics | {f"window {name}": value for name, value in shown.items()}
         if figures := HbmCounters(trainer.model.embeddings).totals:
             metrics = metrics | {"hbm hits": hit_rate(figures)}
         ids, owner = (report.ids, "") if report.metrics else trainer.figures_of_this_rank(report.ids)

@@ -313,7 +313,10 @@ class Metrics:
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add one batch, both `[batch]`: 0.2 ms for 4096 examples on one core of an AMD EPYC."""
-        batch = Scored.check(logits, labels)
+        self.add(Scored.check(logits, labels))
+
+    def add(self, batch: Scored) -> None:
+        """Add a checked batch."""
         self.auc.add(batch)
         self.logloss.add(batch)
         self.calibration.add(batch)

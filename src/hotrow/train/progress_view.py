@@ -9,9 +9,11 @@ from rich.console import Console
 
 from hotrow.progress import ProgressBar
 from hotrow.train.stage_times import format_shares
+from hotrow.train.task_metrics import describe_figures
 from hotrow.units import format_count
 
 SHOWN = ("logloss", "auc", "window auc", "hbm hits")
+SHOWN_OF_TASK = ("logloss", "auc", "rmse", "deviance")
 
 
 class ProgressView:
@@ -61,7 +63,8 @@ class ProgressView:
         """
         self.last_line = time.perf_counter()
         seconds = max(1e-9, self.last_line - self.started)
-        figures = "  ".join(f"{name} {metrics[name]:.4f}" for name in SHOWN if name in metrics)
+        figures = describe_figures({name: value for name, value in metrics.items() if "/" in name and _of_task(name)})
+        figures = "  ".join([figures] * bool(figures) + [f"{n} {metrics[n]:.4f}" for n in SHOWN if n in metrics])
         speed = f"{format_count(examples / seconds)} examples/s"
         if ids is not None:
             speed += f"  {format_count(ids / seconds)} ids/s"
@@ -76,3 +79,8 @@ class ProgressView:
         else:
             total = f" of {format_count(self.total)}" if self.total else ""
             self.console.print(f"{self.title}: {format_count(shown)}{total} examples, {status}", highlight=False)
+
+
+def _of_task(name: str) -> bool:
+    """Whether a metric of a task is shown; "examples" says which tasks have no labels."""
+    return name.rpartition("/")[2] in (*SHOWN_OF_TASK, "examples")

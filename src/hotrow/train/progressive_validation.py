@@ -14,15 +14,16 @@ One thread. With ranks, each rank has only a part of the examples, so the traine
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from hotrow.errors import BatchError, OptionError
-from hotrow.train.metrics import Metrics
+from hotrow.task import Task
+from hotrow.train.task_metrics import metrics_of
 from hotrow.units import parse_milliseconds
 
 MAX_POINTS = 100_000  # points of the curve that a trainer keeps
@@ -30,7 +31,11 @@ MAX_POINTS = 100_000  # points of the curve that a trainer keeps
 
 @dataclass(frozen=True)
 class Window:
-    """A point of the curve. `examples` and `step` are the run's when the window ended, `time` its last event time."""
+    """A point of the curve. `examples` and `step` are the run's when the window ended, `time` its last event time.
+
+    With tasks, `tasks` has the metrics of all, such as `dwell/rmse`, and the other figures are those of the first
+    binary task (`nan` without one).
+    """
 
     number: int
     examples: int
@@ -39,6 +44,7 @@ class Window:
     auc: float
     logloss: float
     ctr: float
+    tasks: dict[str, float] = field(default_factory=dict)
 
 
 class Windows:
@@ -51,8 +57,9 @@ class Windows:
     [(2, 1.0)]
     """
 
-    def __init__(self, every: int | str) -> None:
+    def __init__(self, every: int | str, tasks: Sequence[Task] = ()) -> None:
         self.every = every
+        self._tasks = tuple(tasks)
         self._count, self._span = _check(every)
         self.points: list[Window] = []
         self.begin()
@@ -60,7 +67,7 @@ class Windows:
     def begin(self) -> None:
         """Reset: a new run starts."""
         self.points = []
-        self._metrics, self._open = Metrics(), 0
+        self._metrics, self._open = metrics_of(self._tasks), 0
         self._number = self._examples = 0
         self._stretch: int | None = None
         self._time: int | None = None
@@ -94,17 +101,10 @@ class Windows:
     def _close(self, step: int) -> None:
         if self._open:
             figures = self._metrics.compute()
-            self.points.append(
-                Window(
-                    self._number,
-                    self._examples,
-                    step,
-                    self._time,
-                    figures["auc"],
-                    figures["logloss"],
-                    figures["ctr"],
-                )
-            )
+            lead = next((f"{task.name}/" for task in self._tasks if task.kind == "binary"), "")
+            auc, logloss, ctr = (figures.get(lead + name, float("nan")) for name in ("auc", "logloss", "ctr"))
+            of_tasks = figures if self._tasks else {}
+            self.points.append(Window(self._number, self._examples, step, self._time, auc, logloss, ctr, of_tasks))
             del self.points[:-MAX_POINTS]
             self._number += 1
         self._metrics.reset()
@@ -134,7 +134,7 @@ class Windows:
 
 def curve(points: list[Window]) -> list[dict[str, Any]]:
     """The points as JSON values."""
-    return [asdict(point) for point in points]
+    return [{name: value for name, value in asdict(point).items() if value != {}} for point in points]
 
 
 def _check(every: object) -> tuple[int, int]:

@@ -17,9 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from hotrow.device.device_to_host import HostCopy
-from hotrow.train.metrics import Metrics
 from hotrow.train.progressive_validation import Windows
 from hotrow.train.report import Report
+from hotrow.train.task_metrics import StreamingMetrics
 from hotrow.train.tensorboard import log
 
 
@@ -38,8 +38,8 @@ class ComputedBatch:
 class RunCounts:
     """Metrics and windows of the run so far."""
 
-    def __init__(self, windows: Windows | None, writer: Any = None) -> None:
-        self.metrics = Metrics()
+    def __init__(self, metrics: StreamingMetrics, windows: Windows | None, writer: Any = None) -> None:
+        self.metrics = metrics
         self.windows = windows
         self.loss = 0.0  # of the last batch
         self._writer = writer  # TensorBoard's
@@ -73,4 +73,4 @@ class RunCounts:
         before = windows.points[-1] if windows.points else None
         windows.update(logits, labels, batch.time, batch.step)
         if windows.points and (newest := windows.points[-1]) is not before:
-            log(self._writer, "window", {"auc": newest.auc, "logloss": newest.logloss}, batch.step)
+            log(self._writer, "window", newest.tasks or {"auc": newest.auc, "logloss": newest.logloss}, batch.step)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from hotrow.batch import KeyedBatch
 from hotrow.data import Cursor
 from hotrow.errors import BatchError, GradientError
+from hotrow.task import Task
+from hotrow.train.task_loss import task_labels
 
 if TYPE_CHECKING:
     from hotrow.train.trainer import Trainer
@@ -28,11 +30,12 @@ ForwardResult = tuple[Tensor, Tensor, int]  # logits, loss, the step's examples
 PendingBatch = tuple[ForwardResult, KeyedBatch, Cursor]  # a batch whose gradients are not applied yet; the cursor after
 
 
-def labels_of(batch: KeyedBatch) -> Tensor:
-    """The labels as floats; a batch without labels is an error."""
+def labels_of(batch: KeyedBatch, tasks: Sequence[Task] = ()) -> Tensor:
+    """The labels as floats, with tasks `[rows, tasks]` and checked; a batch without labels is an error."""
     if batch.labels is None:
         raise BatchError("the batch has no labels; give the feature spec label=, or use predict()")
-    return batch.labels.float()
+    labels = batch.labels.float()
+    return task_labels(tasks, labels) if tasks else labels
 
 
 def checks_loss_in_step(trainer: Trainer) -> bool:

@@ -14,6 +14,7 @@ One thread calls a trainer; `stop` may be called by any.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -29,6 +30,7 @@ from hotrow.features import FeatureSpec
 from hotrow.nn import Recommender
 from hotrow.publish.publisher import Publish, Publisher
 from hotrow.table import Lookup
+from hotrow.task import Task, apply_links, check_tasks
 from hotrow.train.checkpoint import loading
 from hotrow.train.checkpoint.background_save import Saver
 from hotrow.train.checkpoint.saving import capture
@@ -36,12 +38,13 @@ from hotrow.train.checkpoint.shared_folder import check_shared_folder
 from hotrow.train.distributed import RankTeam
 from hotrow.train.fit import FitOptions, FitRun
 from hotrow.train.interrupt import StopRequests
-from hotrow.train.metrics import Metrics
 from hotrow.train.progress_view import ProgressView
 from hotrow.train.progressive_validation import Windows
 from hotrow.train.report import Report, SaveReport
 from hotrow.train.run_position import RunPosition
 from hotrow.train.step_metrics import RunCounts
+from hotrow.train.task_loss import check_heads, check_labels_of_spec, label_counts, task_logits, task_loss
+from hotrow.train.task_metrics import StreamingMetrics, metrics_of, without_labels
 from hotrow.train.tensorboard import log, open_writer
 from hotrow.train.train_step import (
     ForwardResult,
@@ -80,6 +83,9 @@ class Trainer:
     event time ("1h"). Each window gives one point of progressive validation (`report.windows`): the AUC and log loss of
     predictions on examples that the model had not trained on yet.
 
+    `tasks` names what the tower's logits `[batch, tasks]` predict, in their order. Each task has its own loss, weight
+    and metrics (docs/tasks.md). Without it the tower has one logit, and `loss` is its loss.
+
     >>> import hotrow as hr
     >>> clicks = hr.data.synthetic.criteo_like(examples=2048, batch_size=256)
     >>> embeddings = hr.EmbeddingCollection([hr.Table(name, dim=8) for name in clicks.shape.sparse])
@@ -95,6 +101,7 @@ class Trainer:
         dense_optimizer: torch.optim.Optimizer | None = None,
         *,
         loss: Loss | None = None,
+        tasks: Sequence[Task] | None = None,
         precision: str = "fp32",
         accumulate: int = 1,
         clip_dense_norm: float | None = None,
@@ -129,6 +136,11 @@ class Trainer:
         self.dense_optimizer = None
         if self.parameters:
             self.dense_optimizer = dense_optimizer or torch.optim.Adam(self.parameters)
+        if tasks is not None and loss is not None:
+            raise OptionError("loss= beside tasks=: each task has its own; pass hr.Task(..., loss=...)")
+        self.tasks = () if tasks is None else check_tasks(tasks)
+        if self.tasks and self.has_tower:
+            check_heads(self.tasks, model.tower)
         self.loss = loss or nn.functional.binary_cross_entropy_with_logits
         self.precision = precision
         self.accumulate = accumulate
@@ -149,7 +161,8 @@ class Trainer:
         self.pending: list[PendingBatch] = []  # batches whose gradients the next step will apply
         self.team = None if ranks is None else RankTeam(ranks, self)
         self.writer = open_writer(log_dir) if self.is_first else None
-        self.counts = RunCounts(None if window is None else Windows(window), self.writer)
+        windows = None if window is None else Windows(window, self.tasks)
+        self.counts = RunCounts(metrics_of(self.tasks), windows, self.writer)
         self.publisher = None
         if publish is not None:
             self.publisher = Publisher(publish, model.embeddings, model.tower, self.checkpoints)
@@ -165,13 +178,13 @@ class Trainer:
         return self.model.embeddings.steps
 
     @property
-    def metrics(self) -> Metrics:
+    def metrics(self) -> StreamingMetrics:
         """Metrics of all steps since the epoch began."""
         self.counts.finish()
         return self.counts.metrics
 
     @metrics.setter
-    def metrics(self, counted: Metrics) -> None:
+    def metrics(self, counted: StreamingMetrics) -> None:
         self.counts.forget()
         self.counts.metrics = counted
 
@@ -218,11 +231,13 @@ class Trainer:
         """
         if self.team is not None:
             self.team.compare("evaluate", source, {"steps": steps})
-            source = self.team.source(source)
+        spec = getattr(source, "features", None)
+        self.check_source(spec if isinstance(spec, FeatureSpec) else None)
+        source = source if self.team is None else self.team.source(source)
         embeddings, progress = self.model.embeddings, progress and self.is_first
         was_training = self.model.training
         self.model.eval()
-        metrics = Metrics()
+        metrics = metrics_of(self.tasks)
         examples = ids = 0
         try:
             with torch.inference_mode(), ProgressView("evaluate", source.examples, progress) as view:
@@ -239,22 +254,29 @@ class Trainer:
                         continue
                     with self._autocast():
                         logits = self.model(lookup.read())
-                    metrics.update(logits.cpu(), labels_of(batch).cpu())
+                    if self.tasks:
+                        logits = task_logits(self.tasks, logits)
+                    metrics.update(logits.cpu(), labels_of(batch, self.tasks).cpu())
                     ids += batch.id_count()
                     if view.due:
                         shown, owner = self.figures_of_this_rank(ids)
                         view.update(examples, shown, metrics.compute(), owner=owner)
         finally:
             self.model.train(was_training)
-        return (metrics if self.team is None else self.team.merged(metrics)).compute()
+        figures = (metrics if self.team is None else self.team.merged(metrics)).compute()
+        self.warn_of_unlabelled(figures, "the evaluation")
+        return figures
 
     def predict(self, batch: KeyedBatch) -> Tensor:
-        """Probabilities of a batch."""
+        """Probabilities of a batch. With tasks `[batch, tasks]`: probabilities, values and rates by their kinds."""
         was_training = self.model.training
         self.model.eval()
         try:
             with torch.inference_mode(), self._autocast():
-                return torch.sigmoid(self.model(batch))
+                logits = self.model(batch)
+                if not self.tasks:
+                    return torch.sigmoid(logits)
+                return apply_links([task.kind for task in self.tasks], task_logits(self.tasks, logits))
         finally:
             self.model.train(was_training)
 
@@ -303,6 +325,17 @@ class Trainer:
         if self.publisher is not None:
             self.publisher.close()
         loading.load(self, Path(path), rename, tables)
+
+    def check_source(self, spec: FeatureSpec | None) -> None:
+        """Raise if a source's labels are not those of the tasks."""
+        if self.tasks and spec is not None:
+            check_labels_of_spec(self.tasks, spec)
+
+    def warn_of_unlabelled(self, figures: Mapping[str, float], where: str) -> None:
+        """Warn of tasks that had no label at all."""
+        if self.tasks and self.is_first:
+            for name in without_labels(figures):
+                warnings.warn(f"task {name!r} had no labels in {where}: nothing was learned or measured", stacklevel=4)
 
     def forget(self) -> None:
         """Drop the gradients of batches that no step has applied yet."""
@@ -353,11 +386,19 @@ class Trainer:
         if self.team is not None and self.cursor is None:
             self.team.check_first(lookup)
         if self.team is not None and lookup.batch.size == 0:
+            if self.tasks:
+                self.team.label_counts(torch.zeros(len(self.tasks), dtype=torch.float64))
             return self.team.stand_in(lookup)
-        labels = labels_of(lookup.batch).to(self.model.embeddings.device, non_blocking=True)
+        labels = labels_of(lookup.batch, self.tasks)
+        counts = self._label_counts(labels) if self.tasks else None
+        labels = labels.to(self.model.embeddings.device, non_blocking=True)
         with self._autocast():
             logits = self.model(lookup)
-        value = self.loss(logits, labels) * lookup.example_fraction / self.accumulate
+        if counts is None:
+            value = self.loss(logits, labels) * lookup.example_fraction / self.accumulate
+        else:
+            logits = task_logits(self.tasks, logits)
+            value = task_loss(self.tasks, logits, labels, counts) / self.accumulate
         if not (checks_loss_in_step(self) or self.scaler.is_enabled() or bool(torch.isfinite(value))):
             if self.team is not None:  # the step tells all ranks, by `not_finite`
                 self.team.ranks.not_finite = True
@@ -369,6 +410,11 @@ class Trainer:
             self.team.arm_dense()
         self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
         return logits.detach(), value.detach() * self.accumulate, lookup.examples
+
+    def _label_counts(self, labels: Tensor) -> Tensor:
+        """How many examples of this batch have the label of each task, over all ranks."""
+        counts = label_counts(labels).cpu()
+        return counts if self.team is None else self.team.label_counts(counts)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = PRECISIONS[self.precision]

@@ -62,11 +62,15 @@ def test_soft_search_finds_the_largest_inner_products(
     events = torch.randn(sum(lengths) + padding, 3)
     candidates = torch.randn(sum(rows), 3)
     row_counts, its = (torch.tensor(each, dtype=torch.int64) for each in (rows, lengths))
-    index, counts = most_similar(candidates, events, row_counts, its, keep)
+    visible = None
+    if seed % 2:
+        visible = torch.tensor([seed % (length + 1) for length, count in users for _ in range(count)]).long()
+    index, counts = most_similar(candidates, events, row_counts, its, keep, visible)
     row = first = 0
     for length, count in users:
         for _ in range(count):
-            own = sorted(range(first, first + length), key=lambda e, r=row: -float(events[e] @ candidates[r]))
+            end = first + (length if visible is None else int(visible[row]))
+            own = sorted(range(first, end), key=lambda e, r=row: -float(events[e] @ candidates[r]))
             assert index[row, : int(counts[row])].tolist() == sorted(own[:keep])
             row += 1
         first += length
@@ -81,5 +85,12 @@ def test_soft_search_in_pieces_finds_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_soft_search_passes_torchs_operator_checks() -> None:
-    arguments = (torch.randn(3, 4), torch.randn(6, 4), torch.tensor([2, 1]), torch.tensor([4, 2]), 3)
+    arguments = (
+        torch.randn(3, 4),
+        torch.randn(6, 4),
+        torch.tensor([2, 1]),
+        torch.tensor([4, 2]),
+        3,
+        torch.tensor([4, 2, 2]),
+    )
     torch.library.opcheck(torch.ops.hotrow.most_similar.default, arguments)

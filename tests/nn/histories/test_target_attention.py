@@ -110,7 +110,7 @@ def test_local_activation_passes_torchs_operator_checks() -> None:
     layer = JaggedLocalActivation(4, (3,))
     arguments = (
         torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True), torch.tensor([2, 1]),
-        torch.tensor([4, 1]), list(layer.parameters()), "prelu", False,
+        torch.tensor([4, 1]), torch.tensor([4, 2, 1]), list(layer.parameters()), "prelu", False,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.hotrow.local_activation.default, arguments)
 

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrow.serve.protocol.backend import ModelInfo
-from hotrow.serve.protocol.inference_json import Output, RequestOptions, RequestParser, sigmoid, write_answer
+from hotrow.serve.protocol.inference_json import Output, RequestOptions, RequestParser, write_answer
 from hotrow.serve.protocol.limits import Limits
+from hotrow.serve.protocol.predictions import sigmoid
 from hotrow.serve.protocol.request import Answer, Ids, PackedIds, RefusedError, Request, Signature
 
 INFO = ModelInfo("ctr", "1", Signature(("a", "b", "c"), frozenset(), 2))

@@ -80,15 +80,19 @@ class EncoderBlock(nn.Module):
         lengths: Tensor,
         times: Tensor | None = None,
         event_times: Tensor | None = None,
+        visible: Tensor | None = None,
     ) -> Tensor:
         """Candidates `[rows, width]` after this layer; each sees the keys of its user and its own.
 
         `keys` are those of the events. User `u` has the next `rows[u]` candidates and the next `lengths[u]` events.
+        `visible` int64 `[rows]`: how many events each candidate sees, if not all.
         """
         if self.checkpoint and self.training and torch.is_grad_enabled():
-            out: Tensor = recomputed(self._candidates, x, keys, rows, lengths, times, event_times, use_reentrant=False)
+            out: Tensor = recomputed(
+                self._candidates, x, keys, rows, lengths, times, event_times, visible, use_reentrant=False
+            )
             return out
-        return self._candidates(x, keys, rows, lengths, times, event_times)
+        return self._candidates(x, keys, rows, lengths, times, event_times, visible)
 
     def _events(self, x: Tensor, lengths: Tensor, times: Tensor | None) -> tuple[Tensor, Tensor]:
         gate, q, keys = self._split(x)
@@ -108,12 +112,13 @@ class EncoderBlock(nn.Module):
         lengths: Tensor,
         times: Tensor | None,
         event_times: Tensor | None,
+        visible: Tensor | None,
     ) -> Tensor:
         gate, q, own = self._split(x)
         own_k, own_v = own.unbind(1)
         k, v = keys.to(q.dtype).unbind(1)
         seen = jagged_attention(
-            q, k, v, rows, lengths, own_k=own_k, own_v=own_v,
+            q, k, v, rows, lengths, own_k=own_k, own_v=own_v, visible=visible,
             q_times=times, k_times=event_times, position_bias=self.bias.by_position, time_bias=self.bias.by_time,
             kind=self.kind,
         )  # fmt: skip

@@ -23,8 +23,9 @@ from hotrow.nn.attention import LocalActivation
 from hotrow.nn.histories.segments import first_events
 
 PAIRS_AT_ONCE = {"cpu": 2_048, "cuda": 1 << 20}
-"""Of one call of the MLP. On a CPU the hidden layers of a chunk stay in its cache: 512,000 pairs of width 32 take 205 to
-331 ms in chunks of 1,024 to 4,096 pairs and 466 ms in chunks of 32,768, on one core of a shared AMD EPYC."""
+"""Of one call of the MLP. On a CPU the hidden layers of a chunk stay in its cache: the forward pass over 512,000 pairs
+of width 32 takes 165 ms in chunks of 2,048 and 441 ms in chunks of 32,768 (medians of 9 in turns, one core of a shared
+AMD EPYC). On a GPU a chunk has to be worth its launches."""
 
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -49,15 +50,20 @@ class JaggedLocalActivation(LocalActivation):
         super().__init__(dim, hidden, activation=activation, normalize=normalize)
         self.activation = activation
 
-    def forward(self, candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
-        """`candidates` `[rows, dim]` grouped by user: user `u` has `rows[u]` of them and `lengths[u]` of the events."""
+    def forward(  # type: ignore[override]
+        self, candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor, visible: Tensor | None = None
+    ) -> Tensor:
+        """`candidates` `[rows, dim]` grouped by user: user `u` has `rows[u]` of them and `lengths[u]` of the events.
+
+        `visible` int64 `[rows]`: how many events each candidate sees, if not all.
+        """
         weights: list[Tensor] = list(self.parameters())
         if torch.is_autocast_enabled(events.device.type):
             dtype = torch.get_autocast_dtype(events.device.type)
             candidates, events = candidates.to(dtype), events.to(dtype)
             weights = [weight.to(dtype) for weight in weights]
         out: Tensor = torch.ops.hotrow.local_activation(
-            candidates, events, rows, lengths, weights, self.activation, self.normalize
+            candidates, events, rows, lengths, visible, weights, self.activation, self.normalize
         )
         return out
 
@@ -68,12 +74,13 @@ def _operator(
     events: Tensor,
     rows: Tensor,
     lengths: Tensor,
+    visible: Tensor | None,
     weights: list[Tensor],
     activation: str,
     normalize: bool,
 ) -> Tensor:
     out = torch.zeros_like(candidates, memory_format=torch.contiguous_format)
-    for piece in _chunks(rows, lengths):
+    for piece in _chunks(rows, lengths, visible):
         out[piece.rows] = _weighted(candidates, events, piece, weights, activation, normalize)
     return out
 
@@ -89,12 +96,13 @@ def _gradients(
     events: Tensor,
     rows: Tensor,
     lengths: Tensor,
+    visible: Tensor | None,
     weights: list[Tensor],
     activation: str,
     normalize: bool,
 ) -> list[Tensor]:
     found = [torch.zeros_like(tensor) for tensor in (candidates, events, *weights)]
-    for piece in _chunks(rows, lengths):
+    for piece in _chunks(rows, lengths, visible):
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in (candidates[piece.rows], events[piece.events])]
             leaves += [weight.detach().requires_grad_() for weight in weights]
@@ -109,7 +117,14 @@ def _gradients(
 
 
 def _gradient_shapes(
-    gradient: Tensor, candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor, weights: list[Tensor], *_: Any
+    gradient: Tensor,
+    candidates: Tensor,
+    events: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    visible: Tensor | None,
+    weights: list[Tensor],
+    *_: Any,
 ) -> list[Tensor]:
     return [torch.empty_like(tensor) for tensor in (candidates, events, *weights)]
 
@@ -118,7 +133,7 @@ def _gradient_shapes(
 _library = torch.library.Library("hotrow", "FRAGMENT")
 _library.define(
     "local_activation_backward(Tensor gradient, Tensor candidates, Tensor events, Tensor rows, Tensor lengths, "
-    "Tensor[] weights, str activation, bool normalize) -> Tensor[]",
+    "Tensor? visible, Tensor[] weights, str activation, bool normalize) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("local_activation_backward", _gradients, "CompositeExplicitAutograd")
@@ -126,16 +141,16 @@ _library.impl("local_activation_backward", _gradient_shapes, "Meta")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    candidates, events, rows, lengths, weights, *ctx.options = inputs
-    ctx.save_for_backward(candidates, events, rows, lengths, *weights)
+    candidates, events, rows, lengths, visible, weights, *ctx.options = inputs
+    ctx.save_for_backward(candidates, events, rows, lengths, visible, *weights)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    candidates, events, rows, lengths, *weights = ctx.saved_tensors
+    candidates, events, rows, lengths, visible, *weights = ctx.saved_tensors
     of_candidates, of_events, *of_weights = torch.ops.hotrow.local_activation_backward(
-        gradient.contiguous(), candidates, events, rows, lengths, weights, *ctx.options
+        gradient.contiguous(), candidates, events, rows, lengths, visible, weights, *ctx.options
     )
-    return of_candidates, of_events, None, None, of_weights, None, None
+    return of_candidates, of_events, None, None, None, of_weights, None, None
 
 
 _operator.register_autograd(_backward, setup_context=_save)
@@ -158,10 +173,12 @@ class _Chunk:
         return _Chunk(slice(None), slice(None), self.counts, self.firsts - self.events.start)
 
 
-def _chunks(rows: Tensor, lengths: Tensor) -> Iterator[_Chunk]:
+def _chunks(rows: Tensor, lengths: Tensor, visible: Tensor | None) -> Iterator[_Chunk]:
     """Rows that have events, at most PAIRS_AT_ONCE pairs at a time, but at least one row."""
     row_users = torch.arange(lengths.shape[0], device=lengths.device).repeat_interleave(rows)
     counts, firsts = lengths[row_users], first_events(lengths)[row_users]
+    if visible is not None:
+        counts = torch.minimum(counts, visible.clamp(min=0))
     ends = counts.cumsum(0).cpu()
     most = PAIRS_AT_ONCE.get(lengths.device.type, PAIRS_AT_ONCE["cpu"])
     begin, done, count = 0, 0, ends.shape[0]
@@ -170,7 +187,7 @@ def _chunks(rows: Tensor, lengths: Tensor) -> Iterator[_Chunk]:
         end = max(end, begin + 1)
         if int(ends[end - 1]) > done:
             first = int(firsts[begin])
-            last = int(firsts[end - 1] + counts[end - 1])
+            last = int((firsts[begin:end] + counts[begin:end]).max())
             yield _Chunk(slice(begin, end), slice(first, last), counts[begin:end], firsts[begin:end])
         done, begin = int(ends[end - 1]), end
 

@@ -55,22 +55,25 @@ def newest_in_category(
     return torch.where(place < count.unsqueeze(1), index, 0), count
 
 
-def most_similar(candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """The `keep` events of its user with the largest inner product with each candidate, oldest first: `[rows, keep]`,
-    and how many there are. User `u` has the next `rows[u]` candidates and the next `lengths[u]` events.
+def most_similar(
+    candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor, keep: int, visible: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The `keep` events of its user with the largest inner product with each candidate: `[rows, keep]`, and how many
+    there are. User `u` has the next `rows[u]` candidates and the next `lengths[u]` events, of which a candidate sees
+    the first `visible` (int64 `[rows]`), or all.
 
     >>> events = torch.tensor([[1.0], [3.0], [2.0], [9.0]])
     >>> most_similar(torch.ones(2, 1), events, torch.tensor([2, 0]), torch.tensor([3, 1]), 2)
     (tensor([[1, 2],
             [1, 2]]), tensor([2, 2]))
     """
-    index, counts = torch.ops.hotrow.most_similar(candidates.detach(), events.detach(), rows, lengths, keep)
+    index, counts = torch.ops.hotrow.most_similar(candidates.detach(), events.detach(), rows, lengths, keep, visible)
     return index, counts
 
 
 @torch.library.custom_op("hotrow::most_similar", mutates_args=())
 def _most_similar(
-    candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor, keep: int
+    candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor, keep: int, visible: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     index = rows.new_zeros(candidates.shape[0], keep)
     counts = rows.new_zeros(candidates.shape[0])
@@ -82,19 +85,31 @@ def _most_similar(
             step = max(1, SCORES_AT_ONCE // length)
             for begin in range(first_row, first_row + its_rows, step):
                 piece = slice(begin, min(begin + step, first_row + its_rows))
-                if most == length:
+                counts[piece] = most if visible is None else visible[piece].clamp(0, most)
+                if most == length:  # all that a candidate sees: the first
                     index[piece, :most] = torch.arange(first_event, first_event + length, device=index.device)
-                else:
-                    chosen = (candidates[piece] @ history.t()).topk(most, dim=1, sorted=False).indices
-                    index[piece, :most] = chosen.sort(dim=1).values + first_event
-            counts[first_row : first_row + its_rows] = most
+                    continue
+                scores = candidates[piece] @ history.t()
+                if visible is not None:
+                    hidden = torch.arange(length, device=index.device) >= visible[piece].unsqueeze(1)
+                    scores = scores.masked_fill(hidden, -torch.inf)
+                index[piece, :most] = _largest(scores, most) + first_event
         first_row, first_event = first_row + its_rows, first_event + length
     return index, counts
 
 
 @_most_similar.register_fake
-def _(candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+def _(
+    candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor, keep: int, visible: Tensor | None
+) -> tuple[Tensor, Tensor]:
     return rows.new_empty(candidates.shape[0], keep), rows.new_empty(candidates.shape[0])
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """The places of the largest scores of each row, in order of place; hidden ones (-inf) last."""
+    chosen = scores.topk(count, dim=1, sorted=False)
+    hidden = torch.isneginf(chosen.values)
+    return (chosen.indices + hidden * scores.shape[1]).sort(dim=1).values % scores.shape[1]
 
 
 def _bisect(values: Tensor, begin: Tensor, end: Tensor, wanted: Tensor, right: bool, max_length: int) -> Tensor:

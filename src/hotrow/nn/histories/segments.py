@@ -68,6 +68,18 @@ def mean_events(x: Tensor, lengths: Tensor) -> Tensor:
     return total[:users] / lengths.clamp(min=1).to(x.dtype).unsqueeze(1)
 
 
+def newest_seen(values: Tensor, lengths: Tensor, users: Tensor, seen: Tensor) -> Tensor:
+    """For rows that see the first `seen` events of their user: the newest of those, `[rows]`; 0 if there is none.
+
+    >>> newest_seen(torch.tensor([5, 6, 7]), torch.tensor([2, 1]), torch.tensor([0, 0, 1]), torch.tensor([2, 1, 0]))
+    tensor([6, 5, 0])
+    """
+    if values.shape[0] == 0:
+        return values.new_zeros(users.shape)
+    newest = first_events(lengths).index_select(0, users) + seen - 1
+    return values.index_select(0, newest.clamp(min=0)).masked_fill(seen == 0, 0)
+
+
 class RowGroups(NamedTuple):
     """Rows in the order of their users.
 

@@ -50,13 +50,18 @@ class TargetAttention(nn.Module):
         lengths: Tensor,
         times: Tensor | None = None,
         event_times: Tensor | None = None,
+        visible: Tensor | None = None,
     ) -> Tensor:
-        """Candidates `[rows, width]`, grouped by user: user `u` has `rows[u]` of them and `lengths[u]` events."""
+        """Candidates `[rows, width]`, grouped by user: user `u` has `rows[u]` of them and `lengths[u]` events.
+
+        `visible` int64 `[rows]`: how many events each candidate sees, if not all.
+        """
         q = self.queries(candidates).view(-1, self.heads, self.head_dim)
         k, v = keys.to(q.dtype).unbind(1)
-        every = lengths.repeat_interleave(rows, output_size=candidates.shape[0])
+        if visible is None:
+            visible = lengths.repeat_interleave(rows, output_size=candidates.shape[0])
         seen = jagged_attention(
-            q, k, v, rows, lengths, visible=every, q_times=times, k_times=event_times,
+            q, k, v, rows, lengths, visible=visible, q_times=times, k_times=event_times,
             position_bias=self.bias.by_position, time_bias=self.bias.by_time,
         )  # fmt: skip
         out: Tensor = self.out(seen.flatten(1))

@@ -57,7 +57,7 @@ def backward(gradient: Tensor, out: Tensor, log_sums: Tensor, *inputs: Any) -> t
 def _run(inputs: tuple[Any, ...], log_sums: Tensor | None) -> Tensor:
     q, v = inputs[0], inputs[2]
     kept, arguments = _arguments(inputs)
-    out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]), dtype=torch.float32)
+    out: Tensor = q.new_empty((q.shape[0], q.shape[1], v.shape[2]), dtype=torch.float32)
     try:
         _core.attention_forward(*arguments, out.data_ptr(), 0 if log_sums is None else log_sums.data_ptr())
     except ValueError:
@@ -72,7 +72,7 @@ def _arguments(inputs: tuple[Any, ...]) -> tuple[object, tuple[Any, ...]]:
     check_shapes(*inputs)
     q, k, v, q_lengths, k_lengths, own_k, own_v, visible, q_times, k_times, position_bias, time_bias = inputs[:12]
     kind, causal, scale, divisor = inputs[12:]
-    rows = [_rows_ready(tensor) for tensor in (q, k, v, own_k, own_v)]
+    rows = [None if tensor is None else _rows_ready(tensor) for tensor in (q, k, v, own_k, own_v)]
     whole = [
         tensor if tensor is None else tensor.contiguous()
         for tensor in (q_lengths, k_lengths, visible, q_times, k_times, _float(position_bias), _float(time_bias))
@@ -93,10 +93,8 @@ def _float(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or tensor.dtype == torch.float32 else tensor.float()
 
 
-def _rows_ready(tensor: Tensor | None) -> Tensor | None:
+def _rows_ready(tensor: Tensor) -> Tensor:
     """float32 with adjacent floats and strides that the core takes."""
-    if tensor is None:
-        return None
     if tensor.dtype != torch.float32:
         tensor = tensor.float()
     return tensor if tensor.stride(2) == 1 or tensor.shape[2] == 1 else tensor.contiguous()

@@ -36,8 +36,8 @@ import numpy as np
 
 from hotrow.serve.load_estimate import ServiceTime
 from hotrow.serve.protocol import frames, user_join
-from hotrow.serve.protocol.inference_json import sigmoid
 from hotrow.serve.protocol.metrics import DIFFERENCE_BOUNDS as BOUNDS
+from hotrow.serve.protocol.predictions import predictions
 from hotrow.serve.protocol.request import Array
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ _SPAN = 30.0  # seconds of one window of the maximum
 
 @dataclass
 class ShadowCounts:
-    """Totals of a version's runs as a shadow. A value is one row's probability of one task."""
+    """Totals of a version's runs as a shadow. A value is one row's prediction of one task."""
 
     requests: int = 0
     rows: int = 0
@@ -200,7 +200,8 @@ class ShadowQueue:
             counts.dropped["late"] += int(len(copies) - counted.sum())
             counts.requests += sum([copy.first == 0 for copy, ok in zip(copies, counted, strict=True) if ok])
             counts.rows += int(rows.sum())
-            counts.note(sigmoid(answered[rows]), sigmoid(values[rows]), self._clock())
+            kinds = version.signature.kinds
+            counts.note(predictions(answered[rows], kinds), predictions(values[rows], kinds), self._clock())
 
     def close(self) -> None:
         """Drop all copies and end the thread."""

@@ -58,6 +58,7 @@ from hotrow.serve.protocol.request import Signature
 from hotrow.serve.updates.cut_over import PreparedUpdate, prepare
 from hotrow.serve.updates.freshness import Freshness
 from hotrow.table import Lookup
+from hotrow.task import apply_links
 from hotrow.tiers.host.store import HostStore, count_cold, prefetch_all
 from hotrow.tiers.remote.tables import RemoteTables
 from hotrow.tiers.rows.tables import READ, ReadTerms, RowServerTables
@@ -226,8 +227,14 @@ class Engine:
         return self._users
 
     def predict(self, batch: KeyedBatch | Columns) -> Tensor:
-        """Probabilities of a batch, or of raw columns by name, which go through the saved feature spec."""
-        return torch.sigmoid(self.logits(batch))
+        """Probabilities of a batch, or of raw columns by name, which go through the saved feature spec.
+
+        Of a model with named tasks: probabilities, values or rates by their kinds.
+        """
+        logits, kinds = self.logits(batch), self.signature.kinds
+        if not kinds:
+            return torch.sigmoid(logits)
+        return apply_links(kinds, logits.view(-1, len(kinds))).view(logits.shape)
 
     def logits(self, batch: KeyedBatch | Columns) -> Tensor:
         """Logits, [rows] or [rows, tasks], on the CPU."""

@@ -10,8 +10,8 @@ from typing import Any
 import hotrow
 from hotrow.serve.protocol.backend import ModelInfo
 from hotrow.serve.protocol.embedding_outputs import EMBEDDINGS, EmbeddingOutputs
-from hotrow.serve.protocol.inference_json import OUTPUTS
 from hotrow.serve.protocol.input_layout import DENSE, KEYS
+from hotrow.serve.protocol.predictions import tower_outputs
 
 EXTENSIONS = ("binary_tensor_data", "model_repository", "model_configuration", "statistics")
 
@@ -33,6 +33,8 @@ def model_metadata(info: ModelInfo) -> dict[str, Any]:
     for output in outputs:
         if output["name"] == EMBEDDINGS:
             output["parameters"] = {"features": [asdict(place) for place in embeddings.places]}
+        elif info.signature.named_tasks and not output["name"].startswith(EMBEDDINGS):
+            output["parameters"] = {"tasks": _tasks(info)}
     return {
         "name": info.name,
         "versions": list(info.versions or (info.version,)),
@@ -55,6 +57,8 @@ def model_config(info: ModelInfo) -> dict[str, Any]:
         parameters["max_lengths"] = json.dumps(dict(info.signature.max_lengths))
     if embeddings.places:
         parameters[EMBEDDINGS] = json.dumps([asdict(place) for place in embeddings.places])
+    if info.signature.named_tasks:
+        parameters["tasks"] = json.dumps(_tasks(info))
     return {
         "name": info.name,
         "platform": "hotrow",
@@ -99,10 +103,15 @@ def _history(info: ModelInfo, name: str) -> dict[str, Any]:
 
 
 def _outputs(info: ModelInfo, embeddings: EmbeddingOutputs) -> list[tuple[str, str, list[int]]]:
-    tower = [(name, "FP32", _logits_shape(info)) for name in OUTPUTS]
+    tower = [(name, "FP32", _logits_shape(info)) for name in tower_outputs(info.signature)]
     return tower + [
         (output.name, embeddings.datatype(output), list(output.shape)) for output in embeddings.by_name.values()
     ]
+
+
+def _tasks(info: ModelInfo) -> list[dict[str, str]]:
+    """The names and kinds of the tower's tasks, in the order of its columns."""
+    return [{"name": name, "kind": kind} for name, kind in info.signature.named_tasks]
 
 
 def _logits_shape(info: ModelInfo) -> list[int]:

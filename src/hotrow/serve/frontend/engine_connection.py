@@ -41,6 +41,7 @@ class EngineConnection(asyncio.BufferedProtocol):
         self.used = 0.0  # when the last request was sent
         self.numbers: dict[tuple[str, str | None], tuple[int, int]] = {}  # model, version → number, fingerprint
         self.names: dict[int, tuple[str, str]] = {}  # a version's number → model, version; never removed
+        self.kinds: dict[int, tuple[str, ...]] = {}  # a version's number → the kinds of its named tasks; as `names`
         self.models: list[dict[str, Any]] = []
         self.figures: dict[str, Any] = {}
         self._transport: asyncio.Transport | None = None
@@ -74,6 +75,7 @@ class EngineConnection(asyncio.BufferedProtocol):
             answer.compiled,
             _answer_parameters(answer),
             vectors,
+            self.kinds[answer.version],
         )
 
     def number(self, request: Request) -> tuple[int, int]:
@@ -180,6 +182,7 @@ class EngineConnection(asyncio.BufferedProtocol):
         self.rows_up = content.get("rows_up", True)
         for model in models:
             self.names.update({v["number"]: (model["name"], v["name"]) for v in model["versions"]})
+            self.kinds.update({v["number"]: signature_of(v).kinds for v in model["versions"]})
         if not self.ready:  # after a restart it may not have loaded all its models yet
             models = models + [model for model in self.models if all(model["name"] != m["name"] for m in models)]
         self.models, self.numbers = models, {}

@@ -25,11 +25,14 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-import hotrow.nn.jagged  # noqa: F401  registers the operators of _OWN
+import hotrow.nn.histories  # registers the operators of _OWN
+import hotrow.nn.jagged  # noqa: F401
 from hotrow.errors import RepositoryError
 
 _OPERATORS = re.compile(r"torch\.ops\.(aten|prims|prim)\.[A-Za-z0-9_]+\.[A-Za-z0-9_]+")
-_OWN = frozenset(["torch.ops.hotrow.jagged_attention.default"])  # registered by hotrow.nn.jagged
+_OWN = frozenset(  # registered by hotrow.nn.jagged and hotrow.nn.histories
+    f"torch.ops.hotrow.{name}.default" for name in ("jagged_attention", "local_activation", "most_similar")
+)
 _CONTROL = re.compile(r"torch\.ops\.higher_order\.(cond|while_loop|wrap_with_set_grad_enabled|wrap_with_autocast)")
 _SYMBOLIC = re.compile(
     r"_operator\.(getitem|add|sub|mul|floordiv|truediv|mod|pow|neg|eq|ne|lt|le|gt|ge|and_|or_|not_)"

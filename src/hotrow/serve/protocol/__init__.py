@@ -6,6 +6,7 @@ Files in reading order:
     limits.py          Limits: how much one client and all clients may use
     backend.py         Backend: the interface between a front end and the models
     inference_json.py  RequestParser: bodies of the Open Inference Protocol to Requests; write_answer
+    predictions.py     the outputs of a tower, and the link from logits to predictions by task
     tensors.py         a tensor's declaration and its elements, from bytes or JSON
     histories.py       checks lengths of histories and aligned columns
     input_layout.py    Layout: converts input tensors to the columns of a signature

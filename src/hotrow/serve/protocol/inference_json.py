@@ -30,6 +30,7 @@ from hotrow.serve.protocol.histories import check_columns
 from hotrow.serve.protocol.input_layout import InputPlan, Layout
 from hotrow.serve.protocol.limits import JSON_BYTES, Limits
 from hotrow.serve.protocol.lookup_plan import LookupPlan, plan_keys, plan_raw
+from hotrow.serve.protocol.predictions import LOGITS, predictions, tower_outputs
 from hotrow.serve.protocol.raw_columns import RawColumns
 from hotrow.serve.protocol.request import POLICIES, Answer, Array, Ids, RefusedError, Request, Wanted
 from hotrow.serve.protocol.tensors import (
@@ -45,14 +46,12 @@ from hotrow.serve.protocol.tensors import (
     shown,
 )
 
-OUTPUTS = ("probabilities", "logits")
 PARAMETERS = ("deadline_ms", "timeout", "policy", "raw", "binary_data_output", "embeddings_datatype", "routing_key")
 DATATYPES = {"f": FP32, "e": FP16, "?": "BOOL"}  # of outputs, by numpy's characters
 
 _MAX_CACHED_HEADERS, _MAX_CACHED_HEADER_BYTES = 512, 16_384
 _TOP = ("id", "inputs", "outputs", "parameters", "model_name", "model_version")
 _MAX_DEADLINE = 3600.0
-_MAX_EXP, _ONE = np.float32(88), np.float32(1)  # exp(88) is finite in float32, exp(89) is not
 
 
 class Output(NamedTuple):
@@ -338,8 +337,9 @@ def _seconds(given: Mapping[str, Any]) -> float | None:
 def _outputs(
     outputs: object, binary: bool, embeddings: EmbeddingOutputs, half: bool
 ) -> tuple[tuple[Output, ...], Wanted | None]:
+    of_tower = tower_outputs(embeddings.signature)
     if outputs is None or outputs == []:
-        return tuple(Output(name, binary) for name in OUTPUTS), None
+        return tuple(Output(name, binary) for name in of_tower), None
     if not isinstance(outputs, list):
         raise invalid(f'"outputs" is {shown(outputs)}; give a list of objects with "name"')
     named: dict[str, Output] = {}
@@ -349,7 +349,7 @@ def _outputs(
         if not isinstance(entry, Mapping) or not isinstance(entry.get("parameters", {}), Mapping):
             raise invalid(f'an output is {shown(entry)}; give an object with "name" and "parameters"')
         name, options = entry.get("name"), entry.get("parameters", {})
-        if not isinstance(name, str) or (name not in OUTPUTS and name not in embeddings.by_name):
+        if not isinstance(name, str) or (name not in of_tower and name not in embeddings.by_name):
             raise _no_output(name, embeddings)
         if name in embeddings.by_name:
             vectors[name] = embeddings.by_name[name]
@@ -370,7 +370,8 @@ def _outputs(
 def _no_output(name: object, embeddings: EmbeddingOutputs) -> RefusedError:
     if isinstance(name, str) and name.partition(".")[0] == EMBEDDINGS and not embeddings.by_name:
         return invalid("this version answers no lookups: its servable does not say how wide its vectors are")
-    return invalid(f"there is no output {shown(name)}; {choices(name, [*OUTPUTS, *embeddings.by_name])}")
+    known = [*tower_outputs(embeddings.signature), *embeddings.by_name]
+    return invalid(f"there is no output {shown(name)}; {choices(name, known)}")
 
 
 def _datatype(output: EmbeddingOutput, options: Mapping[str, Any]) -> set[str]:
@@ -428,24 +429,19 @@ def output_arrays(answer: Answer, names: Sequence[str]) -> list[Array]:
     if answer.vectors:
         return _with_vectors(answer, names)
     logits = np.ascontiguousarray(answer.logits, dtype=np.float32)
-    return [logits if name == "logits" else sigmoid(logits) for name in names]
+    return [logits if name == LOGITS else predictions(logits, answer.kinds) for name in names]
 
 
 def _with_vectors(answer: Answer, names: Sequence[str]) -> list[Array]:
     vectors = iter(answer.vectors)
     return [
-        answer.logits if name == "logits" else sigmoid(answer.logits) if name == "probabilities" else next(vectors)
+        answer.logits
+        if name == LOGITS
+        else predictions(answer.logits, answer.kinds)
+        if name in ("probabilities", "predictions")
+        else next(vectors)
         for name in names
     ]
-
-
-def sigmoid(logits: Array) -> Array:
-    """Probabilities, without overflow and with small ones exact to rounding."""
-    found = np.negative(logits)
-    np.minimum(found, _MAX_EXP, out=found)
-    np.exp(found, out=found)
-    found += _ONE
-    return np.reciprocal(found, out=found)
 
 
 def answer_parameters(answer: Answer) -> dict[str, Any]:

@@ -44,11 +44,17 @@ class Signature:
     sequences: frozenset[str]
     dense: int
     tasks: int = 1  # logits of a row
+    named_tasks: tuple[tuple[str, str], ...] = ()  # name and kind of each, if the model was trained on named tasks
     user: frozenset[str] = frozenset()
     numbers: tuple[str, ...] = ()
     jagged: bool = False
     aligned: tuple[tuple[str, ...], ...] = ()
     max_lengths: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of the named tasks (task.py), which choose the link from a logit to a prediction."""
+        return tuple(kind for _, kind in self.named_tasks)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -66,7 +72,7 @@ class Signature:
         return zlib.crc32("\0".join(parts).encode())
 
     def as_json(self) -> dict[str, Any]:
-        """The fields that JSON can hold, without those that only models over histories have if there are none."""
+        """The fields that JSON can hold, without those of named tasks and of histories if there are none."""
         found: dict[str, Any] = {
             "features": list(self.features),
             "sequences": sorted(self.sequences),
@@ -74,6 +80,7 @@ class Signature:
             "tasks": self.tasks,
         }
         more: dict[str, Any] = {
+            "named_tasks": [{"name": name, "kind": kind} for name, kind in self.named_tasks],
             "user": sorted(self.user),
             "numbers": list(self.numbers),
             "jagged": self.jagged,
@@ -94,6 +101,7 @@ class Signature:
             frozenset(map(str, saved["sequences"])),
             int(saved["dense"]),
             int(saved["tasks"]),
+            tuple((str(task["name"]), str(task["kind"])) for task in saved.get("named_tasks", ())),
             frozenset(map(str, saved.get("user", ()))),
             tuple(map(str, saved.get("numbers", ()))),
             bool(saved.get("jagged", False)),
@@ -170,6 +178,7 @@ class Answer:
     compiled: bool = False  # whether a compiled bucket ran, or the original graph
     parameters: dict[str, str | int | float] = field(default_factory=dict)
     vectors: tuple[Array, ...] = ()  # in the order of Wanted.outputs; float32, float16 or bool
+    kinds: tuple[str, ...] = ()  # of the version's named tasks
 
 
 class RefusedError(HotRowError):

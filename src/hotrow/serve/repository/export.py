@@ -47,6 +47,7 @@ from hotrow.serve.repository.manifest import (
 )
 from hotrow.serve.repository.row_files import check_values, write_rows
 from hotrow.table import TableRows
+from hotrow.task import Task, check_tasks
 from hotrow.train.checkpoint import durable_files, state_encoding
 
 DefaultRows = Mapping[str, Tensor | Sequence[float]]
@@ -63,6 +64,7 @@ class ExportOptions:
     features: FeatureSpec | None
     on_rows: Callable[[int], object] = field(default=lambda rows: None)
     publication: int = 0
+    tasks: tuple[Task, ...] = ()
 
 
 def export(
@@ -78,6 +80,7 @@ def export(
     default_rows: DefaultRows | None = None,
     progress: Callable[[int], object] | None = None,
     publication: int = 0,
+    tasks: Sequence[Task] | None = None,
     max_lengths: Mapping[str, int] | None = None,
     aligned: Sequence[Sequence[str]] | None = None,
     numbers: Sequence[str] = (),
@@ -90,10 +93,12 @@ def export(
     (`deadline` seconds, or the server's): "wait" for them, or use the "initial" values, or the "default" row of the
     table in `default_rows` (zeros by default). `progress` is called with the number of rows of each chunk.
     `publication` is the number of the publication that these rows are from: a server that follows the bus starts there
-    (`hr.Publish(snapshot=lambda n: hr.export(model, path, publication=n).path)`).
+    (`hr.Publish(snapshot=lambda n: hr.export(model, path, publication=n).path)`). `tasks` are those of the trainer
+    (`trainer.tasks`): their kinds decide whether a logit is answered as a probability, a value or a rate.
+
     `max_lengths` are the most events of histories by feature, where tables do not say it (`hr.Table(max_length=)`), and
-    `aligned` are groups of features that are columns of one history, besides those that the tower names.
-    `numbers` are int64 features without rows that neither the spec nor the tower names.
+    `aligned` are groups of features that are columns of one history, besides those that the tower names. `numbers` are
+    int64 features without rows that neither the spec nor the tower names.
 
     >>> import tempfile, torch, hotrow as hr
     >>> embeddings = hr.EmbeddingCollection([hr.Table("user", dim=4), hr.Table("item", dim=4)])
@@ -118,11 +123,17 @@ def export(
         features,
         progress or (lambda rows: None),
         _publication(publication),
+        check_tasks(tasks) if tasks else (),
     )
     _check_spec(embeddings, features)
     dense = _dense(model, features, dense_features)
     inputs = describe_inputs(model.tower, embeddings, dense, features, max_lengths, aligned, numbers)
     traced, inputs = trace_with_lengths(model.tower, inputs, features)
+    if options.tasks and len(options.tasks) != traced.tasks:
+        raise OptionError(
+            f"tasks= has {len(options.tasks)} tasks but the tower gives {traced.tasks} logits for a row; pass those "
+            "that it was trained on (trainer.tasks)"
+        )
     durable_files.make(folder)
     with durable_files.exclusive(folder, "wait for it, or export under another name"):
         for left in folder.glob(".*.tmp"):
@@ -166,7 +177,7 @@ def _write(
             "number": number,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "torch": str(torch.__version__),
-            "signature": _signature(inputs, traced.tasks).as_json(),
+            "signature": _signature(inputs, traced.tasks, options.tasks).as_json(),
             "tower": {"weights": list(traced.weights), "tied": traced.tied},
             "seed": embeddings.seed,
             "tables": tables,
@@ -185,12 +196,13 @@ def _write_graph(path: Path, program: ExportedProgram) -> None:
     graph_archive.check(path.read_bytes(), path)
 
 
-def _signature(inputs: TowerInputs, tasks: int) -> Signature:
+def _signature(inputs: TowerInputs, tasks: int, named: Sequence[Task]) -> Signature:
     return Signature(
         tuple(inputs.widths),
         inputs.sequences,
         inputs.dense,
         tasks,
+        tuple((task.name, task.kind) for task in named),
         frozenset(inputs.user),
         inputs.numbers,
         inputs.jagged,

@@ -24,6 +24,7 @@ from hotrow.progress import ProgressBar
 from hotrow.serve.repository.export import export
 from hotrow.serve.repository.manifest import Version, check_name
 from hotrow.table import Table
+from hotrow.task import tasks_from_json
 from hotrow.train.checkpoint import durable_files
 from hotrow.train.checkpoint.loading import apply_rows
 from hotrow.train.checkpoint.manifest import DENSE, Checkpoint, open_checkpoint
@@ -68,7 +69,11 @@ def export_checkpoint(
             folder / name,
             features=checkpoint.features(),
             progress=bar.advance,
-            **{"publication": _publication(checkpoint), **options},
+            **{
+                "publication": _publication(checkpoint),
+                "tasks": tasks_from_json(checkpoint.manifest.get("tasks", ())),
+                **options,
+            },
         )
     finally:
         durable_files.remove(scratch)

@@ -35,16 +35,18 @@ def describe_inputs(
 ) -> TowerInputs:
     """The tower's inputs, from its attributes, the tables and the options of the export."""
     form = TowerForm.of(tower)
-    given = (*form.aligned, *(aligned or ()), *getattr(spec, "aligned", ()))
     keyed = [feature for rows in embeddings.tables for feature in rows.table.poolings]
     declared = (
+        *numbers,
+        *getattr(spec, "number_names", ()),
         *getattr(tower, "numbers", ()),
         *form.user_features,
         *(name for group in form.aligned for name in group),
     )
     names = tuple(dict.fromkeys(name for name in declared if name not in keyed))
     histories = {*embeddings.sequences, *names}
-    groups = _join_groups(given, histories)
+    of_spec = [[name for name in group if name in histories] for group in getattr(spec, "aligned", ())]
+    groups = _join_groups([*form.aligned, *(aligned or ()), *(g for g in of_spec if len(g) > 1)], histories)
     return TowerInputs.of(
         embeddings,
         dense,

@@ -350,6 +350,8 @@ def _check_fields(path: Path, manifest: dict[str, Any]) -> None:
             raise OptionError(f"policy {version.policy!r}: {choices(version.policy, POLICIES)}")
         if [f for t in tables for f in t.table.poolings] != list(signature.features):
             raise OptionError("the signature's features are not those of the tables")
+        if signature.named_tasks and len(signature.named_tasks) != signature.tasks:
+            raise OptionError(f"{len(signature.named_tasks)} tasks are named but a row has {signature.tasks} logits")
         for name in manifest["files"]:
             if not _FILE.fullmatch(name) or ".." in name.split("/"):
                 raise OptionError(f"a file is named {name!r}")

@@ -30,6 +30,7 @@ from hotrow.features import FeatureSpec
 from hotrow.parallel.ownership import in_shards
 from hotrow.parallel.ranks import Ranks
 from hotrow.table import TableRows
+from hotrow.task import Task, tasks_from_json
 from hotrow.tiers.host.core_errors import core_errors
 from hotrow.tiers.host.store import SHARDS, floats_of
 from hotrow.train.checkpoint import state_encoding
@@ -43,8 +44,8 @@ from hotrow.train.checkpoint.manifest import (
     newest_in,
     open_checkpoint,
 )
-from hotrow.train.metrics import Metrics
 from hotrow.train.run_position import RunPosition
+from hotrow.train.task_metrics import StreamingMetrics, metrics_of
 from hotrow.units import parse_size
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Contents:
     dense: dict[str, Tensor]
     optimizer: dict[str, Any] | None
     scaler: dict[str, Any]
-    metrics: Metrics
+    metrics: StreamingMetrics
     rng: Tensor
     gpu_rng: Tensor | None
     features: FeatureSpec | None
@@ -177,7 +178,8 @@ def read(checkpoint: Checkpoint, ranks: Ranks | None = None) -> Contents:
         rng = state["rng.cpu"] if not mine else state.get(f"{mine}rng.cpu", torch.get_rng_state())
     except KeyError as error:
         raise CheckpointError(f"{checkpoint.path} is corrupt: its tensors lack {error}") from None
-    metrics = _own_metrics([_metrics(one) for one in figures], ranks)
+    tasks = tasks_from_json(manifest.get("tasks", ()))
+    metrics = _own_metrics([_metrics(one, tasks) for one in figures], tasks, ranks)
     if rng.dtype != torch.uint8 or rng.shape != torch.get_rng_state().shape:
         raise CheckpointError(
             f"{checkpoint.path} has a random state of {rng.numel()} bytes and this torch uses "
@@ -186,8 +188,8 @@ def read(checkpoint: Checkpoint, ranks: Ranks | None = None) -> Contents:
     return Contents(dense, optimizer, scaler, metrics, rng, state.get(f"{mine}rng.cuda"), features, windows)
 
 
-def _metrics(figures: dict[str, Any]) -> Metrics:
-    metrics = Metrics()
+def _metrics(figures: dict[str, Any], tasks: Sequence[Task]) -> StreamingMetrics:
+    metrics = metrics_of(tasks)
     metrics.load_state(_listed(figures))
     return metrics
 
@@ -200,13 +202,13 @@ def _listed(figures: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _own_metrics(saved: list[Metrics], ranks: Ranks | None) -> Metrics:
+def _own_metrics(saved: list[StreamingMetrics], tasks: Sequence[Task], ranks: Ranks | None) -> StreamingMetrics:
     """This rank's metrics if as many ranks saved; else rank 0 gets the sum of all."""
     if ranks is not None and not ranks.has_tower:
-        return Metrics()
+        return metrics_of(tasks)
     if ranks is not None and len(saved) == len(ranks.roles.requesters):
         return saved[ranks.roles.requester_number(ranks.rank) or 0]
-    total = Metrics()
+    total = metrics_of(tasks)
     for one in saved if ranks is None or ranks.first else ():
         total.merge(one)
     return saved[0] if len(saved) == 1 and (ranks is None or ranks.first) else total
@@ -250,7 +252,8 @@ def match_tables(
 
 
 def check_dense(trainer: Trainer, checkpoint: Checkpoint, contents: Contents) -> None:
-    """Compare tower and dense optimizer with what was saved. A row rank has neither."""
+    """Compare tasks, tower and dense optimizer with what was saved. A row rank has neither of the last two."""
+    _check_tasks(trainer, checkpoint)
     if not trainer.has_tower:
         return
     kind, mine = checkpoint.manifest["tower"], trainer.model.tower.state_dict()
@@ -282,6 +285,23 @@ def check_dense(trainer: Trainer, checkpoint: Checkpoint, contents: Contents) ->
             f"the dense optimizer's groups have {ours} parameters but those of {checkpoint.path} have {theirs}; group "
             "the parameters as before"
         )
+
+
+def _check_tasks(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    ours = [task.to_dict() for task in trainer.tasks]
+    theirs = checkpoint.manifest.get("tasks", [])
+    if ours == theirs:
+        return
+    mine, saved = (
+        ", ".join(f"{t['name']} ({t['kind']})" for t in tasks) or "no named task" for tasks in (ours, theirs)
+    )
+    lacks = [task["name"] for task in ours if task not in theirs]
+    fact = f"it lacks {', '.join(lacks)}" if lacks else "the order or the number differs"
+    cure = f"tasks={[task['name'] for task in theirs]} in this order" if theirs else "no tasks="
+    raise CheckpointError(
+        f"{checkpoint.path} was trained on {saved}, but this trainer has {mine}: {fact}. Train with {cure}, or load "
+        "rows alone with tables="
+    )
 
 
 def apply(trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, TableRows]], contents: Contents) -> None:

@@ -32,6 +32,7 @@ from torch import Tensor
 from hotrow.checksummed_json import fingerprint
 from hotrow.errors import CheckpointError, OptionError, StorageError
 from hotrow.parallel.ranks import Ranks
+from hotrow.task import tasks_from_json
 from hotrow.train.checkpoint import durable_files, state_encoding
 from hotrow.train.checkpoint.manifest import (
     DENSE,
@@ -48,8 +49,8 @@ from hotrow.train.checkpoint.manifest import (
 )
 from hotrow.train.checkpoint.row_logs import open_logs
 from hotrow.train.checkpoint.shared_folder import not_shared
-from hotrow.train.metrics import Metrics
 from hotrow.train.report import SaveReport
+from hotrow.train.task_metrics import StreamingMetrics, metrics_of
 
 if TYPE_CHECKING:
     from hotrow.train.trainer import Trainer
@@ -65,7 +66,7 @@ class CapturedState:
     fields: dict[str, Any]  # of the manifest, plain JSON
     tensors: dict[str, dict[str, Tensor]]  # by file
     features: str | None
-    metrics: Metrics
+    metrics: StreamingMetrics
     tables: list[dict[str, Any]]
     snapshots: dict[str, Any]  # by table; taken out as they are finished
     ranks: Ranks | None = None
@@ -122,6 +123,7 @@ def capture(trainer: Trainer, folder: Path, notes: dict[str, Any] | None = None)
         "cursor": _json_copy("the cursor of the source", trainer.cursor),
         "watermark": embeddings.watermark,
         **({} if trainer.job is None else {"job": _json_copy("the job", trainer.job)}),
+        **({"tasks": [task.to_dict() for task in trainer.tasks]} if trainer.tasks else {}),
         "fit": asdict(trainer.position),
         "notes": _json_copy("notes=", notes or {}),
     }
@@ -284,9 +286,9 @@ def _write_files(
 
 def _rank_fields(written: list[dict[str, Any]], captured: CapturedState) -> list[dict[str, Any]]:
     """The manifest's fields of ranks 1 and up that have towers; merges their metrics into the captured ones."""
-    kept = []
+    kept, tasks = [], tasks_from_json(captured.fields.get("tasks", ()))
     for number, one in enumerate(written, start=1):
-        tensors, metrics = captured.tensors[STATE], Metrics()
+        tensors, metrics = captured.tensors[STATE], metrics_of(tasks)
         for name, data in one["random"].items():
             tensors[f"ranks.{number}.{name}"] = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
         metrics.load_state(one["metrics"])
