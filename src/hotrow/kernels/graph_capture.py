@@ -43,20 +43,28 @@ def new_stream(device: torch.device, urgent: bool = False) -> Any:
 
 
 @contextmanager
-def capture_graph(device: torch.device, keep_graph: bool = False, pool: Any = None) -> Iterator[Any]:
+def capture_graph(device: torch.device, keep_graph: bool = False) -> Iterator[Any]:
     """Capture the launches of the block in a graph; none of them runs. The capture is ordered after earlier and before
-    later work of the current stream. Graphs with one `pool` share memory, so they must run one after another."""
+    later work of the current stream."""
     stream, current = capture_stream(device), current_stream(device)
     graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
-    with _lock, _garbage_collector_off():
+    with capturing():
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may launch meanwhile
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads may launch meanwhile
             try:
                 yield graph
             finally:
                 graph.capture_end()
         current.wait_stream(stream)
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Nobody else captures inside the block. Wait for the whole device only in such a block: it is an error while
+    anything is captured, and breaks the capture."""
+    with _lock, _garbage_collector_off():
+        yield
 
 
 @contextmanager
