@@ -153,6 +153,7 @@ class JaggedLanes:
         except Exception as error:  # also too little memory; the batches go without a lane
             reason = str(error).partition("\n")[0]
             log.warning("batches of %s run without a GPU lane: %s", bucket.shape, reason)
+            log.debug("the capture failed", exc_info=True)
             self.refused[bucket] = reason
             if isinstance(error, CaptureError) and not self.captured:
                 self.refusal = reason

@@ -280,7 +280,7 @@ class JaggedBuffers:
         outputs: list[Tensor] = []
         described = None
         if part.pooled:
-            starts = torch.tensor(list(itertools.accumulate(items, initial=0)), dtype=torch.int32, device=device)
+            starts = torch.tensor(list(itertools.accumulate(items, initial=0)), dtype=torch.int32).to(device)
             factors = self._device_scales[scales] if self.weighted else None
             layout = Items(starts, part.on_device[len(events) :], on_device[2 * count :], factors)
             for place in part.pooled:
@@ -310,7 +310,7 @@ class JaggedBuffers:
                 name, dim = place.feature, part.ids.layout.dim
                 positions = self.rows * self._longest_of(name)
                 out = scratch.zeros(("padded", name), positions, dim, self.device)
-                begins = torch.tensor([0, positions], dtype=torch.int32, device=self.device)
+                begins = torch.tensor([0, positions], dtype=torch.int32).to(self.device)
                 items = Items(begins, part.ids.on_device[n : n + 1])
                 found[name] = part, part.begins[n], out, items, matrices([out], dim, self.device)
         return found
