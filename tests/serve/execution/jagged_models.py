@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,15 @@ def make_batch(form: str, rows: int, seed: int, longest: int = MOST) -> hr.Keyed
     seen = ids["seen"]
     when = hr.Jagged(1_700_000_000_000 + torch.arange(seen.values.numel()) * 3_600_000, seen.offsets)
     return hr.KeyedBatch(ids, dense, numbers={"when": when}, user_of=user_of, user_features=of_user)
+
+
+def other_keys(batch: hr.KeyedBatch) -> hr.KeyedBatch:
+    """A batch of the same lengths with other keys."""
+    ids = {
+        name: hr.Jagged((one.values + KEYS // 2) % (KEYS + 20), one.offsets, one.weights)
+        for name, one in batch.ids.items()
+    }
+    return replace(batch, ids=ids)
 
 
 def publication(engine: hr.Engine) -> Publication:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from serve.execution.jagged_models import FORMS, export, make_batch, publication
+from serve.execution.jagged_models import FORMS, export, make_batch, other_keys, publication
 
 import hotrow as hr
 
@@ -50,7 +50,7 @@ def open_engine(path: Path, **options: object) -> hr.Engine:
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.allclose(got.cpu(), expected, rtol=1e-5, atol=1e-5)
+    return torch.allclose(got.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_batches_of_all_sizes_are_answered_by_captured_buckets(form: str, path: Path, plain: hr.Engine) -> None:
@@ -58,12 +58,14 @@ def test_batches_of_all_sizes_are_answered_by_captured_buckets(form: str, path: 
         jagged = engine._lanes.jagged  # type: ignore[union-attr]
         batches = [make_batch(form, *size) for size in ((1, 1, 0), (3, 2, 3), (8, 3), (20, 4, 5), (32, 5), (7, 6, 1))]
         expected = [plain.logits(batch) for batch in batches]
-        assert all(close(engine.logits(batch), logits) for batch, logits in zip(batches, expected, strict=True))
+        first = [engine.logits(batch) for batch in batches]  # some of them without a lane
+        assert all(close(got, logits) for got, logits in zip(first, expected, strict=True))
         assert jagged.wait() and jagged.captured and not jagged.refused and not jagged.refusal
         for _ in range(2):  # misses, then rows that the filler has inserted
-            for batch, logits in zip(batches, expected, strict=True):
+            for batch, logits, before in zip(batches, expected, first, strict=True):
                 answered = engine.answer(batch)
                 assert answered.compiled and close(answered.logits, logits), (batch.size, form)
+                assert torch.allclose(answered.logits, before, rtol=1e-5, atol=1e-5)
         assert engine._lanes.reader.filler.error is None  # type: ignore[union-attr]
 
 
@@ -97,9 +99,9 @@ def test_rows_on_ssd_alone_are_waited_for_or_answered_by_policy(
     form: str, path: Path, plain: hr.Engine, tmp_path: Path
 ) -> None:
     with open_engine(path, memory=hr.Memory(hbm="32KiB", dram="8MiB", ssd=str(tmp_path / "rows"))) as engine:
-        engine.answer(make_batch(form, 30, 2))
-        assert engine._lanes.jagged.wait()  # type: ignore[union-attr]
         batch = make_batch(form, 30, 4)
+        engine.answer(other_keys(batch))
+        assert engine._lanes.jagged.wait()  # type: ignore[union-attr]
         for rows in engine.embeddings.tables:
             rows.store.core.evict(1000)
         cold = engine.cold(batch)

@@ -8,8 +8,8 @@ another. While it has the only lane, batches go without one. A batch also uses a
 its work, until its own is captured.
 
 The ladder is first the powers of two, then learned from the traffic seen, every `relearn` seconds. The least recently
-used bucket is dropped when there are more than MOST_BUCKETS. Before the first capture the tower is checked: one that
-needs the host, or whose logits change with padding, is never captured (`refusal` says why).
+used bucket is dropped when there are more than MOST_BUCKETS. A tower whose logits change with padding, which is checked
+before the first capture, or whose first capture fails, is not captured again (`refusal` says why).
 
 Any thread may call `plan`.
 """
@@ -30,7 +30,6 @@ import torch
 from hotrow.batch import KeyedBatch
 from hotrow.kernels.graph_capture import capturing
 from hotrow.serve.compile.buckets import Ladder, Traffic
-from hotrow.serve.compile.graph_partition import uncapturable
 from hotrow.serve.execution.cuda_graphs import CaptureError
 from hotrow.serve.execution.jagged_lane import JaggedRunner
 from hotrow.serve.execution.padding_check import padding_fault
@@ -85,7 +84,7 @@ class JaggedLanes:
         self.ladder = Ladder(tuple(sorted(set(ladder))), self._first)
         self._first_rows = self.ladder.rows
         self._traffic = Traffic(lengths=4)
-        self.refusal = _needs_host(tower)  # why no batch runs in a lane; empty: nothing is against it
+        self.refusal = ""  # why no batch runs in a lane; empty: nothing is against it
         self.refused: dict[Bucket, str] = {}
         self.captured: dict[Bucket, Runners] = {}  # never changed, only replaced
         self._used: dict[Bucket, float] = {}
@@ -250,12 +249,6 @@ def histories_of(inputs: TowerInputs) -> Histories:
         groups.setdefault(inputs.group(name), []).append(name)
     longest = tuple(inputs.max_length(name) for name in groups)
     return Histories(tuple(map(tuple, groups.values())), inputs.jagged, frozenset(inputs.user), longest)
-
-
-def _needs_host(tower: OriginalTower | TwoPartTower) -> str:
-    parts = [tower.user, tower.candidates] if isinstance(tower, TwoPartTower) else [tower]
-    nodes = [node for part in parts if isinstance(part, OriginalTower) for node in part.program.graph.nodes]
-    return uncapturable(nodes)
 
 
 def _sizes_up_to(limit: int | None) -> tuple[int, ...]:
