@@ -18,6 +18,7 @@ from hotrow.nn.tower_form import TowerForm
 from hotrow.table import Table
 from hotrow.tiers.hbm.jagged_reader import Histories, JaggedBuffers, JaggedReader, Scratch
 from hotrow.tiers.hbm.serving_reader import ServingReader
+from hotrow.tiers.host.store import HostStore
 
 KEYS = 150
 ROWS, USERS = 6, 3
@@ -225,6 +226,45 @@ def test_late_ids_are_counted_by_example(device: str, tmp_path: Path) -> None:
         lookup = embeddings.route(batch, ahead=False).read("default")
         embeddings(lookup)
     assert total == lookup.late_ids > 0 and by_row is not None and torch.equal(by_row, lookup.late_by_example)
+    reader.base.close()
+
+
+class StoreBelow:
+    """Reads of rows elsewhere, here in the host's stores; some of them are late."""
+
+    publications = (1, 1)
+
+    def __init__(self) -> None:
+        self.asked: list[torch.Tensor] = []
+
+    def read(self, store: HostStore, keys: torch.Tensor, late: str) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked.append(keys)
+        return store.read(keys)[0], keys % 7 == 0
+
+    def finish(self, late: str) -> None:
+        assert late == "default"
+
+
+def test_rows_elsewhere_are_read_once_for_each_key_of_a_table(device: str) -> None:
+    embeddings = collection(device)
+    assert embeddings.hbm_cache is not None
+    reader = JaggedReader(ServingReader(embeddings.layout, embeddings.hbm_cache), histories(True))
+    batch, below = make_batch(np.random.default_rng(7), ROWS), StoreBelow()
+    buffers = JaggedBuffers(
+        reader, ROWS, tuple(n + 1 for n in reader.lengths_of(batch)), True, reader.base.add_lane(), Scratch()
+    )
+    buffers.fill(batch)
+    buffers.enqueue_lookup()
+    buffers.read_misses("default", below)  # type: ignore[arg-type]
+    got = {name: value.cpu() for name, value in buffers.vectors().items()}
+    for name, wanted in expected(embeddings, batch).items():
+        assert torch.equal(got[name][: len(wanted)], wanted), name
+    counts = torch.zeros(ROWS, dtype=torch.int32)
+    for ids in batch.ids.values():
+        counts.index_add_(0, torch.repeat_interleave(ids.lengths()), (ids.values % 7 == 0).int())
+    by_row, total = buffers.late(batch)
+    assert by_row is not None and torch.equal(by_row, counts) and total == int(counts.sum())
+    assert len(below.asked) == 3 and all(keys.unique().numel() == keys.numel() for keys in below.asked)
     reader.base.close()
 
 
