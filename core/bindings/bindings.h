@@ -45,6 +45,7 @@ void bind_graph_runner(nb::module_& m);
 void bind_frames(nb::module_& m);
 void bind_redis_replies(nb::module_& m);
 void bind_attention(nb::module_& m);
+void bind_search(nb::module_& m);
 void bind_exchange(nb::module_& m);
 void bind_row_server(nb::module_& m);
 void bind_row_client(nb::module_& m);

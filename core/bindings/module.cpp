@@ -21,6 +21,7 @@ NB_MODULE(_core, m) {
   bind_graph_runner(m);
   bind_row_transfer(m);
   bind_attention(m);
+  bind_search(m);
   bind_exchange(m);
   bind_row_server(m);
   bind_row_client(m);

@@ -124,10 +124,20 @@ def timing(seconds: list[float]) -> Timing:
     return Timing(median, (quarter[2] - quarter[0]) / 2 / median)
 
 
-def run(name: str, json_file: str | None = None, record: str | None = None) -> list[Result]:
+DEVICE = "HOTROW_BENCH_DEVICE"  # of the benchmarks in ON_DEVICE
+ON_DEVICE = ("sequences",)
+
+
+def run(name: str, json_file: str | None = None, record: str | None = None, device: str | None = None) -> list[Result]:
     """Run a benchmark, print its table, and write the JSON and the record if requested."""
     if name not in BENCHES:
         raise OptionError(f"there is no benchmark {name!r}; {choices(name, BENCHES)}")
+    if device is not None:
+        if name not in ON_DEVICE:
+            raise OptionError(f"hotrow bench {name} runs where it does; --device is for {', '.join(ON_DEVICE)}")
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise OptionError(f"--device {device}: torch sees no GPU; leave it out to measure on the CPU")
+        os.environ[DEVICE] = device
     module = importlib.import_module(f"hotrow.bench.{MODULES[name]}")
     console = Console()
     console.print(f"[bold]hotrow bench {name}[/]  {BENCHES[name]}\n{hardware()}", highlight=False)

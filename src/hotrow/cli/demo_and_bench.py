@@ -28,6 +28,7 @@ def bench(
     name: Annotated[str, typer.Argument(help="which benchmark: rows")],
     json: Annotated[str | None, typer.Option(help="write the results to this file as JSON")] = None,
     record: Annotated[str | None, typer.Option(help="append them, with hardware and commit, to this folder")] = None,
+    device: Annotated[str | None, typer.Option(help="where sequences runs: cpu or cuda")] = None,
 ) -> None:
     """Measure HotRow beside its peers, in one run on this machine.
 
@@ -36,4 +37,4 @@ def bench(
     from hotrow.bench import run
 
     with exit_code_of_signal():
-        run(name, json, record)
+        run(name, json, record, device)

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotrow import _core
+from hotrow.errors import BatchError
 from hotrow.nn.histories import search
 from hotrow.nn.histories.search import most_similar, newest_in_category, sort_by_category
 
@@ -76,7 +78,41 @@ def test_soft_search_finds_the_largest_inner_products(
         first += length
 
 
+@pytest.mark.skipif(not _core.has_similar_events(), reason="this processor has no AVX-512 VNNI")
+@pytest.mark.parametrize("width, keep, events", [(64, 100, 3000), (1, 3, 100), (33, 7, 500), (16, 1, 17), (8, 40, 41)])
+def test_the_core_finds_what_torch_finds(monkeypatch: pytest.MonkeyPatch, width: int, keep: int, events: int) -> None:
+    torch.manual_seed(events)
+    rows, lengths = torch.tensor([11, 0, 5]), torch.tensor([events, 4, events // 2])
+    history = torch.randn(int(lengths.sum()), width + 2) * torch.rand(int(lengths.sum()), 1) ** 3  # of many lengths
+    candidates = torch.randn(16, width) * 1e3
+    for visible in (None, torch.randint(0, events // 2 + 1, (16,))):
+        inputs = (candidates, history[:, :width], rows, lengths, keep, visible)
+        index, counts = most_similar(*inputs)
+        with monkeypatch.context() as patch:
+            patch.setattr(_core, "has_similar_events", lambda: False)
+            other, same = most_similar(*inputs)
+        real = torch.arange(keep) < counts.unsqueeze(1)  # behind them is any place
+        assert torch.equal(counts, same) and torch.equal(index[real], other[real])
+
+
+@pytest.mark.skipif(not _core.has_similar_events(), reason="this processor has no AVX-512 VNNI")
+def test_the_core_chooses_the_oldest_of_equal_events_and_survives_zeros_and_infinity() -> None:
+    rows, lengths = torch.tensor([1]), torch.tensor([100])
+    for history in (torch.ones(100, 5), torch.zeros(100, 5)):
+        index, counts = most_similar(torch.ones(1, 5), history, rows, lengths, 3)
+        assert index.tolist() == [[0, 1, 2]] and counts.tolist() == [3]
+    for bad in (torch.inf, torch.nan):
+        index, counts = most_similar(torch.full((1, 5), bad), torch.randn(100, 5), rows, lengths, 3)
+        assert bool(((index >= 0) & (index < 100)).all()) and counts.tolist() == [3]
+
+
+def test_soft_search_refuses_lengths_of_other_events() -> None:
+    with pytest.raises(BatchError, match=r"1 candidates and 3 events, but users have 1 and 4"):
+        most_similar(torch.ones(1, 2), torch.ones(3, 2), torch.tensor([1]), torch.tensor([4]), 2)
+
+
 def test_soft_search_in_pieces_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "has_similar_events", lambda: False)
     torch.manual_seed(0)
     inputs = (torch.randn(9, 4), torch.randn(50, 4), torch.tensor([6, 3]), torch.tensor([20, 30]), 5)
     whole = most_similar(*inputs)

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hotrow
 from hotrow.bench.harness import Result, alternate, lower
-from hotrow.bench.sequences.workload import DIM, HEADS, cores, drawn_lengths
+from hotrow.bench.sequences.workload import DIM, HEADS, cores, device, drawn_lengths, finished
 from hotrow.nn.jagged import jagged_attention
 
 WARMUP, REPEATS, TRIALS, RATIOS = 2, 15, 3, (1.1, 1.35, 2.0)
@@ -43,11 +43,12 @@ def _measured(name: str, dim: int) -> Iterator[Result | str]:
     lengths = drawn_lengths()
     events = int(lengths.sum())
     generator = torch.Generator().manual_seed(1)
-    q, k, v, gradient = (torch.randn(events, HEADS, dim // HEADS, generator=generator) for _ in range(4))
+    q, k, v, gradient = (torch.randn(events, HEADS, dim // HEADS, generator=generator).to(device()) for _ in range(4))
     hotrow.set_threads(cores())
+    of_users = lengths.to(device())
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return jagged_attention(q, k, v, lengths, lengths, causal=True)
+        return jagged_attention(q, k, v, of_users, of_users, causal=True)
 
     def step(attend: Attend, threads: int, i: int = 0) -> Tensor:
         torch.set_num_threads(threads)
@@ -58,15 +59,16 @@ def _measured(name: str, dim: int) -> Iterator[Result | str]:
 
     expected, best, fastest = step(ours, cores()), math.inf, None
     for way, attend in torch_ways(lengths):
-        for threads in sorted({1, cores()}):
+        for threads in sorted({1, cores()}) if device().type == "cpu" else (1,):
             yield f"{name}: torch, {way}, {threads} threads"
             torch.testing.assert_close(step(attend, threads), expected, atol=1e-4, rtol=1e-4)
-            took = alternate([lambda i, a=attend, t=threads: step(a, t)], 0, TRIALS)[0].median  # type: ignore[misc]
+            took = alternate([finished(lambda i, a=attend, t=threads: step(a, t))], 0, TRIALS)[0].median  # type: ignore[misc]
             if took < best:
                 best, fastest = took, (attend, threads)
     assert fastest is not None
     yield f"{name}: in turns"
-    mine, peer = alternate([lambda i: step(ours, cores()), lambda i: step(*fastest)], WARMUP, REPEATS)
+    sides = [finished(lambda i: step(ours, cores())), finished(lambda i: step(*fastest))]
+    mine, peer = alternate(sides, WARMUP, REPEATS)
     yield lower(name, "ms", mine.median * 1e3, "sdpa", peer.median * 1e3, mine.spread)
 
 
@@ -112,5 +114,5 @@ def _chunks(lengths: Tensor, ratio: float) -> list[tuple[Tensor, Tensor, Tensor]
         place = torch.arange(int(lengths[users].max()))
         mask = place < lengths[users, None]
         rows = torch.where(mask, begins[users, None] + place, 0)
-        found.append((rows, mask, rows[mask]))
+        found.append((rows.to(device()), mask.to(device()), rows[mask].to(device())))
     return found

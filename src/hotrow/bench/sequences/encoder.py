@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import hotrow
 from hotrow.bench.harness import Result, alternate, lower
-from hotrow.bench.sequences.workload import DIM, HEADS, HIDDEN, LAYERS, cores, drawn_lengths
+from hotrow.bench.sequences.workload import DIM, HEADS, HIDDEN, LAYERS, cores, device, drawn_lengths, finished
 from hotrow.nn.jagged import jagged_attention
 
 WARMUP, REPEATS = 1, 5
@@ -70,12 +70,13 @@ def results() -> Iterator[Result | str]:
 def _measured() -> Iterator[Result | str]:
     lengths = drawn_lengths()
     generator = torch.Generator().manual_seed(2)
-    jagged, target = (torch.randn(int(lengths.sum()), DIM, generator=generator) for _ in range(2))
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    padded = torch.zeros(*mask.shape, DIM)
+    jagged, target = (torch.randn(int(lengths.sum()), DIM, generator=generator).to(device()) for _ in range(2))
+    lengths = lengths.to(device())
+    mask = torch.arange(int(lengths.max()), device=device()) < lengths[:, None]
+    padded = torch.zeros(*mask.shape, DIM, device=device())
     padded[mask] = jagged
     torch.manual_seed(0)
-    encoder = Encoder()
+    encoder = Encoder().to(device())
 
     def jagged_loss(model: Encoder) -> Tensor:
         out = model(jagged, lambda q, k, v: jagged_attention(q, k, v, lengths, lengths, causal=True))
@@ -97,7 +98,7 @@ def _measured() -> Iterator[Result | str]:
     if abs(mine - peers) > 1e-4 * abs(peers):
         raise AssertionError(f"the jagged encoder has loss {mine}, the padded one {peers}")
     yield "sequences/jagged: in turns"
-    steps = [_step(copy.deepcopy(encoder), loss) for loss in losses]
+    steps = [finished(_step(copy.deepcopy(encoder), loss)) for loss in losses]
     ours, torchs = alternate(steps, WARMUP, REPEATS)
     yield lower("sequences/jagged", "ms", ours.median * 1e3, "padded", torchs.median * 1e3, ours.spread)
     yield lower("sequences/jagged/memory", "MiB", mine_saved, "padded", peers_saved)

@@ -15,6 +15,9 @@ from hotrow.errors import OptionError, choices
 GROUPS = {  # the name after the slash, and its module below hotrow.bench.sequences
     "attention": "attention",
     "jagged": "encoder",
+    "user_once": "user_once",
+    "search": "two_stage_search",
+    "server": "user_server",
 }
 ONLY = "HOTROW_BENCH_ONLY"
 

@@ -1,9 +1,13 @@
-"""The batch that all groups use: 256 users, lengths log-normal with median 50 and sigma 1, at most 1,024 events."""
+"""The batch of attention and jagged: 256 users, lengths log-normal with median 50 and sigma 1, at most 1,024 events.
+
+Sizes scaled by HOTROW_BENCH_SCALE, and the device, for all groups.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,9 +16,32 @@ USERS, MEDIAN, SIGMA, LONGEST = 256, 50, 1.0, 1024
 DIM, HEADS, LAYERS, HIDDEN = 64, 4, 2, 256
 
 
+def scaled(size: int, least: int) -> int:
+    """`size` by HOTROW_BENCH_SCALE."""
+    return max(least, math.ceil(size * float(os.environ.get("HOTROW_BENCH_SCALE", "1"))))
+
+
 def users() -> int:
     """USERS, scaled by HOTROW_BENCH_SCALE."""
-    return max(2, math.ceil(USERS * float(os.environ.get("HOTROW_BENCH_SCALE", "1"))))
+    return scaled(USERS, 2)
+
+
+def device() -> torch.device:
+    """Where the groups run: the CPU, or what `hotrow bench --device` says."""
+    return torch.device(os.environ.get("HOTROW_BENCH_DEVICE", "cpu"))
+
+
+def finished(step: Callable[[int], object]) -> Callable[[int], object]:
+    """The step, which waits for the device's work."""
+    if device().type != "cuda":
+        return step
+
+    def run(i: int) -> object:
+        found = step(i)
+        torch.cuda.synchronize()
+        return found
+
+    return run
 
 
 def drawn_lengths(seed: int = 0) -> Tensor:

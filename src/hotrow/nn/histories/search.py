@@ -4,9 +4,11 @@ Hard search takes the newest k events of the candidate's category. The user part
 (`sort_by_category`); a candidate then finds its category's range by bisection (`newest_in_category`). Its cost grows
 with the logarithm of the history's length.
 
-Soft search takes the k events whose vectors have the largest inner product with the candidate's. `most_similar` is an
-operator, `hotrow::most_similar`, that takes one user's candidates and events at a time, and never more than
-SCORES_AT_ONCE scores. It reads the lengths on the host, so no CUDA graph can hold it.
+Soft search takes the k events whose vectors have the largest inner product with the candidate's: exactly those, up to
+rounding. `most_similar` is an operator, `hotrow::most_similar`, that takes one user's candidates and events at a time.
+On a CPU with AVX-512 VNNI the core computes it (core/search/similar_events.h): products in 8 bits, and in float32 for
+the events that 8 bits leave open. Elsewhere it is a matrix product and torch.topk of SCORES_AT_ONCE scores at most. It
+reads the lengths on the host, so no CUDA graph can hold it.
 
 Both give int64 `[rows, k]` and how many of the k are real, which come first. The choice has no gradient.
 """
@@ -16,6 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hotrow import _core
+from hotrow.errors import BatchError
 from hotrow.nn.histories.segments import first_events, users_of_events
 
 SCORES_AT_ONCE = 1 << 22
@@ -77,6 +81,14 @@ def _most_similar(
 ) -> tuple[Tensor, Tensor]:
     index = rows.new_zeros(candidates.shape[0], keep)
     counts = rows.new_zeros(candidates.shape[0])
+    if int(rows.sum()) > candidates.shape[0] or int(lengths.sum()) > events.shape[0]:
+        raise BatchError(
+            f"soft search has {candidates.shape[0]} candidates and {events.shape[0]} events, but users have "
+            f"{int(rows.sum())} and {int(lengths.sum())}; give the lengths of these candidates and events"
+        )
+    if candidates.device.type == "cpu" and _core.has_similar_events():
+        _search_in_core(candidates, events, rows, lengths, keep, visible, index, counts)
+        return index, counts
     first_row = first_event = 0
     for its_rows, length in zip(rows.tolist(), lengths.tolist(), strict=True):
         most = min(keep, length)
@@ -103,6 +115,27 @@ def _(
     candidates: Tensor, events: Tensor, rows: Tensor, lengths: Tensor, keep: int, visible: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     return rows.new_empty(candidates.shape[0], keep), rows.new_empty(candidates.shape[0])
+
+
+def _search_in_core(
+    candidates: Tensor,
+    events: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    keep: int,
+    visible: Tensor | None,
+    index: Tensor,
+    counts: Tensor,
+) -> None:
+    """Fill `index` and `counts`. Events and candidates may be the first columns of a wider matrix."""
+    candidates, events = (x if x.stride(1) == 1 else x.contiguous() for x in (candidates.float(), events.float()))
+    rows, lengths = rows.contiguous(), lengths.contiguous()
+    visible = None if visible is None else visible.contiguous()
+    _core.similar_events(
+        candidates.data_ptr(), candidates.stride(0), events.data_ptr(), events.stride(0), rows.data_ptr(),
+        lengths.data_ptr(), 0 if visible is None else visible.data_ptr(), rows.shape[0], candidates.shape[1], keep,
+        index.data_ptr(), counts.data_ptr(),
+    )  # fmt: skip
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
