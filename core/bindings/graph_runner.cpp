@@ -44,19 +44,21 @@ void bind_graph_runner(nb::module_& m) {
       .def(
           "__init__",
           [](MissBuffers* self, std::vector<std::shared_ptr<Table>> tables, size_t capacity, Address columns,
-             Address counts, Address keys, Address examples, Address rows, Address places, Address flat,
-             Address count) {
+             Address counts, Address keys, Address examples, Address rows, Address places, Address flat, Address count,
+             Address starts, size_t width, Address late) {
             const MissLists lists{{},
                                   at<const int32_t>(columns),
                                   at<const int32_t>(counts),
                                   at<const int64_t>(keys),
                                   at<const int32_t>(examples),
-                                  capacity};
-            new (self) MissBuffers{std::move(tables), lists, at<float>(rows), at<int64_t>(places), at<int64_t>(flat),
-                                   at<int32_t>(count)};
+                                  capacity,
+                                  at<const int32_t>(starts)};
+            new (self) MissBuffers{std::move(tables),  lists, at<float>(rows),   at<int64_t>(places), at<int64_t>(flat),
+                                   at<int32_t>(count), width, at<uint32_t>(late)};
           },
           nb::arg("tables"), nb::arg("capacity"), nb::arg("columns"), nb::arg("counts"), nb::arg("keys"),
-          nb::arg("examples"), nb::arg("rows"), nb::arg("places"), nb::arg("flat"), nb::arg("count"));
+          nb::arg("examples"), nb::arg("rows"), nb::arg("places"), nb::arg("flat"), nb::arg("count"),
+          nb::arg("starts") = 0, nb::arg("width") = 0, nb::arg("late") = 0);
 
   nb::class_<GraphRunner>(m, "GraphRunner")
       .def(

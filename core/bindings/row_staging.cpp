@@ -38,18 +38,22 @@ void bind_row_staging(nb::module_& m, nb::class_<Table>& table, nb::class_<Plan>
       "read_misses",
       [](const std::vector<std::shared_ptr<Table>>& tables, Address columns, Address counts, Address keys,
          Address examples, size_t capacity, int policy, size_t width, Address out, Address places, Address flat,
-         Address late) {
+         Address late, Address starts) {
         MissLists lists{{},
                         at<const int32_t>(columns),
                         at<const int32_t>(counts),
                         at<const int64_t>(keys),
                         at<const int32_t>(examples),
-                        capacity};
+                        capacity,
+                        at<const int32_t>(starts)};
         for (const auto& table : tables) lists.tables.push_back(table.get());
         nb::gil_scoped_release release;
         return read_misses(lists, static_cast<ColdReadPolicy>(policy), width, at<float>(out), at<int64_t>(places),
                            at<int64_t>(flat), at<uint32_t>(late));
       },
+      nb::arg("tables"), nb::arg("columns"), nb::arg("counts"), nb::arg("keys"), nb::arg("examples"),
+      nb::arg("capacity"), nb::arg("policy"), nb::arg("width"), nb::arg("out"), nb::arg("places"), nb::arg("flat"),
+      nb::arg("late"), nb::arg("starts") = 0,
       "Reads the rows that a GPU cache lacks, and writes their positions and keys; returns how many.");
 
   plan.def(

@@ -45,8 +45,9 @@ size_t GraphRunner::fill_misses_and_enqueue_tower(ColdReadPolicy policy) {
   if (policy != ColdReadPolicy::kWait) std::fill_n(buffers_.late, count_, 0);
   size_t total = 0;
   for (MissBuffers& part : misses_) {
-    const size_t some =
-        read_misses(part.lists, policy, buffers_.width, part.rows, part.places, part.keys, buffers_.late);
+    const size_t width = part.width ? part.width : buffers_.width;
+    const size_t some = read_misses(part.lists, policy, width, part.rows, part.places, part.keys,
+                                    part.late ? part.late : buffers_.late);
     *part.count = static_cast<int32_t>(some);
     total += some;
   }

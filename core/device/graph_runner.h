@@ -25,8 +25,10 @@ struct MissBuffers {
   MissLists lists;
   float* rows;
   int64_t* places;
-  int64_t* keys;   // keys of the missing rows, contiguous
-  int32_t* count;  // of missing rows, read by graph 2
+  int64_t* keys;             // keys of the missing rows, contiguous
+  int32_t* count;            // of missing rows, read by graph 2
+  size_t width = 0;          // floats of an example in the matrix that the rows go to; 0: RunnerBuffers' width
+  uint32_t* late = nullptr;  // null: RunnerBuffers' late. Others are zeroed by their owner
 };
 
 struct RunnerBuffers {

@@ -29,13 +29,14 @@ size_t read_misses(const MissLists& lists, ColdReadPolicy policy, size_t width, 
   auto work = [&](int p) {
     const auto [f, from, to] = pieces[p];
     const Table& table = *lists.tables[f];
-    const int32_t* examples = lists.examples + f * lists.capacity;
+    const size_t start = lists.starts ? static_cast<size_t>(lists.starts[f]) : f * lists.capacity;
+    const int32_t* examples = lists.examples + start;
     std::array<uint8_t, kMissesPerTask> waits{};
     const size_t some =
-        table.read_without_io(lists.keys + f * lists.capacity + from, nullptr, to - from, policy,
+        table.read_without_io(lists.keys + start + from, nullptr, to - from, policy,
                               out + (begins[f] + from) * static_cast<size_t>(table.dim()), waits.data());
     for (size_t i = from; i < to; ++i) {
-      keys[begins[f] + i] = lists.keys[f * lists.capacity + i];
+      keys[begins[f] + i] = lists.keys[start + i];
       places[begins[f] + i] = static_cast<int64_t>(examples[i] * width + static_cast<size_t>(lists.columns[f]));
       if (some && waits[i - from]) std::atomic_ref(late[examples[i]]).fetch_add(1, std::memory_order_relaxed);
     }

@@ -9,8 +9,8 @@
 
 namespace hotrow {
 
-// The keys that a GPU cache lacks, one list per feature: counts[f] keys of tables[f] at keys[f * capacity], and the
-// example of each key.
+// The keys that a GPU cache lacks, one list per feature: counts[f] keys of tables[f], and the example of each key. List
+// f begins at f * capacity, or with `starts` at starts[f].
 struct MissLists {
   std::vector<const Table*> tables;
   const int32_t* columns;
@@ -18,6 +18,7 @@ struct MissLists {
   const int64_t* keys;
   const int32_t* examples;
   size_t capacity;
+  const int32_t* starts = nullptr;
 };
 // Reads their values as floats into out, dim of each, contiguous in the order of the lists. Rows that are only on SSD
 // follow the policy, and late[example] counts those that it answered. places[i] is where row i begins in a matrix with

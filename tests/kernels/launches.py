@@ -26,6 +26,7 @@ from hotrow.kernels.rows import finite, transfer
 from hotrow.kernels.rows import quantize as quantization
 from hotrow.kernels.rows import serving_lookup as serving
 from hotrow.kernels.rows.gather import gather
+from hotrow.kernels.rows.jagged_lookup import IdFeatures, IdMissLists, lookup_ids
 from hotrow.kernels.rows.layout import Items, RowLayout, Source, items_of_positions
 from hotrow.kernels.rows.runs import group
 from hotrow.kernels.rows.update import Coefficients, RowMetadata, update
@@ -129,6 +130,10 @@ def serving_lookups() -> None:
             index, rows, layout, KEYS.view(3, 100), (_ints(0, 1, 1), _ints(0, 20, 40)), _ints(90), _ints(5, 0), lists,
             torch.zeros(100, 60), policy,
         )  # fmt: skip
+        for features in (1, 3):
+            ids = IdFeatures(_zeros(features), _ints(0, 100, 200)[:features], _ints(90, 150, N)[:features])
+            lists = IdMissLists(features, N, CPU)
+            lookup_ids(index, rows, layout, KEYS, ids, _ints(5, 0), lists, torch.zeros(N, 20), policy)
     serving.scatter_staged(torch.zeros(100, 60), serving.StagedRows(50, 20, CPU), RowLayout(20))
 
 

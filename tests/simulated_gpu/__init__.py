@@ -72,6 +72,7 @@ def _torch_cuda(device: Device) -> list[tuple[Any, str, Any]]:
         "Event": lambda **options: CudaEvent(device, **options),
         "CUDAGraph": lambda **options: Graph(device, **options),
         "graph": lambda graph, **options: _captured(device, graph, **options),
+        "graph_pool_handle": object,
         "stream": lambda stream: on_stream(device, stream),
         "current_stream": device.current,
         "default_stream": lambda where=None: device.default,
@@ -92,7 +93,9 @@ def _torch_cuda(device: Device) -> list[tuple[Any, str, Any]]:
 
 
 @contextmanager
-def _captured(device: Device, graph: Graph, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+def _captured(
+    device: Device, graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
+) -> Iterator[None]:
     with on_stream(device, stream or device.new_stream()):
         graph.capture_begin(capture_error_mode=capture_error_mode)
         try:

@@ -1,8 +1,9 @@
 """Capturing CUDA graphs: under one lock, and on one reserved stream a device.
 
 Two rules follow from how torch captures:
-- Only the training thread captures, or the thread that makes a collection. While anything is captured torch (2.11 to
-  2.13) refuses random numbers in the whole process, so a tower's dropout in another thread would fail.
+- Only the training thread captures, or the thread that makes a collection; in a server, where no tower draws random
+  numbers, a thread for captures. While anything is captured torch (2.11 to 2.13) refuses random numbers in the whole
+  process, so a tower's dropout in another thread would fail.
 - Nothing else may run on the capturing stream, because it would be captured too. torch hands out 32 streams in turn, so
   a stream for each capture would sooner or later be one that is in use. Therefore a device has one capture stream, and
   `new_stream` skips it.
@@ -47,7 +48,7 @@ def capture_graph(device: torch.device, keep_graph: bool = False) -> Iterator[An
     later work of the current stream."""
     stream, current = capture_stream(device), current_stream(device)
     graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
-    with _lock, _garbage_collector_off():
+    with capturing():
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")  # other threads may launch meanwhile
@@ -56,6 +57,14 @@ def capture_graph(device: torch.device, keep_graph: bool = False) -> Iterator[An
             finally:
                 graph.capture_end()
         current.wait_stream(stream)
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Nobody else captures inside the block. Wait for the whole device only in such a block: it is an error while
+    anything is captured, and breaks the capture."""
+    with _lock, _garbage_collector_off():
+        yield
 
 
 @contextmanager

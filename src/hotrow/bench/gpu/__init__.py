@@ -8,6 +8,7 @@
     attention_gpu.py   jagged attention beside FlexAttention and padded SDPA
     pipeline_gpu.py    training with a lookahead, rows partly in HBM
     serve_gpu.py       an engine on a GPU
+    serve_histories_gpu.py  the same for a tower over histories
 
 Each module's `results()` yields rows and progress messages; bench/ imports them by name, nothing else does.
 """

@@ -4,6 +4,7 @@
     serve/gpu/p99          ms of a batch of 1,024 rows at the 99th percentile, beside the bar of 1 ms
     serve/gpu/rows         million rows/s in batches of 16,384 on several lanes, beside MLPerf's one H100 (65,981
                            samples/s of 270 rows)
+    serve/gpu/histories    a tower over histories, in serve_histories_gpu.py
     serve/gpu/graphs, lanes, join, mps    the gain of each, against the same without it
 
 Keys are drawn with Zipf 1.05, a fresh batch every time, once the cache is warm. Towers run in tf32, as the peer of
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from hotrow import child_process, optim
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.bench.gpu.hbm import Ids, scale
+from hotrow.bench.gpu.serve_histories_gpu import history_rows
 from hotrow.bench.harness import Result, higher, lower
 from hotrow.config import Memory
 from hotrow.errors import OptionError
@@ -66,6 +68,7 @@ def results() -> Iterator[Result | str]:
         warm_up_cache(engine, draw)
         yield from by_size(engine, torch_model, draw)
         yield from additions(engine, draw, folder)
+        yield from history_rows(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -11,6 +11,7 @@
     finite.py               whether all gradients of a batch are finite
     transfer.py             rows between slots, buffers and host memory
     serving_lookup.py       a server's lookup and its list of misses
+    jagged_lookup.py        the same for any number of ids per feature
     quantize.py             int8 rows for serving
 
 Every function enqueues on the caller's current stream. Slots are unique within a call unless it says otherwise.

@@ -25,6 +25,7 @@ from hotrow.kernels.launch import cached_launch, cdiv, power_of_2
 from hotrow.kernels.rows.layout import (
     TRITON,
     Items,
+    Matrices,
     RowLayout,
     Source,
     loop_range,
@@ -119,8 +120,11 @@ def gather(
     outputs: Sequence[Tensor],
     tile: tuple[int, int] | None = None,
     past_cache: bool | None = None,
+    described: Matrices | None = None,
 ) -> None:
     """Fill one matrix [items of the feature, dim] a feature, of float32, float16 or bfloat16.
+
+    `described` are the outputs as `matrices` described them before, for launches that are captured.
 
     Benchmarks set `tile`, (items a program, warps), which by default follows the dim; and `past_cache`, whether outputs
     are the first to be evicted from L2, by default where they are too large to stay in it.
@@ -135,7 +139,7 @@ def gather(
     if count == 0:
         return
     source.check(layout)
-    out = matrices(outputs, layout.dim, slots.device)
+    out = described or matrices(outputs, layout.dim, slots.device)
     r, warps = tile or default_tile(layout.block, items.offsets is not None)
     if past_cache is None:
         past_cache = count * layout.dim * out.dtype.itemsize > LARGE

@@ -13,11 +13,14 @@ In reading order:
     two_part_tower.py       TwoPartTower: the user part and the candidate part, with one set of weights
     tower_weights.py        replaces the weights of all that run a tower
     towers.py               runs a tower on compiled buckets, otherwise on the original graph
-    two_part_tower.py       a tower with a user part: both graphs, and one set of weights
     artifact_check.py       compares and times an artifact before it takes traffic
     padded_inputs.py        each lane's padded input tensors, per bucket
     cuda_graphs.py          a bucket as a captured CUDA graph
     device_lane.py          on a GPU: lookup and tower of a batch as two captured graphs
+    jagged_lane.py          the same for a batch with multi-hot features or histories
+    jagged_lanes.py         which buckets of those are captured, and when
+    padding_check.py        finds towers whose logits change with padding
+    tower_precision.py      fp32, tf32, bf16, fp16
 
 serve/processes and users (hr.Engine) import it. It imports serve/compile, updates, repository, graph and protocol.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hotrow.errors import HotRowError
+from hotrow.kernels.graph_capture import capturing
 
 WARM_UP = 3  # runs before capture, in which libraries choose algorithms and allocate workspaces
 
@@ -51,6 +52,7 @@ class BucketGraph:
     def _capture(self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], lane: LanePool) -> None:
         try:
             with (
+                capturing(),
                 torch.cuda.stream(torch.cuda.current_stream(lane.stream.device)),  # torch.cuda.graph may not restore it
                 torch.inference_mode(),
                 torch.cuda.graph(self._graph, pool=lane.pool, stream=lane.stream, capture_error_mode="thread_local"),

@@ -13,16 +13,19 @@ runs.
 
     lookup 0   lookup 1   misses + tower 0   lookup 2   misses + tower 1   logits 0   lookup 3   ...
 
+Batches with multi-hot features or histories have buckets of their own (jagged_lane.py), captured when traffic asks for
+them (jagged_lanes.py).
+
 A lane runs one batch at a time, on any thread. Lanes share only the rows and the weights. Graphs contain the addresses
-of the weights, so new weights are copied into the same storage. Lanes and runners are captured before traffic, one
-after another: a capture fails if another capture uses the device at the same time.
+of the weights, so new weights are copied into the same storage. Captures run one after another, under the lock of
+kernels/graph_capture.py: a capture fails if another thread captures, or waits for the whole device, at the same time.
 """
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,17 +34,21 @@ from torch import Tensor
 from hotrow import _core
 from hotrow.batch import Jagged, KeyedBatch
 from hotrow.errors import OptionError, choices
+from hotrow.kernels.graph_capture import capturing, new_stream
 from hotrow.kernels.launch import cdiv
 from hotrow.kernels.rows.serving_lookup import StagedRows
 from hotrow.nn import EmbeddingCollection
+from hotrow.serve.execution.jagged_lanes import JaggedLanes, Runners
+from hotrow.serve.execution.tower_precision import EXACT, PRECISIONS, tower_precision
+from hotrow.serve.execution.two_part_tower import PartWeights, TwoPartTower
 from hotrow.serve.graph.tower import OriginalTower
 from hotrow.tiers.hbm.rows_below import BatchBelow
 from hotrow.tiers.hbm.serving_reader import ServingReader
 from hotrow.tiers.host.store import LATE
 
 Tower = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
-EXACT = ("fp32", "tf32")  # without autocast; the other precisions cast the inputs of a layer
-PRECISIONS = (*EXACT, "bf16", "fp16")
+Result = tuple[Tensor, Tensor | None, int]  # as DeviceLane.run returns
+Run = Callable[[str, BatchBelow | None], Result]
 LADDER = (32, 128, 512, 1024, 4096, 8192)
 MAX_PIECE_ROWS = 8192  # rows
 RUNNERS_IN_FLIGHT = 3  # runners that the pieces of a large batch use in turn
@@ -64,7 +71,7 @@ class DeviceLane:
             raise OptionError(f"precision={precision!r}: {choices(precision, PRECISIONS)}")
         self.reader, self.tower, self.dense, self.precision, self.graphs = reader, tower, dense, precision, graphs
         self.device = reader.device
-        self.stream = torch.cuda.Stream(self.device)
+        self.stream = new_stream(self.device)
         self.number = reader.add_lane()
         self.pool = torch.cuda.graph_pool_handle()
         self.piece_rows = min(MAX_PIECE_ROWS, max(ladder))
@@ -79,9 +86,7 @@ class DeviceLane:
         for turn in range(1, RUNNERS_IN_FLIGHT):
             self._runner(self.piece_rows, turn)
 
-    def run(
-        self, batch: KeyedBatch, policy: str = "wait", below: BatchBelow | None = None
-    ) -> tuple[Tensor, Tensor | None, int]:
+    def run(self, batch: KeyedBatch, policy: str = "wait", below: BatchBelow | None = None) -> Result:
         """Logits on the host, the ids of each example that a policy answered (int32; None: none), and their total.
 
         Over a remote store the missing rows are read through `below`, and LeftError says that some must be loaded
@@ -133,7 +138,7 @@ class BucketRunner:
         self._graph: Any = None
         self._core: Any = self._capture() if lane.graphs else None
 
-    def run(self, batch: KeyedBatch, policy: str, below: BatchBelow | None = None) -> tuple[Tensor, Tensor | None, int]:
+    def run(self, batch: KeyedBatch, policy: str, below: BatchBelow | None = None) -> Result:
         """As DeviceLane.run."""
         if self._core is None:
             self.enqueue_lookup(batch)
@@ -172,7 +177,7 @@ class BucketRunner:
                 self.reader.offer()
             self._done.record()
 
-    def copy_logits(self) -> tuple[Tensor, Tensor | None, int]:
+    def copy_logits(self) -> Result:
         """Wait for the tower and return as DeviceLane.run."""
         logits = torch.empty(self.count, *self.host_logits.shape[1:])
         if self._core is not None:
@@ -188,7 +193,7 @@ class BucketRunner:
         keys = [batch.ids[name].values.contiguous() for name in self.reader.names]
         return keys, batch.dense.contiguous() if batch.dense is not None and self.lane.dense else None
 
-    def _result(self, logits: Tensor, policy: str) -> tuple[Tensor, Tensor | None, int]:
+    def _result(self, logits: Tensor, policy: str) -> Result:
         if self._core is not None:
             self.reader.offer()
         late = self.reader.late[: self.count]
@@ -201,7 +206,10 @@ class BucketRunner:
         self.reader.capture()
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # owns the captured memory
         lane, reader = self.lane, self.reader
-        with torch.cuda.graph(self._graph, pool=lane.pool, stream=lane.stream, capture_error_mode="thread_local"):
+        with (
+            capturing(),
+            torch.cuda.graph(self._graph, pool=lane.pool, stream=lane.stream, capture_error_mode="thread_local"),
+        ):
             reader.insert_staged()
             self._tower_and_copy_logits()
         if reader.reader.cache.below is not None:
@@ -216,7 +224,7 @@ class BucketRunner:
 
     def _tower(self) -> Tensor:
         self.dense.copy_(self.dense_in, non_blocking=True)
-        with _precision(self.lane.precision):
+        with tower_precision(self.lane.precision):
             return self.lane.tower(self.vectors, self.dense if self.lane.dense else None).float()
 
     def _tower_and_copy_logits(self) -> None:
@@ -229,7 +237,7 @@ class DeviceLanes:
     def __init__(
         self,
         embeddings: EmbeddingCollection,
-        tower: OriginalTower,
+        tower: OriginalTower | TwoPartTower,
         dense: int,
         ladder: Sequence[int] | None,
         precision: str,
@@ -237,37 +245,58 @@ class DeviceLanes:
     ) -> None:
         assert embeddings.hbm_cache is not None
         self.reader = ServingReader(embeddings.layout, embeddings.hbm_cache)
-        if precision in EXACT:
-            tower.join_activations()
+        parts = (tower.user, tower.candidates) if isinstance(tower, TwoPartTower) else (tower,)
+        self._parts = [part for part in parts if isinstance(part, OriginalTower)]
+        for part in self._parts if precision in EXACT else ():
+            part.join_activations()
         self.tower, self.dense, self.ladder, self.precision = tower, dense, ladder or LADDER, precision
         self.free: queue.SimpleQueue[DeviceLane] = queue.SimpleQueue()
-        for _ in range(lanes):
-            lane = DeviceLane(self.reader, tower.run, dense, self.ladder, precision)
-            lane.warm()
+        made = [DeviceLane(self.reader, tower.run, dense, self.ladder, precision) for _ in range(lanes)]
+        inputs = tower.inputs
+        self.one_id_each = not (inputs.sequences or inputs.numbers or inputs.user)  # whether batches can be so
+        for lane in made:
+            if self.one_id_each:
+                lane.warm()
             self.free.put(lane)
+        self.jagged = JaggedLanes(self.reader, tower, made, self.free, sorted(made[0].ladder))
 
-    def supports(self, batch: KeyedBatch) -> bool:
-        """Whether the lanes can run this batch."""
-        return batch.size > 0 and not (batch.dense is not None and batch.dense.is_cuda) and self.reader.supports(batch)
+    def plan(self, batch: KeyedBatch) -> Run | None:
+        """The function that runs this batch on a free lane, as DeviceLane.run; None if the lanes do not take it."""
+        if batch.size == 0 or (batch.dense is not None and batch.dense.is_cuda) or self.jagged.all_held:
+            return None
+        if self.one_id_each and self.reader.supports(batch):
+            return partial(self.run, batch)
+        runners = self.jagged.plan(batch)
+        return None if runners is None else partial(self._run_jagged, runners, batch)
 
-    def run(self, batch: KeyedBatch, policy: str, below: BatchBelow | None = None) -> tuple[Tensor, Tensor | None, int]:
-        """As DeviceLane.run, on a free lane."""
+    def run(self, batch: KeyedBatch, policy: str, below: BatchBelow | None = None) -> Result:
+        """As DeviceLane.run, on a free lane. Requires: one id each."""
         lane = self.free.get()
         try:
             return lane.run(batch, policy, below)
         finally:
             self.free.put(lane)
 
-    def set_weights(self, state: Mapping[str, Tensor]) -> None:
+    def _run_jagged(self, runners: Runners, batch: KeyedBatch, policy: str, below: BatchBelow | None) -> Result:
+        lane = self.free.get()
+        try:
+            return runners[lane.number].run(batch, policy, below)
+        finally:
+            self.free.put(lane)
+
+    def set_weights(self, weights: Mapping[str, Tensor] | PartWeights) -> None:
         """Copy new weights into the storage of the old ones. Requires: no batch runs."""
-        with torch.inference_mode():
+        states = (weights.user, weights.candidates) if isinstance(weights, PartWeights) else (weights,)
+        with torch.inference_mode(), capturing():
             torch.cuda.synchronize(self.reader.device)
-            for name, weight in self.tower.weights.items():
-                weight.copy_(state[name])
+            for part, state in zip(self._parts, states, strict=True):
+                for name, weight in part.weights.items():
+                    weight.copy_(state[name])
             torch.cuda.synchronize(self.reader.device)
 
     def close(self) -> None:
-        """Stop the filler."""
+        """Stop the filler and captures."""
+        self.jagged.close()
         self.reader.close()
 
 
@@ -286,12 +315,3 @@ def _join_late(late: Sequence[Tensor | None], logits: Sequence[Tensor]) -> Tenso
         return None
     rows = [part.shape[0] for part in logits]
     return torch.cat([torch.zeros(n, dtype=torch.int32) if p is None else p for p, n in zip(late, rows, strict=True)])
-
-
-def _precision(name: str) -> AbstractContextManager[Any]:
-    """Run towers in this precision inside the block. fp32 is exact; the others are faster and agree to about three
-    digits."""
-    if name in ("bf16", "fp16"):
-        return torch.autocast("cuda", torch.bfloat16 if name == "bf16" else torch.float16, cache_enabled=False)
-    torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
-    return nullcontext()

@@ -11,8 +11,8 @@ folder (its segments are hard links to the repository's if both are on one disk)
 Nothing is ever written into the repository.
 
 Any thread may call any method; lanes call `answer` at the same time. Rows in DRAM and on SSD are read in parallel. On a
-GPU, `lanes` of captured graphs (device_lane.py) run batches with one id per feature. Other batches there look up their
-rows one batch at a time, and run their towers in parallel.
+GPU, `lanes` of captured graphs (device_lane.py, jagged_lanes.py) run batches. A batch whose size has no graph yet looks
+up its rows while no other does, and runs its tower in parallel.
 A tower with a user part (two_part_tower.py) runs as two graphs: each user of a batch is encoded once, and all rows are
 scored against the encodings. `user_cache=` keeps encodings of users whose features have not changed (user_cache.py).
 One thread at a time may call `apply`, which puts a publication in service between two batches
@@ -64,7 +64,7 @@ from hotrow.tiers.remote.tables import RemoteTables
 from hotrow.tiers.rows.tables import READ, ReadTerms, RowServerTables
 
 if TYPE_CHECKING:
-    from hotrow.serve.execution.device_lane import DeviceLanes
+    from hotrow.serve.execution.device_lane import DeviceLanes, Run
 
 Columns = Mapping[str, Any]
 SERVERS_CATCH_UP = 2.0  # seconds that an update waits until row servers have it too
@@ -173,11 +173,7 @@ class Engine:
             self._live.towers, (OriginalTower, Towers, TwoPartTower)
         )
         self._lanes: DeviceLanes | None = None
-        if (
-            isinstance(original, OriginalTower)
-            and embeddings.hbm_cache is not None
-            and embeddings.device.type == "cuda"
-        ):
+        if embeddings.hbm_cache is not None and embeddings.device.type == "cuda":
             from hotrow.serve.execution.device_lane import DeviceLanes
 
             self._lanes = DeviceLanes(embeddings, original, self.signature.dense, ladder, precision, lanes)
@@ -304,12 +300,12 @@ class Engine:
         with torch.inference_mode(), ExitStack() as held:
             self._check_dense(batch)
             check_batch(self.signature, batch)
-            lanes = self._lanes
-            if lanes is not None and lanes.supports(batch):
-                return self._run_lane(live, lanes, batch, policy)
             places = None
             if self._users is not None:
                 batch, places = self._users.arrange(batch)
+            lanes = self._lanes
+            if lanes is not None and (run := self._plan_lane(lanes, batch)) is not None:
+                return self._run_lane(live, run, places, policy)
             dense = self._dense(batch)
             with ExitStack() as locked:
                 probe, read = self._probe_and_read(live, batch, policy, until, held, locked)
@@ -451,9 +447,18 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({str(self.source.path)!r})"
 
-    def _run_lane(self, live: _Live, lanes: DeviceLanes, batch: KeyedBatch, policy: str) -> Answer:
-        """A batch on a lane of captured graphs. Rows that a remote store must be asked for are loaded outside the
-        gate."""
+    def _plan_lane(self, lanes: DeviceLanes, batch: KeyedBatch) -> Run | None:
+        """How a lane of captured graphs runs the batch; None: it goes without one, as do users whose encodings may be
+        cached."""
+        if self._users is None:
+            return lanes.plan(batch)
+        run = lanes.plan(batch) if self._users.cache is None else None
+        if run is not None:
+            self._users.count(batch, batch.users)
+        return run
+
+    def _run_lane(self, live: _Live, run: Run, places: Tensor | None, policy: str) -> Answer:
+        """A batch on a lane. Rows that a remote store must be asked for are loaded outside the gate."""
         cache = live.embeddings.hbm_cache
         below = None if cache is None or cache.below is None else cache.below.batch()
         for tries_left in reversed(range(READ_ATTEMPTS)):
@@ -461,9 +466,10 @@ class Engine:
                 with self._gate.shared():
                     if below is not None:
                         below.begin()
-                    logits, by_row, ids = lanes.run(batch, policy, below)
+                    logits, by_row, ids = run(policy, below)
                     fresh = self.fresh if below is None else self.fresh.of_rows(below.publications, self._watermarks)
-                    return Answer(logits, LateIds(ids, by_row), True, fresh)
+                    ordered = logits if places is None else logits[places]
+                    return Answer(ordered, LateIds(ids, by_row), True, fresh)
             except LeftError:
                 if below is None or not tries_left:
                     raise

@@ -32,7 +32,10 @@ def prepare_weights(
 
         def set_parts() -> None:
             for runner, parts in zip(runners, prepared, strict=True):
-                runner.set_weights(parts)
+                if lanes is not None and runner is original:
+                    lanes.set_weights(parts)  # copies into the storage that the graphs read
+                else:
+                    runner.set_weights(parts)
 
         return set_parts
     weights = original.prepare_weights(state)

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from hotrow.errors import OptionError
+from hotrow.kernels.graph_capture import capturing
 from hotrow.serve.compile import compiled_tower
 from hotrow.serve.compile.artifacts import ArtifactCache, default_folder
 from hotrow.serve.compile.buckets import Costs, Ladder, Part, Traffic, plan
@@ -188,7 +189,7 @@ class Towers:
         if self._weights_gate is None:
             self._weights = weights  # a run that began keeps the tuple it took
             return
-        with self._weights_gate.exclusive():
+        with self._weights_gate.exclusive(), capturing():
             torch.cuda.synchronize(self.device)
             for old, new in zip(self._weights, weights, strict=True):
                 old.copy_(new)

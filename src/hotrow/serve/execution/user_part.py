@@ -109,9 +109,7 @@ class UserPart:
             return encodings.join([one for one in found if one is not None])
         of_users = encodings.user_vectors(vectors, self.features, None if len(missing) == users else missing)
         encoded = tower.encode(of_users, weights)
-        self.batches += 1
-        self.users += len(missing)
-        self.events += sum([len(probe.batch.ids[name].values) for name in self._histories])
+        self.count(probe.batch, len(missing))
         if self.cache is None or (state is None and len(missing) == users):
             return encoded
         parts = encodings.cut(encoded, len(missing))
@@ -122,6 +120,12 @@ class UserPart:
             return encoded
         new = iter(parts)
         return encodings.join([next(new) if one is None else one for one in found])
+
+    def count(self, batch: KeyedBatch, users: int) -> None:
+        """Count the encoding of so many users of a batch, which has the events of these alone."""
+        self.batches += 1
+        self.users += users
+        self.events += sum([len(batch.ids[name].values) for name in self._histories])
 
     def figures(self) -> dict[str, Any]:
         """Counters, for metrics."""

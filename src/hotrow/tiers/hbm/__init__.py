@@ -17,6 +17,7 @@ written back. No result depends on what is cached.
     batch_layout.py    a batch's features as arrays on the device
     rows_below.py      RowsBelow: the tiers below HBM where a remote store is the last
     serving_reader.py  lookups of a server's lanes, and the filler that inserts what they missed
+    jagged_reader.py   the same lookups of batches with any number of ids per feature
     client.py          DeviceClient: the requester's half of a plan whose rows other processes own
     owner.py           HbmOwner: the owner's half
 

@@ -72,11 +72,11 @@ def _items(of_tables: Sequence[Sequence[Feature]], ids: int, device: torch.devic
     if any(j.weights is not None for j, _ in features) or any(
         pooling == "mean" and bags for (_, pooling), bags in zip(features, jagged, strict=True)
     ):
-        scales = join([_scale(j, pooling) for j, pooling in features], device)
+        scales = join([scale_of_ids(j, pooling) for j, pooling in features], device)
     return Items(begins, cached_table(tuple(tables), device, torch.int32), offsets, scales, item_of)
 
 
-def _scale(jagged: Jagged, pooling: str) -> Tensor:
+def scale_of_ids(jagged: Jagged, pooling: str) -> Tensor:
     """The factor of each id's vector: its weight, times 1 / length for a mean."""
     weights = jagged.weights if jagged.weights is not None else torch.ones(
         jagged.values.numel(), dtype=torch.float32, device=jagged.values.device

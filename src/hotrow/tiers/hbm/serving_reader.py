@@ -10,8 +10,8 @@ A round of the filler changes slots between two launches of the lanes. It holds 
 work; the device waits, not the host. So a lane sees whole rows, with the values of the tiers below.
 
 This serves read-only tables with pooled features of one id each (`supports`): nearly all requests of ranking models.
-Other batches use HbmPlan.read, which copies missing rows and leaves the cache unchanged. The two must not run at the
-same time: `changing` excludes this reader.
+jagged_reader.py takes multi-hot features and histories, over the same cache, gate and filler. Other batches use
+HbmPlan.read, which must not run at the same time: `changing` excludes this reader.
 
 Captured lanes run the steps of LaneReader in the core (core/device/graph_runner.h), over the same buffers.
 
@@ -399,13 +399,17 @@ class CacheFiller:
     def offer(self, part: GroupFeatures, numbers: Any, keys: Any) -> None:
         """Queue missed keys for insertion: `numbers[f]` of feature f, one feature after another. If not all fit
         into the queue, every n-th key is kept."""
+        self.offer_to(self.reader.groups.index(part), part.tables, numbers, keys)
+
+    def offer_to(self, group: int, tables_of_features: Sequence[int], numbers: Any, keys: Any) -> None:
+        """As `offer`, for features of these tables of a group."""
         capacity = (ROUND_KEYS if self.full else FIRST_KEYS) - self._keys
         if capacity <= 0:
             return
         every = -(-keys.size // capacity)
-        tables = np.repeat(part.tables, numbers)[::every]
+        tables = np.repeat(tables_of_features, numbers)[::every]
         with self._lock:
-            self._waiting.setdefault(self.reader.groups.index(part), []).append((tables, keys[::every].copy()))
+            self._waiting.setdefault(group, []).append((tables, keys[::every].copy()))
             self._keys += tables.size
         self._wake.set()
 
