@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hotrow.errors import BatchError, OptionError
+from hotrow.kernels.attention.biases import position_lines
 from hotrow.kernels.attention.tiles import tile_table
 from hotrow.kernels.launch import cdiv, power_of_2
 
@@ -105,6 +106,11 @@ class Problem:
         return self.kind == "silu"
 
     @property
+    def bidirectional(self) -> bool:
+        """Whether queries see the keys on both sides, so that distances and times are absolute."""
+        return not self.causal and self.visible is None and self.own_k is None
+
+    @property
     def few_queries(self) -> bool:
         """Whether tiles of FEW queries are better than large ones."""
         return self.queries <= FEW * self.q_lengths.numel() or cdiv(self.queries, 64) * self.heads < ENOUGH
@@ -115,7 +121,10 @@ class Problem:
         matrices = [_with_contiguous_floats(matrix) for matrix in (self.q, self.k, self.v)]
         for own, instead in ((self.own_k, matrices[0]), (self.own_v, matrices[2])):
             matrices.append(instead if own is None else _with_contiguous_floats(own))
-        others = (self.visible, self.q_times, self.k_times, self.position_bias, self.time_bias)
+        lines = self.position_bias
+        if lines is not None:
+            lines = position_lines(lines, self.bidirectional)
+        others = (self.visible, self.q_times, self.k_times, lines, self.time_bias)
         tensors = [matrices[0] if other is None else other.contiguous() for other in others]
         strides = [stride for matrix in matrices for stride in matrix.stride()[:2]]
         return (*matrices, *tensors, *strides, float(self.scale), float(self.divisor))
@@ -123,7 +132,6 @@ class Problem:
     @cached_property
     def constants(self) -> dict[str, Any]:
         """The constants of every kernel."""
-        bidirectional = not self.causal and self.visible is None and self.own_k is None
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
         return {
             "HEADS": self.heads,
@@ -137,7 +145,7 @@ class Problem:
             "CAUSAL": self.causal,
             "VISIBLE": self.visible is not None,
             "OWN": self.own_k is not None,
-            "BIDIRECTIONAL": bidirectional,
+            "BIDIRECTIONAL": self.bidirectional,
             "PRECISION": "tf32" if tf32 and self.q.dtype == torch.float32 else "ieee",
         }
 
@@ -183,8 +191,11 @@ class Problem:
 
     def bias_gradient_sizes(self) -> TileSizes:
         """Tiles of the gradients of the biases; as many queries as keys."""
-        side = 32 if self.widest <= 128 else 16
-        return TileSizes(side, side, self._warps(32 if self.q.dtype == torch.float32 else 128), 1)
+        if self.q.dtype == torch.float32:
+            side = self._at_widths(32, 32, 16)
+            return TileSizes(side, side, self._warps(32), 1)
+        side = self._at_widths(64, 32, 16)
+        return TileSizes(side, side, self._warps(128), 1)
 
     def _warps(self, widest: int) -> int:
         """Warps of a program: more where heads have more floats than `widest`, since registers would not do."""
