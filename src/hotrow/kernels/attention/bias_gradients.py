@@ -54,16 +54,9 @@ def _add_distances(partial, distance, value, real, beyond, POSITIONS: tl.constex
 
 
 @triton.jit
-def _add_diagonals(partial, distance, value, beyond, POSITIONS: tl.constexpr, BIDIRECTIONAL: tl.constexpr):
-    """Add values [N] of signed distances, those of the table's last entry to `beyond`."""
-    last: tl.constexpr = POSITIONS - 1
-    near = (distance > -last if BIDIRECTIONAL else distance >= 0) & (distance < last)
-    entry = partial + distance + (last if BIDIRECTIONAL else 0)
-    old = tl.load(entry, mask=near, other=0.0)
-    tl.debug_barrier()
-    tl.store(entry, old + value, mask=near)
-    tl.debug_barrier()  # threads share elements, so the next load may be another thread's
-    return beyond + tl.where(near, 0.0, value)
+def _is_near(distance, POSITIONS: tl.constexpr, BIDIRECTIONAL: tl.constexpr):
+    """Whether signed distances have an entry of their own."""
+    return (distance > 1 - POSITIONS if BIDIRECTIONAL else distance >= 0) & (distance < POSITIONS - 1)
 
 
 @triton.jit
@@ -151,6 +144,10 @@ def _bias_gradient_kernel(
         begun = tl.zeros([N], tl.float32)  # diagonals that began in the tile before
         end = tl.max(seen, axis=0)
         for begin in loop_range(0, end, N):
+            if POSITIONS > 0 and (CAUSAL or BIDIRECTIONAL):
+                entry = partial + before + tile_place - begin + tl.arange(0, N)
+                near = _is_near(tile_place - begin + tl.arange(0, N), POSITIONS, BIDIRECTIONAL)
+                old = tl.load(entry, mask=near, other=0.0)  # here, so that the products hide its latency
             key_place = begin + tl.arange(0, N)
             key_real = key_place < keys
             key_at = first_key + key_place
@@ -179,10 +176,13 @@ def _bias_gradient_kernel(
                 if lowest - begin - (N - 1) >= last:
                     far += tl.sum(slope, axis=1)
                 elif CAUSAL or BIDIRECTIONAL:
-                    distance = tile_place - begin + tl.arange(0, N)
                     straight, around = _diagonals(slope, N)
-                    beyond = _add_diagonals(partial, distance, straight + begun, beyond, POSITIONS, BIDIRECTIONAL)
+                    sums = straight + begun
                     begun = around
+                    tl.debug_barrier()
+                    tl.store(entry, old + sums, mask=near)
+                    tl.debug_barrier()  # threads share elements, so the next load may be another thread's
+                    beyond += tl.where(near, 0.0, sums)
                 else:
                     beyond = _add_places(partial, place, real, count, key_place, slope, beyond, POSITIONS)
             if BUCKETS > 0:
@@ -191,7 +191,12 @@ def _bias_gradient_kernel(
                 )  # fmt: skip
         if POSITIONS > 0 and BIDIRECTIONAL:
             distance = tile_place - (end + N - 1) // N * N + tl.arange(0, N)
-            beyond = _add_diagonals(partial, distance, begun, beyond, POSITIONS, BIDIRECTIONAL)
+            near = _is_near(distance, POSITIONS, BIDIRECTIONAL)
+            old = tl.load(partial + before + distance, mask=near, other=0.0)
+            tl.debug_barrier()
+            tl.store(partial + before + distance, old + begun, mask=near)
+            tl.debug_barrier()
+            beyond += tl.where(near, 0.0, begun)
 
     if POSITIONS > 0:
         tl.store(partial + before + last, tl.sum(beyond, axis=0) + tl.sum(far, axis=0))
