@@ -111,6 +111,10 @@ class Problem:
         return not self.causal and self.visible is None and self.own_k is None
 
     @property
+    def has_biases(self) -> bool:
+        return self.position_bias is not None or self.time_bias is not None
+
+    @property
     def few_queries(self) -> bool:
         """Whether tiles of FEW queries are better than large ones."""
         return self.queries <= FEW * self.q_lengths.numel() or cdiv(self.queries, 64) * self.heads < ENOUGH
@@ -157,45 +161,44 @@ class Problem:
         """The tiles of keys."""
         return tile_table(self.k_lengths, self.q_lengths, self.keys, self.queries, block, False)
 
-    # fp32 products run without tensor cores unless tf32 is allowed: each thread multiplies, so tiles are small.
+    # fp32 products run without tensor cores unless tf32 is allowed: each thread multiplies, so tiles are small. Biases
+    # need registers, so tiles have half as many keys; 64 keys leave a processor two programs instead of four.
 
     def forward_sizes(self) -> TileSizes:
         """Tiles of the forward pass."""
-        if self.q.dtype == torch.float32:
-            return self._fp32_query_sizes()
-        queries = FEW if self.few_queries else self._at_widths(64, 64, 32)
-        return TileSizes(queries, self._at_widths(64, 32, 32), self._warps(64), self._at_widths(2, 2, 1))
+        return self._query_sizes(self._at_widths(2, 2, 1))
 
     def query_gradient_sizes(self) -> TileSizes:
         """Tiles of the gradients of queries."""
-        if self.q.dtype == torch.float32:
-            return self._fp32_query_sizes()
-        queries = FEW if self.few_queries else self._at_widths(64, 64, 32)
-        return TileSizes(queries, self._at_widths(64, 32, 32), self._warps(64), 1)
+        return self._query_sizes(self._at_widths(2, 1, 1))
 
     def key_gradient_sizes(self) -> TileSizes:
         """Tiles of the gradients of keys and values."""
         if self.q.dtype == torch.float32:
             side = self._at_widths(32, 32, 16)
-            return TileSizes(side, side, self._warps(32), 1)
+            return TileSizes(side, side, self._warps(64), 1)
         queries = FEW if self.queries <= FEW * self.q_lengths.numel() else 32
         return TileSizes(queries, self._at_widths(64, 64, 32), self._warps(64), 1)
 
-    def _fp32_query_sizes(self) -> TileSizes:
-        queries = FEW if self.few_queries else self._at_widths(32, 16, 16)
-        return TileSizes(queries, self._at_widths(32, 32, 16), self._warps(32), 1)
+    def bias_gradient_sizes(self) -> TileSizes:
+        """Tiles of the gradients of the biases; as many queries as keys, or twice as many."""
+        if self.q.dtype == torch.float32:
+            side = self._at_widths(32, 32, 16)
+            return TileSizes(side, side, self._warps(64), 1)
+        return TileSizes(self._at_widths(64, 32, 16), self._at_widths(32, 32, 16), self._warps(128), 1)
+
+    def _query_sizes(self, stages: int) -> TileSizes:
+        """Tiles of a kernel whose programs take queries."""
+        if self.q.dtype == torch.float32:
+            queries = FEW if self.few_queries else self._at_widths(32, 16, 16)
+            return TileSizes(queries, self._at_widths(32, 32, 16), self._warps(64), 1)
+        queries = FEW if self.few_queries else self._at_widths(64, 64, 32)
+        keys = self._at_widths(32 if self.has_biases else 64, 32, 32)
+        return TileSizes(queries, keys, self._warps(64), stages)
 
     def _at_widths(self, narrow: int, wide: int, widest: int) -> int:
         """A size for heads of at most 64, at most 128, and more floats."""
         return narrow if self.widest <= 64 else wide if self.widest <= 128 else widest
-
-    def bias_gradient_sizes(self) -> TileSizes:
-        """Tiles of the gradients of the biases; as many queries as keys."""
-        if self.q.dtype == torch.float32:
-            side = self._at_widths(32, 32, 16)
-            return TileSizes(side, side, self._warps(32), 1)
-        side = self._at_widths(64, 32, 16)
-        return TileSizes(side, side, self._warps(128), 1)
 
     def _warps(self, widest: int) -> int:
         """Warps of a program: more where heads have more floats than `widest`, since registers would not do."""
