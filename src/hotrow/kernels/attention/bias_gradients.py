@@ -4,9 +4,9 @@ A fixed number of programs a head share the tiles of queries in turns and comput
 has partial sums of its own for both tables, which are added up in order at the end.
 
 positions   In self-attention (SELF) the distance is constant along a tile's diagonals. Turning each row by its number
-            makes diagonals columns: column c then has the distances of c, c + N and c - N. The lower ones go on in the
-            next tiles of keys, so they are kept for them. A bidirectional table is summed by signed distance and folded
-            at the end. For candidates, whose places are arbitrary, rows with equal places
+            makes diagonals columns: column c then has the distances of c, and of c - N where the row was turned around.
+            The latter are those of the next tile's c, so they are kept for it. A bidirectional table is summed by
+            signed distance and folded at the end. For candidates, whose places are arbitrary, rows with equal places
             are added up first, one place after another; a request's candidates mostly have one. Distances that share
             the table's last entry are summed apart, and a tile that has no other is one sum.
 times       Buckets are taken from the tile's lowest to its highest (biases.py): those scores that have not reached the
@@ -60,27 +60,14 @@ def _is_near(distance, POSITIONS: tl.constexpr, BIDIRECTIONAL: tl.constexpr):
 
 
 @triton.jit
-def _add_diagonals(partial, distance, value, beyond, POSITIONS: tl.constexpr, BIDIRECTIONAL: tl.constexpr):
-    """Add values [N] of signed distances to `partial`, which is the entry of distance 0, or to `beyond`."""
-    near = _is_near(distance, POSITIONS, BIDIRECTIONAL)
-    old = tl.load(partial + distance, mask=near, other=0.0)
-    tl.debug_barrier()
-    tl.store(partial + distance, old + value, mask=near)
-    tl.debug_barrier()  # threads share elements, so the next load may be another thread's
-    return beyond + tl.where(near, 0.0, value)
-
-
-@triton.jit
-def _turned(slope, M: tl.constexpr, N: tl.constexpr):
-    """A tile [M, N] whose column c has the scores of distances c, c + N, c - N and so on."""
-    return tl.gather(slope, (tl.arange(0, M)[:, None] - tl.arange(0, N)[None, :]) & (N - 1), axis=1)
-
-
-@triton.jit
-def _diagonals(turned, start, M: tl.constexpr, N: tl.constexpr):
-    """The sums [N] of a turned tile's diagonals whose row less column is `start`, a multiple of N, and up."""
-    key = tl.arange(0, M)[:, None] - tl.arange(0, N)[None, :] - start
-    return tl.sum(tl.where((key >= 0) & (key < N), turned, 0.0), axis=0)
+def _diagonals(slope, N: tl.constexpr):
+    """The sums [N] along diagonals of a tile [N, N]: of those that begin at its first key, by their row, and of those
+    that begin at its first query, by N less their column."""
+    row = tl.arange(0, N)[:, None]
+    column = tl.arange(0, N)[None, :]
+    turned = tl.gather(slope, (row - column) & (N - 1), axis=1)
+    straight = tl.where(column <= row, turned, 0.0)
+    return tl.sum(straight, axis=0), tl.sum(turned - straight, axis=0)
 
 
 @triton.jit
@@ -154,14 +141,13 @@ def _bias_gradient_kernel(
             _own_weight, own_slope = weights_and_slopes(own, has_own, log_sum, own_above, delta, divisor, SILU)
             own_total += tl.sum(own_slope, axis=0)
 
-        begun = tl.zeros([N], tl.float32)  # diagonals that go on in the next tile of keys
-        next_begun = tl.zeros([N], tl.float32)  # and in the one after it
+        begun = tl.zeros([N], tl.float32)  # diagonals that began in the tile before
         end = tl.max(seen, axis=0)
         for begin in loop_range(0, end, N):
             if POSITIONS > 0 and (CAUSAL or BIDIRECTIONAL):
-                distance = tile_place - begin + M - N + tl.arange(0, N)
-                near = _is_near(distance, POSITIONS, BIDIRECTIONAL)
-                old = tl.load(partial + before + distance, mask=near, other=0.0)  # the products hide its latency
+                entry = partial + before + tile_place - begin + tl.arange(0, N)
+                near = _is_near(tile_place - begin + tl.arange(0, N), POSITIONS, BIDIRECTIONAL)
+                old = tl.load(entry, mask=near, other=0.0)  # here, so that the products hide its latency
             key_place = begin + tl.arange(0, N)
             key_real = key_place < keys
             key_at = first_key + key_place
@@ -190,15 +176,11 @@ def _bias_gradient_kernel(
                 if lowest - begin - (N - 1) >= last:
                     far += tl.sum(slope, axis=1)
                 elif CAUSAL or BIDIRECTIONAL:
-                    turned = _turned(slope, M, N)
-                    sums = _diagonals(turned, M - N, M, N) + begun
-                    if M > N:
-                        begun = _diagonals(turned, 0, M, N) + next_begun
-                        next_begun = _diagonals(turned, -N, M, N)
-                    else:
-                        begun = _diagonals(turned, -N, M, N)
+                    straight, around = _diagonals(slope, N)
+                    sums = straight + begun
+                    begun = around
                     tl.debug_barrier()
-                    tl.store(partial + before + distance, old + sums, mask=near)
+                    tl.store(entry, old + sums, mask=near)
                     tl.debug_barrier()  # threads share elements, so the next load may be another thread's
                     beyond += tl.where(near, 0.0, sums)
                 else:
@@ -207,11 +189,14 @@ def _bias_gradient_kernel(
                 times = _add_times(
                     times, slope, time[:, None], key_time[None, :], first_bucket, last_bucket, BIDIRECTIONAL, T
                 )  # fmt: skip
-        if POSITIONS > 0 and (BIDIRECTIONAL or (CAUSAL and M > N)):
-            distance = tile_place - (end + N - 1) // N * N + M - N + tl.arange(0, N)
-            beyond = _add_diagonals(partial + before, distance, begun, beyond, POSITIONS, BIDIRECTIONAL)
-            if BIDIRECTIONAL and M > N:
-                beyond = _add_diagonals(partial + before, distance - N, next_begun, beyond, POSITIONS, BIDIRECTIONAL)
+        if POSITIONS > 0 and BIDIRECTIONAL:
+            distance = tile_place - (end + N - 1) // N * N + tl.arange(0, N)
+            near = _is_near(distance, POSITIONS, BIDIRECTIONAL)
+            old = tl.load(partial + before + distance, mask=near, other=0.0)
+            tl.debug_barrier()
+            tl.store(partial + before + distance, old + begun, mask=near)
+            tl.debug_barrier()
+            beyond += tl.where(near, 0.0, begun)
 
     if POSITIONS > 0:
         tl.store(partial + before + last, tl.sum(beyond, axis=0) + tl.sum(far, axis=0))

@@ -26,6 +26,7 @@ from hotrow.kernels.launch import cdiv, power_of_2
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 256  # floats of a head
 FEW = 16  # rows of a tile where queries are few; the least that a matrix product takes
+MANY = 256  # queries of a user from which few tiles are partly empty
 ENOUGH = 256  # programs that fill a GPU
 
 
@@ -181,11 +182,12 @@ class Problem:
         return TileSizes(queries, self._at_widths(64, 64, 32), self._warps(64), 1)
 
     def bias_gradient_sizes(self) -> TileSizes:
-        """Tiles of the gradients of the biases; as many queries as keys, or twice as many."""
+        """Tiles of the gradients of the biases; as many queries as keys."""
+        longest = 64 if self.queries > MANY * self.q_lengths.numel() else 32
+        side = self._at_widths(longest, 32, 16)
         if self.q.dtype == torch.float32:
             side = self._at_widths(32, 32, 16)
-            return TileSizes(side, side, self._warps(64), 1)
-        return TileSizes(self._at_widths(64, 32, 16), self._at_widths(32, 32, 16), self._warps(128), 1)
+        return TileSizes(side, side, self._warps(64 if self.q.dtype == torch.float32 else 128), 1)
 
     def _query_sizes(self, stages: int) -> TileSizes:
         """Tiles of a kernel whose programs take queries."""
