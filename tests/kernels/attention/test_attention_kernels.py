@@ -78,6 +78,11 @@ def test_tables_of_any_size_and_none(case: Case, device: torch.device) -> None:
     compare(converted(draw(case, *_lengths(case.layer)), torch.float32, device), 1e-4)
 
 
+@pytest.mark.parametrize("layer", ["causal", "bidirectional", "visible"])
+def test_tiles_beyond_the_end_of_the_table(layer: str, device: torch.device) -> None:
+    compare(converted(draw(Case(layer, heads=1, positions=40), [110, 2], [110, 2]), torch.float32, device), 1e-4)
+
+
 def test_half_precision(device: torch.device) -> None:
     compare(converted(draw(Case("causal"), SOME, SOME), torch.float16, device), 1e-2)
 

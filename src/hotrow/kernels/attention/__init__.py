@@ -2,7 +2,8 @@
 
     tiles.py            rows of all users cut into tiles, on the device; the longest work first
     problem.py          the checked inputs and tile sizes of one call, as arguments of the kernels
-    scores.py           what the kernels share: rows of a tile, which keys a query sees, biases, buckets
+    biases.py           biases by distance and by time, for a whole tile of scores at once
+    scores.py           what the kernels share: rows of a tile, which keys a query sees, weights and gradients
     forward.py          outputs and the log-sums of exponentials
     query_gradients.py  gradients of queries and of their own keys, one program for a tile of queries
     key_gradients.py    gradients of keys and values, one program for a tile of keys

@@ -12,8 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotrow.kernels.attention.biases import (
+    add_positions,
+    add_times,
+    bucket_range,
+    clamped,
+    line_width,
+    lowest_place,
+    query_offsets,
+    time_range,
+)
 from hotrow.kernels.attention.problem import Problem
-from hotrow.kernels.attention.scores import add_biases, load_rows, seen_keys, store_rows, weights_and_slopes
+from hotrow.kernels.attention.scores import load_rows, seen_keys, store_rows, weights_and_slopes
 from hotrow.kernels.attention.tiles import read_tile
 from hotrow.kernels.launch import cached_launch
 from hotrow.kernels.rows.layout import loop_range
@@ -38,7 +48,9 @@ def _key_gradient_kernel(
     key_place = tile_place + row
     key = load_rows(k + head * k_head, key_at, key_real, k_row, DIM, D)
     value = load_rows(v + head * v_head, key_at, key_real, v_row, VALUE_DIM, VD)
-    key_time = tl.load(k_times + key_at, mask=key_real, other=0) if BUCKETS > 0 else key_place
+    key_time = clamped(tl.load(k_times + key_at, mask=key_real, other=0)) if BUCKETS > 0 else key_place
+    key_low, key_high = time_range(key_time, key_real)
+    line = position_bias + head * line_width(POSITIONS, BIDIRECTIONAL)
 
     k_result = tl.zeros([N, D], tl.float32)  # without the factor `scale`
     v_result = tl.zeros([N, VD], tl.float32)
@@ -54,10 +66,17 @@ def _key_gradient_kernel(
         log_sum = tl.load(log_sums + at * HEADS + head, mask=real, other=0.0)
         delta = log_sum if SILU else tl.load(deltas + at * HEADS + head, mask=real, other=0.0)
         score = tl.dot(key, tl.trans(query), input_precision=PRECISION) * scale
-        score = add_biases(
-            score, place[None, :], key_place[:, None], time[None, :], key_time[:, None], position_bias, time_bias, head,
-            POSITIONS, BUCKETS, CAUSAL or BIDIRECTIONAL, BIDIRECTIONAL,
-        )  # fmt: skip
+        if POSITIONS > 0:
+            offset = query_offsets(place, tile_place, N, POSITIONS, BIDIRECTIONAL)
+            distance = lowest_place(place, begin, real, CAUSAL or BIDIRECTIONAL) - tile_place
+            score = add_positions(score, offset[None, :], row[:, None], distance, line, N, POSITIONS, BIDIRECTIONAL)
+        if BUCKETS > 0:
+            low, high = time_range(time, real)
+            first_bucket, last_bucket = bucket_range(low, high, key_low, key_high, BUCKETS, BIDIRECTIONAL)
+            score = add_times(
+                score, key_time[:, None], time[None, :], first_bucket, last_bucket, time_bias + head * BUCKETS,
+                True, BIDIRECTIONAL,
+            )  # fmt: skip
         mask = key_place[:, None] < seen[None, :]
         weight_above = tl.dot(value, tl.trans(above), input_precision=PRECISION)
         weight, slope = weights_and_slopes(

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from hotrow.errors import BatchError, OptionError
+from hotrow.kernels.attention.biases import position_lines
 from hotrow.kernels.attention.tiles import tile_table
 from hotrow.kernels.launch import cdiv, power_of_2
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 256  # floats of a head
 FEW = 16  # rows of a tile where queries are few; the least that a matrix product takes
+MANY = 256  # queries of a user from which few tiles are partly empty
 ENOUGH = 256  # programs that fill a GPU
 
 
@@ -105,6 +107,15 @@ class Problem:
         return self.kind == "silu"
 
     @property
+    def bidirectional(self) -> bool:
+        """Whether queries see the keys on both sides, so that distances and times are absolute."""
+        return not self.causal and self.visible is None and self.own_k is None
+
+    @property
+    def has_biases(self) -> bool:
+        return self.position_bias is not None or self.time_bias is not None
+
+    @property
     def few_queries(self) -> bool:
         """Whether tiles of FEW queries are better than large ones."""
         return self.queries <= FEW * self.q_lengths.numel() or cdiv(self.queries, 64) * self.heads < ENOUGH
@@ -115,7 +126,10 @@ class Problem:
         matrices = [_with_contiguous_floats(matrix) for matrix in (self.q, self.k, self.v)]
         for own, instead in ((self.own_k, matrices[0]), (self.own_v, matrices[2])):
             matrices.append(instead if own is None else _with_contiguous_floats(own))
-        others = (self.visible, self.q_times, self.k_times, self.position_bias, self.time_bias)
+        lines = self.position_bias
+        if lines is not None:
+            lines = position_lines(lines, self.bidirectional)
+        others = (self.visible, self.q_times, self.k_times, lines, self.time_bias)
         tensors = [matrices[0] if other is None else other.contiguous() for other in others]
         strides = [stride for matrix in matrices for stride in matrix.stride()[:2]]
         return (*matrices, *tensors, *strides, float(self.scale), float(self.divisor))
@@ -123,7 +137,6 @@ class Problem:
     @cached_property
     def constants(self) -> dict[str, Any]:
         """The constants of every kernel."""
-        bidirectional = not self.causal and self.visible is None and self.own_k is None
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
         return {
             "HEADS": self.heads,
@@ -137,7 +150,7 @@ class Problem:
             "CAUSAL": self.causal,
             "VISIBLE": self.visible is not None,
             "OWN": self.own_k is not None,
-            "BIDIRECTIONAL": bidirectional,
+            "BIDIRECTIONAL": self.bidirectional,
             "PRECISION": "tf32" if tf32 and self.q.dtype == torch.float32 else "ieee",
         }
 
@@ -149,42 +162,45 @@ class Problem:
         """The tiles of keys."""
         return tile_table(self.k_lengths, self.q_lengths, self.keys, self.queries, block, False)
 
-    # fp32 products run without tensor cores unless tf32 is allowed: each thread multiplies, so tiles are small.
+    # fp32 products run without tensor cores unless tf32 is allowed: each thread multiplies, so tiles are small. Biases
+    # need registers, so tiles have half as many keys; 64 keys leave a processor two programs instead of four.
 
     def forward_sizes(self) -> TileSizes:
         """Tiles of the forward pass."""
-        if self.q.dtype == torch.float32:
-            return self._fp32_query_sizes()
-        queries = FEW if self.few_queries else self._at_widths(64, 64, 32)
-        return TileSizes(queries, self._at_widths(64, 32, 32), self._warps(64), self._at_widths(2, 2, 1))
+        return self._query_sizes(self._at_widths(2, 2, 1))
 
     def query_gradient_sizes(self) -> TileSizes:
         """Tiles of the gradients of queries."""
-        if self.q.dtype == torch.float32:
-            return self._fp32_query_sizes()
-        queries = FEW if self.few_queries else self._at_widths(64, 64, 32)
-        return TileSizes(queries, self._at_widths(64, 32, 32), self._warps(64), 1)
+        return self._query_sizes(self._at_widths(2, 1, 1))
 
     def key_gradient_sizes(self) -> TileSizes:
         """Tiles of the gradients of keys and values."""
         if self.q.dtype == torch.float32:
             side = self._at_widths(32, 32, 16)
-            return TileSizes(side, side, self._warps(32), 1)
+            return TileSizes(side, side, self._warps(64), 1)
         queries = FEW if self.queries <= FEW * self.q_lengths.numel() else 32
         return TileSizes(queries, self._at_widths(64, 64, 32), self._warps(64), 1)
 
-    def _fp32_query_sizes(self) -> TileSizes:
-        queries = FEW if self.few_queries else self._at_widths(32, 16, 16)
-        return TileSizes(queries, self._at_widths(32, 32, 16), self._warps(32), 1)
+    def bias_gradient_sizes(self) -> TileSizes:
+        """Tiles of the gradients of the biases; as many queries as keys."""
+        longest = 64 if self.queries > MANY * self.q_lengths.numel() else 32
+        side = self._at_widths(longest, 32, 16)
+        if self.q.dtype == torch.float32:
+            side = self._at_widths(32, 32, 16)
+        return TileSizes(side, side, self._warps(64 if self.q.dtype == torch.float32 else 128), 1)
+
+    def _query_sizes(self, stages: int) -> TileSizes:
+        """Tiles of a kernel whose programs take queries."""
+        if self.q.dtype == torch.float32:
+            queries = FEW if self.few_queries else self._at_widths(32, 16, 16)
+            return TileSizes(queries, self._at_widths(32, 32, 16), self._warps(64), 1)
+        queries = FEW if self.few_queries else self._at_widths(64, 64, 32)
+        keys = self._at_widths(32 if self.has_biases else 64, 32, 32)
+        return TileSizes(queries, keys, self._warps(64), stages)
 
     def _at_widths(self, narrow: int, wide: int, widest: int) -> int:
         """A size for heads of at most 64, at most 128, and more floats."""
         return narrow if self.widest <= 64 else wide if self.widest <= 128 else widest
-
-    def bias_gradient_sizes(self) -> TileSizes:
-        """Tiles of the gradients of the biases; as many queries as keys."""
-        side = 32 if self.widest <= 128 else 16
-        return TileSizes(side, side, self._warps(32 if self.q.dtype == torch.float32 else 128), 1)
 
     def _warps(self, widest: int) -> int:
         """Warps of a program: more where heads have more floats than `widest`, since registers would not do."""

@@ -11,9 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotrow.kernels.attention.biases import (
+    add_positions,
+    add_times,
+    bucket_range,
+    clamped,
+    line_width,
+    lowest_place,
+    query_offsets,
+    time_range,
+)
 from hotrow.kernels.attention.problem import Problem
 from hotrow.kernels.attention.scores import (
-    add_biases,
     load_rows,
     own_scores,
     seen_keys,
@@ -44,7 +53,10 @@ def _query_gradient_kernel(
     number = tile_place + row
     seen = seen_keys(number, keys, visible + at, real, CAUSAL, VISIBLE)
     place = number if CAUSAL or BIDIRECTIONAL else seen
-    time = tl.load(q_times + at, mask=real, other=0) if BUCKETS > 0 else place
+    time = clamped(tl.load(q_times + at, mask=real, other=0)) if BUCKETS > 0 else place
+    low, high = time_range(time, real)
+    lowest = lowest_place(place, tile_place, real, CAUSAL or BIDIRECTIONAL)
+    line = position_bias + head * line_width(POSITIONS, BIDIRECTIONAL)
     query = load_rows(q + head * q_head, at, real, q_row, DIM, D)
     above = load_rows(gradient + head * VALUE_DIM, at, real, HEADS * VALUE_DIM, VALUE_DIM, VD)
     log_sum = tl.load(log_sums + at * HEADS + head, mask=real, other=0.0)
@@ -76,10 +88,18 @@ def _query_gradient_kernel(
         value = load_rows(v + head * v_head, key_at, key_real, v_row, VALUE_DIM, VD)
         key_time = tl.load(k_times + key_at, mask=key_real, other=0) if BUCKETS > 0 else key_place
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-        score = add_biases(
-            score, place[:, None], key_place[None, :], time[:, None], key_time[None, :], position_bias, time_bias, head,
-            POSITIONS, BUCKETS, CAUSAL or BIDIRECTIONAL, BIDIRECTIONAL,
-        )  # fmt: skip
+        if POSITIONS > 0:
+            offset = query_offsets(place, begin, N, POSITIONS, BIDIRECTIONAL)
+            score = add_positions(
+                score, offset[:, None], tl.arange(0, N)[None, :], lowest - begin, line, N, POSITIONS, BIDIRECTIONAL
+            )  # fmt: skip
+        if BUCKETS > 0:
+            key_low, key_high = time_range(key_time, key_real)
+            first_bucket, last_bucket = bucket_range(low, high, key_low, key_high, BUCKETS, BIDIRECTIONAL)
+            score = add_times(
+                score, time[:, None], key_time[None, :], first_bucket, last_bucket, time_bias + head * BUCKETS,
+                False, BIDIRECTIONAL,
+            )  # fmt: skip
         mask = key_place[None, :] < seen[:, None]
         weight_above = tl.dot(above, tl.trans(value), input_precision=PRECISION)
         _weight, slope = weights_and_slopes(score, mask, log_sum[:, None], weight_above, delta[:, None], divisor, SILU)

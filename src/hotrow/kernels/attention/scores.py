@@ -1,16 +1,15 @@
-"""What the kernels of attention share: rows of a tile, the keys that a query sees, the biases of a score.
+"""What the kernels of attention share: rows of a tile, the keys that a query sees, weights and gradients of scores.
 
 A query sees the first keys of its user, as many as `seen_keys` says, so one comparison masks every variant. Its place
 is its number among its user's rows in self-attention (causal or bidirectional), else the number of keys that it sees.
-
-The bucket of a time is the place of the highest bit of 1 + whole seconds. It comes from comparisons of whole
-milliseconds, so no rounding of a logarithm can move a time into its neighbour.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from hotrow.kernels.attention.biases import line_start, line_width
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -47,52 +46,13 @@ def seen_keys(number, keys, visible, real, CAUSAL: tl.constexpr, VISIBLE: tl.con
 
 
 @triton.jit
-def position_index(place, key_place, POSITIONS: tl.constexpr, SELF: tl.constexpr):
-    """The entry of the table of positions. Requires: places that broadcast to the shape of the scores."""
-    distance = place - key_place
-    if SELF:
-        distance = tl.abs(distance)
-    return tl.minimum(tl.maximum(distance, 0), POSITIONS - 1)
-
-
-@triton.jit
-def time_index(time, key_time, BUCKETS: tl.constexpr, BIDIRECTIONAL: tl.constexpr):
-    """The bucket of the milliseconds between a query and a key."""
-    elapsed = time - key_time
-    if BIDIRECTIONAL:
-        elapsed = tl.abs(elapsed)
-    later = tl.minimum(tl.maximum(elapsed, 0), 1 << 62) + 1000
-    # The highest bit, or the one above it where the float is rounded up to a power of two; 1000 is above 2**9, so the
-    # comparison corrects both.
-    bit = (later.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-    full = (bit * 0 + 1000).to(tl.int64) << (bit - 9).to(tl.int64)
-    bucket = bit - 9 - (later < full).to(tl.int32)
-    return tl.minimum(bucket, BUCKETS - 1)
-
-
-@triton.jit
-def add_biases(
-    score, place, key_place, time, key_time, position_bias, time_bias, head,
-    POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, SELF: tl.constexpr, BIDIRECTIONAL: tl.constexpr,
-):  # fmt: skip
-    """Scores with the biases of one head, whose tables are [heads, POSITIONS] and [heads, BUCKETS]; 0: no table."""
-    if POSITIONS > 0:
-        index = position_index(place, key_place, POSITIONS, SELF)
-        score += tl.load(position_bias + head * POSITIONS + index).to(tl.float32)
-    if BUCKETS > 0:
-        index = time_index(time, key_time, BUCKETS, BIDIRECTIONAL)
-        score += tl.load(time_bias + head * BUCKETS + index).to(tl.float32)
-    return score
-
-
-@triton.jit
 def own_scores(
     query, own_key, scale, position_bias, time_bias, head, POSITIONS: tl.constexpr, BUCKETS: tl.constexpr
 ):  # fmt: skip
-    """The scores [R] of queries and their own keys, at distance 0."""
+    """The scores [R] of queries and their own keys, at distance 0. Own keys are never bidirectional."""
     score = tl.sum(query.to(tl.float32) * own_key.to(tl.float32), axis=1) * scale
     if POSITIONS > 0:
-        score += tl.load(position_bias + head * POSITIONS).to(tl.float32)
+        score += tl.load(position_bias + head * line_width(POSITIONS, False) + line_start(POSITIONS, False))
     if BUCKETS > 0:
         score += tl.load(time_bias + head * BUCKETS).to(tl.float32)
     return score
