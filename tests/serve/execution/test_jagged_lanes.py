@@ -11,6 +11,7 @@ import torch
 from serve.execution.jagged_models import FORMS, export, make_batch, other_keys, publication
 
 import hotrow as hr
+from hotrow.serve.execution.engine import Answer
 
 pytestmark = pytest.mark.gpu
 
@@ -49,6 +50,17 @@ def open_engine(path: Path, **options: object) -> hr.Engine:
     return hr.Engine(path, **options)  # type: ignore[arg-type]
 
 
+def answered_by_buckets(engine: hr.Engine, batches: list[hr.KeyedBatch]) -> list[Answer]:
+    """Answers of captured buckets. Batches go the plain way while a bucket is captured, so that a few rounds are needed
+    until all buckets are there."""
+    for _ in range(8):
+        answers = [engine.answer(batch) for batch in batches]
+        assert engine._lanes.jagged.wait()  # type: ignore[union-attr]
+        if all(answer.compiled for answer in answers):
+            return answers
+    raise AssertionError([answer.compiled for answer in answers])
+
+
 def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(got.cpu(), expected, rtol=1e-4, atol=1e-5)
 
@@ -62,9 +74,9 @@ def test_batches_of_all_sizes_are_answered_by_captured_buckets(form: str, path: 
         assert all(close(got, logits) for got, logits in zip(first, expected, strict=True))
         assert jagged.wait() and jagged.captured and not jagged.refused and not jagged.refusal
         for _ in range(2):  # misses, then rows that the filler has inserted
-            for batch, logits, before in zip(batches, expected, first, strict=True):
-                answered = engine.answer(batch)
-                assert answered.compiled and close(answered.logits, logits), (batch.size, form)
+            answers = answered_by_buckets(engine, batches)
+            for answered, logits, before in zip(answers, expected, first, strict=True):
+                assert close(answered.logits, logits)
                 assert torch.allclose(answered.logits, before, rtol=1e-5, atol=1e-5)
         assert engine._lanes.reader.filler.error is None  # type: ignore[union-attr]
 
@@ -83,15 +95,13 @@ def test_lanes_answer_side_by_side_while_buckets_are_captured(form: str, path: P
 def test_new_rows_and_weights_are_answered_with_from_the_next_batch_on(form: str, path: Path, plain: hr.Engine) -> None:
     with open_engine(path) as engine:
         batches = [make_batch(form, rows, rows) for rows in (5, 30)]
-        for _ in range(2):
-            before = [engine.answer(batch) for batch in batches]
-            assert engine._lanes.jagged.wait()  # type: ignore[union-attr]
+        before = answered_by_buckets(engine, batches)
         update = publication(plain)
         for each in (plain, engine):
             each.apply(update)
         for batch, old in zip(batches, before, strict=True):
             answered = engine.answer(batch)
-            assert old.compiled and answered.compiled and answered.fresh.publication == 1
+            assert answered.compiled and answered.fresh.publication == 1
             assert close(answered.logits, plain.logits(batch)) and not close(answered.logits, old.logits.cpu())
 
 
