@@ -72,6 +72,7 @@ SECTIONS = {
         "features",
         "batch_size",
         "on_error",
+        "histories",
         "examples",
         "test_examples",
         "keys",
@@ -443,13 +444,29 @@ def _sources(
         return _follow_source(kind, options, spec, home), None
     if kind in ("kafka", "redis"):
         raise OptionError(f"[data] source={kind!r} never ends: say so with follow = true, or hotrow train --follow")
-    if kind == "parquet":
-        assert spec is not None
-        chosen = spec
-        opened = [data.parquet(options[p], features=chosen, **common) for p in ("path", "test") if p in options]
-    else:
-        opened = [data.text(options[p], layout=kind, features=spec, **common) for p in ("path", "test") if p in options]
+    opened = []
+    for name in ("path", "test"):
+        if name in options:
+            # The events of the training files are in the histories of the test.
+            built = _histories(options, before=options["path"] if name == "test" else None)
+            given = {"features": spec, "histories": built, **common}
+            path = options[name]
+            opened.append(data.parquet(path, **given) if kind == "parquet" else data.text(path, layout=kind, **given))
     return opened[0], opened[1] if len(opened) > 1 else None
+
+
+def _histories(options: dict[str, Any], before: Any = None) -> data.Histories | None:
+    """[data] histories: a table of what `hr.data.Histories` takes."""
+    given = options.get("histories")
+    if given is None:
+        return None
+    names = ["user", "columns", "events", "examples", "memory", "before"]
+    if not isinstance(given, dict) or not {"user", "columns"} <= given.keys():
+        raise OptionError(f"[data] histories={given!r}: give a table with user and columns")
+    for name in given:
+        if name not in names:
+            raise OptionError(f"[data] histories: unknown option {name!r}; {choices(name, names)}")
+    return data.Histories(**{"before": before, **given} if before is not None else given)
 
 
 def _follow_source(kind: str, options: dict[str, Any], spec: FeatureSpec | None, home: str | None) -> Source:
@@ -467,6 +484,7 @@ def _follow_source(kind: str, options: dict[str, Any], spec: FeatureSpec | None,
         on_error=options.get("on_error", "raise"),
         flush=options.get("flush", 1.0),
         journal=None if home is None else Path(home) / ".follow",
+        histories=_histories(options),
     )
 
 

@@ -58,6 +58,8 @@ def same_batch() -> Callable[[KeyedBatch, KeyedBatch], bool]:
         return (
             list(a.ids) == list(b.ids)
             and all(_same_jagged(a.ids[name], b.ids[name]) for name in a.ids)
+            and list(a.numbers) == list(b.numbers)
+            and all(_same_jagged(a.numbers[name], b.numbers[name]) for name in a.numbers)
             and all(_same_tensor(getattr(a, part), getattr(b, part)) for part in ("dense", "labels", "time"))
         )
 

@@ -19,7 +19,8 @@ def numbered(start: int, size: int) -> KeyedBatch:
     many = Jagged.from_lists([[int(n)] * (int(n) % 3) for n in numbers])
     weighted = Jagged(many.values, many.offsets, many.values.float() / 2)
     dense = numbers.float().unsqueeze(1).expand(-1, 2)
-    return KeyedBatch({"one": Jagged(numbers), "many": weighted}, dense, numbers.float(), numbers * 10)
+    times = {"when": Jagged(many.values * 100, many.offsets), "now": Jagged(numbers + 7)}
+    return KeyedBatch({"one": Jagged(numbers), "many": weighted}, dense, numbers.float(), numbers * 10, numbers=times)
 
 
 @given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 12))
@@ -38,6 +39,9 @@ def test_batches_of_one_size_hold_all_examples_in_order(sizes: list[int], size: 
         assert torch.equal(batch.ids["many"].weights, expected.ids["many"].weights)
         assert torch.equal(batch.dense, expected.dense) and torch.equal(batch.labels, expected.labels)
         assert torch.equal(batch.time, expected.time)
+        for name, jagged in expected.numbers.items():
+            assert torch.equal(batch.numbers[name].values, jagged.values)
+            assert torch.equal(batch.numbers[name].lengths(), jagged.lengths())
         done += batch.size
         assert starts[cut.piece] + cut.row == done - 1
 

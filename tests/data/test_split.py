@@ -96,7 +96,7 @@ def test_parquet(
 def test_synthetic(
     examples: int, monkeypatch: pytest.MonkeyPatch, same_batch: Callable[..., bool], check: Callable[..., int]
 ) -> None:
-    monkeypatch.setattr(sys.modules["hotrow.data.synthetic_log.clicks"], "UNIT_EXAMPLES", 30)
+    monkeypatch.setattr(sys.modules["hotrow.data.synthetic_log.generated"], "UNIT_EXAMPLES", 30)
     check(data.synthetic(examples=examples, offset=7, batch_size=10, keys=10_000), step=3)
 
 
@@ -228,6 +228,7 @@ def test_a_packed_part_keeps_every_bit() -> None:
         dense=torch.tensor([[float("nan"), float("inf")], [-0.0, 1.5]])[:, ::2],
         labels=torch.tensor([[0.25, 1.0], [1.0, 0.0]], dtype=torch.float64),
         time=torch.tensor([0, 2**40]),
+        numbers={"when": Jagged(torch.tensor([-(2**63), 5]), torch.tensor([0, 0, 2]))},
     )
     text, arrays = pack(DecodedUnit([batch, batch], notes={"cursors": [{"a": 1}, {"a": 2}]}))
     back = unpack(text, arrays)
@@ -239,6 +240,8 @@ def test_a_packed_part_keeps_every_bit() -> None:
                 assert bits(getattr(found.ids[name], part)) == bits(getattr(jagged, part))
         for part in ("dense", "labels", "time"):
             assert bits(getattr(found, part)) == bits(getattr(batch, part))
+        for part in ("values", "offsets"):
+            assert bits(getattr(found.numbers["when"], part)) == bits(getattr(batch.numbers["when"], part))
 
 
 def bits(tensor: torch.Tensor | None) -> object:

@@ -195,7 +195,7 @@ def test_known_layouts(tmp_path: Path, check: Callable[..., None], layout: str, 
 @pytest.mark.parametrize("examples", [0, 1, 30, 97])
 @pytest.mark.parametrize("of", [2, 3])
 def test_synthetic(monkeypatch: pytest.MonkeyPatch, check: Callable[..., None], examples: int, of: int) -> None:
-    monkeypatch.setattr(sys.modules["hotrow.data.synthetic_log.clicks"], "UNIT_EXAMPLES", 30)
+    monkeypatch.setattr(sys.modules["hotrow.data.synthetic_log.generated"], "UNIT_EXAMPLES", 30)
     check(data.synthetic(examples=examples, offset=7, batch_size=10, keys=10_000), of)
 
 

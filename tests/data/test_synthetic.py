@@ -13,8 +13,9 @@ import torch
 
 from hotrow import data
 from hotrow.batch import KeyedBatch
-from hotrow.data.synthetic_log.clicks import SyntheticClicks, auc
+from hotrow.data.synthetic_log.clicks import SyntheticClicks
 from hotrow.data.synthetic_log.world import START_MS
+from hotrow.data.synthetic_log.world import auc_of as auc
 from hotrow.data.synthetic_log.zipf import Zipf, _tables
 from hotrow.errors import DataError, OptionError
 from hotrow.features.times import DAY_MS

@@ -8,10 +8,23 @@ from pathlib import Path
 import pytest
 
 from hotrow.errors import DataError, HotRowError, OptionError
-from hotrow.features import Bucketize, Cross, Dense, FeatureSpec, Key, LogBucket, Sequence, TimePart
+from hotrow.features import (
+    Bucketize,
+    Cross,
+    Dense,
+    EventTimes,
+    FeatureSpec,
+    Key,
+    LogBucket,
+    Numbers,
+    Sequence,
+    TimeGap,
+    TimePart,
+)
 from hotrow.features.kinds import KINDS
 
 GOLDEN = Path(__file__).parent / "golden" / "spec_v1.json"
+GOLDEN_2 = Path(__file__).parent / "golden" / "spec_v2.json"
 
 SPEC = FeatureSpec(
     [
@@ -28,19 +41,43 @@ SPEC = FeatureSpec(
     time="when",
 )
 
+SPEC_2 = FeatureSpec(
+    [
+        *SPEC.features,
+        Sequence("items", column="events.item", max_length=1000, hash="none"),
+        Sequence("actions", column="events.action", hash="string", aligned="items"),
+        Numbers("dwell", column="events.dwell", missing=0, aligned="items"),
+        EventTimes("times", column="events.time", sort=True, aligned="items"),
+        TimeGap("gaps", column="events.time", aligned="items"),
+        TimeGap("ages", column="events.time", since="example", aligned="items"),
+    ],
+    label="clïck",
+    time="when",
+)
 
-def test_a_spec_survives_json() -> None:
-    assert FeatureSpec.from_json(SPEC.to_json()) == SPEC
+
+@pytest.mark.parametrize("spec", [SPEC, SPEC_2])
+def test_a_spec_survives_json(spec: FeatureSpec) -> None:
+    assert FeatureSpec.from_json(spec.to_json()) == spec
 
 
 def test_the_golden_file_is_written_and_read_to_the_byte() -> None:
     text = GOLDEN.read_text(encoding="utf-8")
     assert SPEC.to_json() == text
     assert FeatureSpec.from_json(text) == SPEC == FeatureSpec.load(GOLDEN)
+    text = GOLDEN_2.read_text(encoding="utf-8")
+    assert SPEC_2.to_json() == text
+    assert FeatureSpec.from_json(text) == SPEC_2 == FeatureSpec.load(GOLDEN_2)
 
 
 def test_the_golden_file_has_every_kind() -> None:
-    assert {entry["kind"] for entry in json.loads(GOLDEN.read_text(encoding="utf-8"))["features"]} == set(KINDS)
+    assert {entry["kind"] for entry in json.loads(GOLDEN_2.read_text(encoding="utf-8"))["features"]} == set(KINDS)
+
+
+def test_a_spec_without_aligned_columns_is_still_of_version_1() -> None:
+    assert json.loads(SPEC.to_json())["version"] == 1
+    aligned = FeatureSpec([Sequence("a"), Sequence("b", aligned="a")])
+    assert json.loads(aligned.to_json())["version"] == 2
 
 
 def test_a_spec_survives_a_file(tmp_path: Path) -> None:
@@ -66,7 +103,7 @@ def document(**changes: object) -> str:
         ("{", DataError, "a feature spec is JSON, but line 1"),
         ("[]", DataError, 'no feature spec; it must be an object with "format": "hotrow.features"'),
         (document(format="x"), DataError, "no feature spec"),
-        (document(version=2), DataError, "has version 2 and this HotRow reads 1; upgrade"),
+        (document(version=3), DataError, "has version 3 and this HotRow reads 1 and 2; upgrade"),
         (document(lable="click"), OptionError, "the feature spec has the unknown field 'lable'; did you mean 'label'"),
         (document(features={}), DataError, '"features" is {}; it must be a list'),
         (document(features=[3]), DataError, 'a feature is 3; it must be an object with "kind"'),

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from hotrow.bench.gpu.hkv_operations import find_rows, insert_and_evict
+from hotrow.kernels.attention import backward as attention_backward
+from hotrow.kernels.attention import forward as attention_forward
 from hotrow.kernels.index.dedup import compact_keys, dedup
 from hotrow.kernels.index.find import ScorePolicy, find
 from hotrow.kernels.index.insert import choose_slots, erase, insert_keys
@@ -44,6 +46,7 @@ def launch_all() -> None:
     gathers()
     checks()
     updates()
+    attention()
 
 
 def _ints(*numbers: int) -> Tensor:
@@ -213,3 +216,32 @@ def _update(
         source, layout, optimizers[0].code, group(SLOTS_OF), items, gradients, KEYS, coefficients, streams, streams, 7,
         1.0, columns, FLAG, seen=SLOTS_OF if seen else None,
     )  # fmt: skip
+
+
+def attention() -> None:
+    """Jagged attention of every layer, kind and type, with tiles of each size."""
+    fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    _attend(64, bf16, 20_000, causal=True)
+    _attend(128, fp16, 20_000)
+    _attend(20, fp32, 300, kind="silu", visible=True, own=True)
+    _attend(64, fp32, 20_000, own=True)
+    _attend(256, bf16, 300, causal=True, biases=False)
+
+
+def _attend(
+    dim: int,
+    dtype: torch.dtype,
+    n: int,
+    kind: str = "softmax",
+    causal: bool = False,
+    visible: bool = False,
+    own: bool = False,
+    biases: bool = True,
+) -> None:
+    """Forward and backward of a user with n queries and keys."""
+    q, times, lengths = _zeros(n, 4, dim, dtype=dtype), _zeros(n, dtype=torch.int64), torch.tensor([n])
+    tables = (times, times, torch.zeros(4, 100), torch.zeros(4, 32)) if biases else (None, None, None, None)
+    beside = (q, q) if own else (None, None)
+    inputs = (q, q, q, lengths, lengths, *beside, times if visible else None, *tables, kind, causal, 0.5, 1.0)
+    out, log_sums = attention_forward.forward(*inputs)
+    attention_backward.backward(out, out, log_sums, *inputs)

@@ -1,7 +1,7 @@
 """Every kernel compiles with Triton's real compiler, for sm_90 and without a GPU (compile_only.py).
 
 launches.py has a launch of every kernel in each of its branches. They are made in a process of their own that does not
-interpret: 40 s of one core, half of them for the update. test_ptx.py runs the compiled kernels.
+interpret: 50 s of one core, half of them for the update. test_ptx.py runs the compiled kernels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Tests that interpret kernels pass with the compiled kernels too, whose PTX runs on the CPU (on_ptx.py).
 
 `make test` runs the arithmetic whose bits are promised: stochastic rounding and counts. `make soak` runs all tests of
-kernels and of rows in HBM: three minutes of one core, half of them compilation.
+kernels and of rows in HBM: three minutes of one core, half of them compilation. Attention's are left out: ptx.py does
+not translate the instructions of tensor cores.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def test_interpreted_tests_pass_compiled(tests: tuple[str, ...], tmp_path: Path)
     env["TRITON_CACHE_DIR"] = str(tmp_path)
     env["PYTHONPATH"] = os.pathsep.join([str(HERE), env.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-p", "on_ptx", "-p", "no:cacheprovider", "-m", "not soak and not gpu"]
-    command += [f"--ignore={HERE / name}" for name in ("test_compile.py", "test_ptx.py")]
+    command += [f"--ignore={HERE / name}" for name in ("test_compile.py", "test_ptx.py", "attention")]
     command += [str(HERE.parent / name) for name in tests]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout

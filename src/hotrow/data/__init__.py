@@ -8,6 +8,7 @@ and decodes it on a Ray cluster (docs/ray.md). Files in reading order:
     rebatch.py       batches of any size in, batches of one size out
     split.py         units of work: how a source can be decoded in parts, in any order, by any process
     strided.py       every N-th batch of a source, for one rank, without decoding the others
+    event_log/       histories built out of the events of a log
     files/           Parquet and delimited text
     synthetic_log/   a generated click log with a known ground truth
     streams/         sources without an end: a folder, a Redis stream, a Kafka topic
@@ -18,12 +19,14 @@ pipeline's read stage iterates a source on one thread; `cluster/` starts one thr
 """
 
 from hotrow.data.cluster import OnRay, on_ray
+from hotrow.data.event_log.options import Histories
 from hotrow.data.files.parquet import parquet
 from hotrow.data.files.text import text
 from hotrow.data.files.text_layouts import TextLayout
 from hotrow.data.source import Cursor, Source
 from hotrow.data.streams.follow import FollowSource, follow
 from hotrow.data.synthetic_log.clicks import SyntheticClicks as synthetic
+from hotrow.data.synthetic_log.interests import LongInterests as long_interests
 from hotrow.data.synthetic_log.shape import Shape
 from hotrow.data.synthetic_log.world import Drift
 
@@ -31,11 +34,13 @@ __all__ = [
     "Cursor",
     "Drift",
     "FollowSource",
+    "Histories",
     "OnRay",
     "Shape",
     "Source",
     "TextLayout",
     "follow",
+    "long_interests",
     "on_ray",
     "parquet",
     "synthetic",

@@ -4,6 +4,8 @@ A source yields batches, each with a cursor: a small JSON dict that means "after
 cursor in the checkpoint beside the rows. A resumed run gets exactly the batches that were not committed: the batches
 before any cursor and the batches after it are together the uninterrupted stream.
 
+A source that remembers more than a position (the histories of users) yields cursors that carry its state.
+
 A cursor identifies its source (file names and sizes, batch size, or the seed and shape of a synthetic stream), and a
 source refuses a cursor of another one. `batches` may be called repeatedly and from several threads; each call is a
 separate pass.
@@ -11,14 +13,31 @@ separate pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, TypeAlias
+
+from torch import Tensor
 
 from hotrow.batch import KeyedBatch
 from hotrow.errors import DataError, OptionError
 from hotrow.features import FeatureSpec
 
 Cursor: TypeAlias = dict[str, int | str]
+
+States: TypeAlias = Mapping[str, Tensor]
+
+
+class StatefulCursor(Cursor):
+    """A cursor of a source that remembers more than a position: `state()` has what it remembers after the batch, as
+    tensors that nobody changes. A checkpoint saves both, and a resumed pass is given both.
+
+    >>> StatefulCursor({"row": 7}, dict)
+    {'row': 7}
+    """
+
+    def __init__(self, fields: Cursor, state: Callable[[], States]) -> None:
+        super().__init__(fields)
+        self.state = state
 
 
 class Source(Protocol):

@@ -133,6 +133,6 @@ class SerialDecoder:
 
 def tensors_of(batch: KeyedBatch) -> Iterator[Tensor]:
     """All tensors of a batch."""
-    for jagged in batch.ids.values():
+    for jagged in (*batch.ids.values(), *batch.numbers.values()):
         yield from (part for part in (jagged.values, jagged.offsets, jagged.weights) if part is not None)
     yield from (part for part in (batch.dense, batch.labels, batch.time) if part is not None)

@@ -1,8 +1,8 @@
 """Columns: any input as Arrow arrays of a few plain types.
 
 Training reads Arrow tables; serving gets lists from JSON, numpy arrays or tensors. Both must give the same keys, so
-both are normalized here: one chunk, no dictionary encoding, no views, and a float NaN from Python or numpy counts as
-missing. After this, the origin of a column makes no difference.
+both are normalized here: one chunk, no dictionary encoding, no views, fields of structs as columns (nested.py), and a
+float NaN from Python or numpy counts as missing. After this, the origin of a column makes no difference.
 
 Lists are typed by Arrow (`[1, None]` is int64, `["a"]` is string); a column of nothing but None has the type null,
 which every feature takes as "all missing".
@@ -20,6 +20,7 @@ import torch
 
 from hotrow.errors import DataError, choices
 from hotrow.features.hashing import BoolArray
+from hotrow.features.nested import field_array, split_path
 
 _SIMPLE_LISTS = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
 _VIEWS = {"string_view": pa.large_string(), "binary_view": pa.large_binary()}
@@ -56,11 +57,13 @@ def read_columns(raw: object, needed: Mapping[str, str]) -> dict[str, Column]:
     names, get = _open(raw)
     found = {}
     for name, user in needed.items():
-        if names.count(name) > 1:
-            raise DataError(f"{names.count(name)} columns are named {name!r}, which {user} needs; rename all but one")
-        if name not in names:
+        root, fields = split_path(name, names)
+        if names.count(root) > 1:
+            raise DataError(f"{names.count(root)} columns are named {root!r}, which {user} needs; rename all but one")
+        if root not in names:
             raise DataError(f"there is no column {name!r}, which {user} needs; {choices(name, names)}")
-        found[name] = Column(name, unwrap_array(_to_arrow(name, get(name))))
+        array = _to_arrow(root, get(root))
+        found[name] = Column(name, unwrap_array(field_array(root, array, fields) if fields else array))
     lengths = {name: len(column) for name, column in found.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(

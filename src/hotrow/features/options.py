@@ -41,3 +41,31 @@ def check_hash(name: str, method: object, seed: object) -> None:
     check_choice(name, "hash", method, HASHES)
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 64:
         raise OptionError(f"feature {name!r}: seed={seed!r}; give an integer from 0 to 2**64 - 1")
+
+
+KEEP = ("last", "first")
+
+
+def check_history(feature: Any) -> None:
+    """Check the options of a feature of a history, and set the defaults of one that is not aligned to another.
+
+    A feature with `aligned` gets max_length and keep from the feature that it names, when a FeatureSpec is made.
+    """
+    set_default_column(feature)
+    name, aligned = feature.name, feature.aligned
+    if aligned is not None and (not isinstance(aligned, str) or not aligned or aligned == name):
+        raise OptionError(f"feature {name!r}: aligned={aligned!r}; give the name of another feature of the history")
+    if aligned is None:
+        object.__setattr__(feature, "max_length", 50 if feature.max_length is None else feature.max_length)
+        object.__setattr__(feature, "keep", feature.keep or KEEP[0])
+    if feature.keep is not None:
+        check_choice(name, "keep", feature.keep, KEEP)
+    limit = feature.max_length
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise OptionError(f"feature {name!r}: max_length={limit!r}; give an integer of 1 or more")
+
+
+def check_separator(name: str, separator: object) -> None:
+    """Check the option separator."""
+    if separator is not None and (not isinstance(separator, str) or not separator):
+        raise OptionError(f"feature {name!r}: separator={separator!r}; give a text such as '|', or leave it out")

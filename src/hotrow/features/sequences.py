@@ -5,6 +5,9 @@ are dropped before the list is cut to `max_length`. Cutting keeps the last items
 first ones, in order.
 
 Only the items that remain are hashed. There is no loop over rows: cutting is one gather on Arrow's flattened values.
+
+A sequence may be a column of a history: `aligned` names the history's first feature. histories.py drops, sorts and cuts
+the events of all columns of a history together, with the methods of this file.
 """
 
 from __future__ import annotations
@@ -17,14 +20,11 @@ import pyarrow.compute as pc
 import torch
 
 from hotrow.batch import Jagged
-from hotrow.errors import OptionError
 from hotrow.features.columns import Column, unwrap_array
 from hotrow.features.hashing import BoolArray, IntArray
 from hotrow.features.keys import column_keys, is_string, offsets_of
-from hotrow.features.options import check_choice, check_hash, set_default_column
+from hotrow.features.options import check_hash, check_history, check_separator
 from hotrow.features.row_error import RowError, refuse_rows
-
-KEEP = ("last", "first")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Sequence:
     """Ids out of a list column, or out of text such as "12|7|9" with separator="|".
 
     Items become keys as in `Key`; with a separator, hash="none" and hash="int" read the items as decimal integers.
+    max_length: 50 unless given. keep: "last" (default) or "first". aligned: the feature whose history this is a column
+    of; the columns of one history are cut at the same events, by that feature's max_length and keep.
 
     >>> column = Column("seen", pa.array([[1, 2, 3], None, [4]]))
     >>> Sequence("seen", max_length=2).ids(column)
@@ -40,22 +42,17 @@ class Sequence:
 
     name: str
     column: str | None = None
-    max_length: int = 50
-    keep: str = "last"
+    max_length: int | None = None
+    keep: str | None = None
     separator: str | None = None
     hash: str = "auto"
     seed: int = 0
+    aligned: str | None = None
 
     def __post_init__(self) -> None:
-        set_default_column(self)
+        check_history(self)
         check_hash(self.name, self.hash, self.seed)
-        check_choice(self.name, "keep", self.keep, KEEP)
-        if not isinstance(self.max_length, int) or isinstance(self.max_length, bool) or self.max_length < 1:
-            raise OptionError(f"feature {self.name!r}: max_length={self.max_length!r}; give an integer of 1 or more")
-        if self.separator is not None and (not isinstance(self.separator, str) or not self.separator):
-            raise OptionError(
-                f"feature {self.name!r}: separator={self.separator!r}; give a text such as '|', or leave it out"
-            )
+        check_separator(self.name, self.separator)
 
     single = False
 
@@ -65,81 +62,102 @@ class Sequence:
 
     def ids(self, column: Column) -> Jagged:
         """The ids of every example, cut to max_length."""
-        if pa.types.is_null(column.array.type):
-            return Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(len(column) + 1, dtype=torch.int64))
-        items, lengths = self._items(column)
-        items, lengths = _present(items, lengths)
-        items, lengths = _cut(items, lengths, self.max_length, self.keep)
-        if self.separator is not None and self.hash in ("none", "int"):
-            items = _parse_integers(column, items, lengths)
-        keys = self._keys(column, items, lengths)
-        return Jagged(torch.from_numpy(keys), torch.from_numpy(offsets_of(lengths)))
+        assert self.max_length is not None and self.keep is not None, "a FeatureSpec sets them"
+        items, lengths = self.items(column)
+        present = self.present(items)
+        if present is not None:
+            owners = owners_of(lengths)
+            items = items.filter(pa.array(present))
+            lengths = np.bincount(owners[present], minlength=len(lengths)).astype(np.int64)
+        kept, cut = cut_lengths(lengths, self.max_length, self.keep)
+        items = items if kept is None else items.take(pa.array(kept))
+        return Jagged(torch.from_numpy(self.values(column.name, items, cut)), torch.from_numpy(offsets_of(cut)))
 
-    def _items(self, column: Column) -> tuple[pa.Array, IntArray]:
+    def items(self, column: Column) -> tuple[pa.Array, IntArray]:
         """All items of all examples, and how many each example has."""
-        array, kind, t = column.array, column.array.type, pa.types
-        listed = t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
-        if self.separator is None and not listed:
-            cure = "pass separator= to split text" if is_string(kind) else "use Key for one value per example"
-            raise column.wrong_type(f"feature {self.name!r} needs lists", cure)
-        if self.separator is not None:
-            if not is_string(kind):
-                cure = "leave separator= out for lists" if listed else "pass text, or lists without separator="
-                raise column.wrong_type(f"feature {self.name!r} splits text at {self.separator!r}", cure)
-            array = pc.split_pattern(array, self.separator)
-        lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-        return unwrap_array(array.flatten()), lengths
+        return list_items(column, self.name, self.separator)
 
-    def _keys(self, column: Column, items: pa.Array, lengths: IntArray) -> IntArray:
+    def present(self, items: pa.Array) -> BoolArray | None:
+        """Which items are neither null nor empty text; None if all are."""
+        return present_items(items)
+
+    def values(self, column: str, items: pa.Array, lengths: IntArray) -> IntArray:
+        """The key of every item. Requires: every item is present."""
+        if self.separator is not None and self.hash in ("none", "int"):
+            items = parse_integers(column, items, lengths, '; use hash="string" for other text')
         try:
-            return column_keys(Column(column.name, items), self.hash, self.seed)[0]
+            return column_keys(Column(column, items), self.hash, self.seed)[0]
         except RowError as error:
-            raise RowError(column.name, np.unique(_owners(lengths)[error.rows]), error.fact) from error
+            raise RowError(column, np.unique(owners_of(lengths)[error.rows]), error.fact) from error
 
 
-def _present(items: pa.Array, lengths: IntArray) -> tuple[pa.Array, IntArray]:
-    """Without items that are null or empty text."""
+def list_items(column: Column, name: str, separator: str | None) -> tuple[pa.Array, IntArray]:
+    """All items of a list column (or of text to split), and how many each example has. A null list has none."""
+    array, kind, t = column.array, column.array.type, pa.types
+    if t.is_null(kind):
+        return pa.array([], pa.null()), np.zeros(len(column), np.int64)
+    listed = t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
+    if separator is None and not listed:
+        cure = "pass separator= to split text" if is_string(kind) else "use Key for one value per example"
+        raise column.wrong_type(f"feature {name!r} needs lists", cure)
+    if separator is not None:
+        if not is_string(kind):
+            cure = "leave separator= out for lists" if listed else "pass text, or lists without separator="
+            raise column.wrong_type(f"feature {name!r} splits text at {separator!r}", cure)
+        empty = pc.equal(pc.binary_length(array), 0)
+        array = pc.split_pattern(pc.if_else(empty, pa.scalar(None, kind), array), separator)
+    lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return unwrap_array(array.flatten()), lengths
+
+
+def present_items(items: pa.Array) -> BoolArray | None:
+    """Which items are neither null nor empty text; None if all are."""
     present = items.is_valid()
     if is_string(items.type):
         present = pc.and_kleene(present, pc.greater(pc.binary_length(items), 0))
     if pc.all(present, min_count=0).as_py():
-        return items, lengths
-    mask = present.to_numpy(zero_copy_only=False).astype(np.bool_)
-    return items.filter(pa.array(mask)), np.bincount(_owners(lengths)[mask], minlength=len(lengths)).astype(np.int64)
+        return None
+    mask: BoolArray = present.to_numpy(zero_copy_only=False).astype(np.bool_)
+    return mask
 
 
-def _cut(items: pa.Array, lengths: IntArray, limit: int, keep: str) -> tuple[pa.Array, IntArray]:
-    """At most `limit` items of each example."""
+def cut_lengths(lengths: IntArray, limit: int, keep: str) -> tuple[IntArray | None, IntArray]:
+    """The positions of at most `limit` items of each example (None if all are kept), and how many each one keeps.
+
+    >>> cut_lengths(np.array([3, 1]), 2, "last")
+    (array([1, 2, 3]), array([2, 1]))
+    """
     kept = np.minimum(lengths, limit)
-    if len(items) == int(kept.sum()):
-        return items, lengths
+    if int(lengths.sum()) == int(kept.sum()):
+        return None, lengths
     starts = offsets_of(lengths)[:-1] + (lengths - kept if keep == "last" else 0)
     shift = np.repeat(starts - offsets_of(kept)[:-1], kept)
-    return items.take(pa.array(shift + np.arange(len(shift)))), kept
+    positions: IntArray = shift + np.arange(len(shift))
+    return positions, kept
 
 
-def _parse_integers(column: Column, items: pa.Array, lengths: IntArray) -> pa.Array:
+def owners_of(lengths: IntArray) -> IntArray:
+    """Which row each item belongs to."""
+    return np.repeat(np.arange(len(lengths)), lengths)
+
+
+def refuse_items(column: str, bad: BoolArray, items: pa.Array, lengths: IntArray, fact: str) -> None:
+    """Like refuse_rows, for the rows that the bad items belong to."""
+    try:
+        refuse_rows(column, bad, items, fact)
+    except RowError as error:
+        raise RowError(column, np.unique(owners_of(lengths)[error.rows]), error.fact) from error
+
+
+def parse_integers(column: str, items: pa.Array, lengths: IntArray, cure: str = "") -> pa.Array:
     """Decimal text as int64: a minus sign or none, then digits."""
     text = items.cast(pa.large_string())
     digits = pc.match_substring_regex(text, "^-?[0-9]{1,19}$").to_numpy(zero_copy_only=False).astype(np.bool_)
-    fact = '{} is not an integer of 64 bits; use hash="string" for other text'
+    fact = "{} is not an integer of 64 bits" + cure
     try:
-        _refuse_items(column, ~digits, text, lengths, fact)
+        refuse_items(column, ~digits, text, lengths, fact)
         return text.cast(pa.int64())
     except pa.ArrowInvalid:
         beyond = np.array([not -(1 << 63) <= int(item) < 1 << 63 for item in text.to_pylist()])
-        _refuse_items(column, beyond, text, lengths, fact)
+        refuse_items(column, beyond, text, lengths, fact)
         raise
-
-
-def _refuse_items(column: Column, bad: BoolArray, items: pa.Array, lengths: IntArray, fact: str) -> None:
-    """Like refuse_rows, for the rows that the bad items belong to."""
-    try:
-        refuse_rows(column.name, bad, items, fact)
-    except RowError as error:
-        raise RowError(column.name, np.unique(_owners(lengths)[error.rows]), error.fact) from error
-
-
-def _owners(lengths: IntArray) -> IntArray:
-    """Which row each item belongs to."""
-    return np.repeat(np.arange(len(lengths)), lengths)

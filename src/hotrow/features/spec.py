@@ -24,10 +24,10 @@ from hotrow.errors import OptionError
 from hotrow.features import spec_json
 from hotrow.features.columns import Column, read_columns
 from hotrow.features.dense import Dense
+from hotrow.features.histories import HISTORY_KINDS, NUMBER_KINDS, History, histories_of, resolve_histories
 from hotrow.features.keys import Cross, Key
 from hotrow.features.kinds import KINDS, Feature
 from hotrow.features.labels import Label, LabelOption, check_label_option, read_labels
-from hotrow.features.sequences import Sequence
 from hotrow.features.times import event_time
 
 
@@ -62,13 +62,41 @@ class FeatureSpec:
         if self.time is not None and (not isinstance(self.time, str) or not self.time):
             raise OptionError(f"time={self.time!r}; give the name of a column, or None")
         _check_names(self.features)
+        object.__setattr__(self, "features", resolve_histories(self.features))
         _check_crosses(self.features)
+        self._check_times()
         self._check_leak()
 
     @property
     def id_names(self) -> tuple[str, ...]:
         """The names of the features that give ids, in order: the keys of `batch.ids`."""
-        return tuple(feature.name for feature in self.features if not isinstance(feature, Dense))
+        return tuple(f.name for f in self.features if not isinstance(f, (Dense, *NUMBER_KINDS)))
+
+    @property
+    def number_names(self) -> tuple[str, ...]:
+        """The names of the features that give integers as they are, in order: the keys of `batch.numbers`."""
+        return tuple(feature.name for feature in self.features if isinstance(feature, NUMBER_KINDS))
+
+    @property
+    def histories(self) -> tuple[History, ...]:
+        """The histories, each with its features."""
+        return histories_of(self.features)
+
+    @property
+    def aligned(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the features of every history that has several.
+
+        >>> from hotrow.features import Sequence
+        >>> FeatureSpec([Sequence("seen"), Sequence("action", aligned="seen")]).aligned
+        (('seen', 'action'),)
+        """
+        groups = (tuple(feature.name for feature in history.features) for history in self.histories)
+        return tuple(group for group in groups if len(group) > 1)
+
+    @property
+    def max_lengths(self) -> dict[str, int]:
+        """The most values that an example can have, of every feature of a history."""
+        return {feature.name: history.max_length for history in self.histories for feature in history.features}
 
     @property
     def dense_names(self) -> tuple[str, ...]:
@@ -96,14 +124,26 @@ class FeatureSpec:
         needed = self._needed(labels)
         if not labels and self.time is not None and self.time in _names(columns):
             needed.setdefault(self.time, "the event time")
-        raw = read_columns(columns, needed)
+        return self.apply_columns(read_columns(columns, needed), labels)
+
+    def apply_columns(
+        self, raw: Mapping[str, Column], labels: bool = True, histories: Mapping[str, Jagged] | None = None
+    ) -> KeyedBatch:
+        """The batch of columns that have been read. `histories` has the features of histories that are made already;
+        their columns are not needed."""
+        time = event_time(raw[self.time]) if self.time is not None and self.time in raw else None
+        made = dict(histories or {})
+        for history in self.histories:
+            if history.name not in made:
+                made |= history.from_lists(raw, time)
         return KeyedBatch(
-            ids=self._ids(raw),
+            ids=self._ids(raw, made),
             dense=self._dense(raw),
             labels=torch.from_numpy(read_labels(self.labels or str(self.label), raw))
             if labels and self.label is not None
             else None,
-            time=torch.from_numpy(event_time(raw[self.time])) if self.time in raw and self.time is not None else None,
+            time=None if time is None else torch.from_numpy(time),
+            numbers={name: made[name] for name in self.number_names},
         )
 
     def to_json(self) -> str:
@@ -148,18 +188,18 @@ class FeatureSpec:
                 needed.setdefault(name, f"feature {feature.name!r}")
         for column, user in self._label_columns().items() if labels else ():
             needed.setdefault(column, user)
-        if labels and self.time is not None:
-            needed.setdefault(self.time, "the event time")
+        gaps = [feature for history in self.histories if history.needs_time for feature in history.times]
+        if self.time is not None and (labels or gaps):
+            needed.setdefault(self.time, f"feature {gaps[0].name!r}" if gaps else "the event time")
         return needed
 
-    def _ids(self, raw: dict[str, Column]) -> dict[str, Jagged]:
+    def _ids(self, raw: Mapping[str, Column], made: dict[str, Jagged]) -> dict[str, Jagged]:
         features = {feature.name: feature for feature in self.features}
-        made: dict[str, Jagged] = {}
 
         def ids(name: str) -> Jagged:
             if name not in made:
                 feature = features.get(name) or Key(name)
-                assert not isinstance(feature, Dense)
+                assert not isinstance(feature, (Dense, *HISTORY_KINDS))
                 if isinstance(feature, Cross):
                     made[name] = feature.ids([ids(part).values for part in feature.of])
                 else:
@@ -168,12 +208,21 @@ class FeatureSpec:
 
         return {name: ids(name) for name in self.id_names}
 
-    def _dense(self, raw: dict[str, Column]) -> torch.Tensor | None:
+    def _dense(self, raw: Mapping[str, Column]) -> torch.Tensor | None:
         dense = [feature for feature in self.features if isinstance(feature, Dense)]
         if not dense:
             return None
         columns = [feature.values(raw[feature.inputs()[0]]) for feature in dense]
         return torch.from_numpy(np.stack(columns, axis=1))
+
+    def _check_times(self) -> None:
+        for history in self.histories:
+            if history.needs_time and self.time is None:
+                name = next(feature.name for feature in history.times)
+                raise OptionError(
+                    f"feature {name!r}: since='example' needs the time of the example; give the spec time='...', the "
+                    "name of its column"
+                )
 
     def _check_leak(self) -> None:
         inputs = self._needed(labels=False)
@@ -227,8 +276,9 @@ def _check_part(cross: Cross, part: Feature) -> None:
         raise OptionError(
             f"cross {cross.name!r}: {part.name!r} is Dense and has no key; cross a Bucketize of its column"
         )
-    if isinstance(part, Sequence):
-        raise OptionError(f"cross {cross.name!r}: {part.name!r} is a Sequence; cross features with one id per example")
+    if isinstance(part, HISTORY_KINDS):
+        kind = type(part).__name__
+        raise OptionError(f"cross {cross.name!r}: {part.name!r} is a {kind}; cross features with one id per example")
     if not part.single:
         raise OptionError(
             f"cross {cross.name!r}: {part.name!r} has missing='drop', so an example may have no id; use missing='key'"

@@ -19,7 +19,10 @@ from hotrow.features.kinds import KINDS, Feature
 from hotrow.features.labels import Label
 
 FORMAT = "hotrow.features"
-VERSION = 1
+VERSIONS = (1, 2)
+
+SINCE_2 = ("numbers", "event_times", "time_gap")
+"""The kinds of version 2. A spec without them, and without aligned sequences, is written as version 1."""
 
 _TOP = ("format", "version", "label", "time", "features")
 
@@ -35,12 +38,16 @@ class Parts(NamedTuple):
 def dump(features: Iterable[Feature], label: object, time: str | None) -> str:
     """The spec as JSON text, two spaces deep, fields in the order of their definition."""
     names = {kind: name for name, kind in KINDS.items()}
+    entries = [{"kind": names[type(feature)], **dataclasses.asdict(feature)} for feature in features]
+    version = 2 if any(entry["kind"] in SINCE_2 or entry.get("aligned") is not None for entry in entries) else 1
+    if version == 1:
+        entries = [{name: value for name, value in entry.items() if name != "aligned"} for entry in entries]
     document = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": version,
         "label": [dataclasses.asdict(one) for one in label] if isinstance(label, tuple) else label,
         "time": time,
-        "features": [{"kind": names[type(feature)], **dataclasses.asdict(feature)} for feature in features],
+        "features": entries,
     }
     return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -64,9 +71,9 @@ def parse(text: str, where: str = "") -> Parts:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise DataError(f'{where}this JSON is no feature spec; it must be an object with "format": "{FORMAT}"')
     version = document.get("version")
-    if version != VERSION:
+    if version not in VERSIONS or isinstance(version, bool):
         raise DataError(
-            f"{where}the feature spec has version {version!r} and this HotRow reads {VERSION}; upgrade HotRow"
+            f"{where}the feature spec has version {version!r} and this HotRow reads 1 and 2; upgrade HotRow"
         )
     _check_fields(where, "the feature spec", document, _TOP)
     features = document.get("features")

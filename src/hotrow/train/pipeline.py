@@ -100,6 +100,6 @@ class Pipeline:
 
 def _bytes(batch: KeyedBatch) -> int:
     tensors: list[Tensor | None] = [batch.dense, batch.labels, batch.time]
-    for jagged in batch.ids.values():
+    for jagged in (*batch.ids.values(), *batch.numbers.values()):
         tensors += [jagged.values, jagged.offsets, jagged.weights]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)

@@ -17,6 +17,7 @@ from user_models import HISTORY, MOST, Ask, ask, batch_of, items_set_to, user_tr
 import hotrow as hr
 from hotrow.client import Client, ClientError
 from hotrow.serve.frontend.engine_statistics import add_figures
+from hotrow.serve.processes.status_line import StatusLine
 from hotrow.serve.protocol.metrics import TABLE, render
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -196,3 +197,13 @@ def test_metrics_count_users_and_the_cache(server: LookupServer) -> None:
     assert reasons == {"size", "outdated"}
     assert all(name in TABLE for name, *_ in found)
     assert 'hotrow_user_cache_evictions_total{model="ctr",version="1",reason="size"}' in render(found)
+
+
+def test_the_status_line_shows_how_many_users_were_cached(server: LookupServer) -> None:
+    status = StatusLine()
+    status.line([server.engine.status.figures()], {"ctr": "1"})
+    for seed in (600, 600, 600, 601):
+        predict(server, ask(seed, rows=2, events=4))
+    line = status.line([server.engine.status.figures()], {"ctr": "1"})
+    assert "50% of users cached" in line, line
+    assert "cached" not in status.line([server.engine.status.figures()], {"ctr": "1"})

@@ -5,6 +5,7 @@
     hbm.py             rows in HBM: training steps beside FBGEMM TBE
     hbm_find.py        the index beside HierarchicalKV; hit rates beside a fully associative cache
     hkv_operations.py  find with rows and insert-and-evict, for that comparison alone
+    attention_gpu.py   jagged attention beside FlexAttention and padded SDPA
     pipeline_gpu.py    training with a lookahead, rows partly in HBM
     serve_gpu.py       an engine on a GPU
 

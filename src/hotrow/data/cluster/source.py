@@ -56,6 +56,11 @@ def on_ray(
             raise OptionError(f"{name}={number!r}; give a number above 0")
     if not callable(getattr(source, "batches", None)) or isinstance(source, OnRay):
         raise OptionError(f"source={source!r}; pass a source such as hr.data.parquet(...), once")
+    if getattr(source, "histories", None) is not None:
+        raise OptionError(
+            "histories= needs every row of the log in order, in one process: read this source without on_ray, or write "
+            "the histories into the files as list columns first"
+        )
     limits = Limits(workers, ahead, parse_size(memory, "memory"), float(timeout), float(cpus))
     return OnRay(source, address, limits, dict(resources or {}))
 

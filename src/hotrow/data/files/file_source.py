@@ -7,7 +7,8 @@ A cursor holds the file's name and size, the offset and number of the last row o
 stamp of all files. Memory is one chunk and one batch, whatever the size of the files.
 
 `_read` decodes in this process; file_units.py decodes on workers. Both feed `_join`, which cuts batches and makes
-cursors. Every N-th batch (strided_files.py) takes one path, whether it is decoded here or on workers.
+cursors. Every N-th batch (strided_files.py) takes one path, whether it is decoded here or on workers. With `histories`
+every row is read here, in order (event_log/).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hotrow.batch import KeyedBatch
+from hotrow.data.event_log.options import Histories
+from hotrow.data.event_log.resume import LogHistories
 from hotrow.data.files.chunks import Reader
 from hotrow.data.files.file_units import FileDecoder, Rows, apply_features, file_units, number_rows
 from hotrow.data.files.listing import Files
@@ -28,7 +31,6 @@ from hotrow.data.split import DecodedUnit, DecodedUnits, Unit
 from hotrow.data.strided import Steps, stride_batches
 from hotrow.errors import DataError
 from hotrow.features import FeatureSpec
-from hotrow.features.hashing import IntArray
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,17 @@ class FileSource:
     """Streams the batches of some files. Made by `hotrow.data.files.parquet` and `hotrow.data.files.text`."""
 
     def __init__(
-        self, paths: tuple[str, ...], reader: Reader, features: FeatureSpec, batch_size: int, on_error: str
+        self,
+        paths: tuple[str, ...],
+        reader: Reader,
+        features: FeatureSpec,
+        batch_size: int,
+        on_error: str,
+        histories: Histories | None = None,
     ) -> None:
         self.paths = paths
         self.features = features
+        self.histories = None if histories is None else LogHistories(histories, features)
         self.batch_size = check_batch_size(batch_size)
         self._reader = reader
         self._on_error = check_policy(on_error)
@@ -56,10 +65,13 @@ class FileSource:
     def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
         """Batches from the first file on, or after the batch that came with `cursor`."""
         files, start, rejects = self._begin(cursor)
-        return self._join(files, start, self._read(start, rejects), rejects)
+        rows = self._read(start, rejects) if self.histories is None else self._build(start, cursor, rejects)
+        return self._join(files, start, rows, rejects)
 
     def units(self, cursor: Cursor | None = None) -> Iterator[Unit] | None:
-        """The spans of files to decode after the cursor, or None if there are gzip files."""
+        """The spans of files to decode after the cursor, or None if there are gzip files or histories to build."""
+        if self.histories is not None:
+            return None
         start = self._find_start(Files.stat(self.paths), cursor)
         return file_units(self._reader, self.paths, start.index, start.offset, start.number)
 
@@ -91,6 +103,11 @@ class FileSource:
         return StridedFiles(self, number, of)
 
     @property
+    def dropped_users(self) -> int:
+        """How many users' histories the latest pass has dropped to stay within the memory of `histories`."""
+        return 0 if self.histories is None else self.histories.dropped_users
+
+    @property
     def skipped(self) -> int:
         """How many rows the latest pass has skipped so far, with on_error="skip"."""
         return self._rejects.count
@@ -98,6 +115,8 @@ class FileSource:
     @property
     def examples(self) -> int | None:
         """How many rows the files have, or None for text. Rows that will be skipped are counted."""
+        if self.histories is not None and self.histories.options.examples is not None:
+            return None
         return self._reader.count(self.paths)
 
     def describe(self) -> str:
@@ -111,6 +130,8 @@ class FileSource:
     def _begin(self, cursor: Cursor | None) -> tuple[Files, FilePosition, Rejects]:
         files = Files.stat(self.paths)
         start = self._find_start(files, cursor)
+        if self.histories is not None:
+            self.histories.check_cursor(cursor)
         self._rejects = Rejects(self._on_error, self._reader.unit)
         return files, start, self._rejects
 
@@ -119,26 +140,42 @@ class FileSource:
             here = start if index == start.index else FilePosition(index)
             for chunk in self._reader.chunks(self.paths[index], here.offset, here.number, rejects):
                 for batch, used in apply_features(self.features, chunk, rejects):
-                    yield index, batch, used.ends, used.numbers
+                    yield Rows(index, batch, used.ends, used.numbers)
+
+    def _build(self, start: FilePosition, cursor: Cursor | None, rejects: Rejects) -> Iterator[Rows]:
+        """As `_read`, with the histories of every example. A cursor without their state replays the log before it."""
+        assert self.histories is not None
+        earlier = Rejects(self._on_error, self._reader.unit)  # of rows that this pass does not count
+        paths = self.paths[: start.index + 1]
+        builder = self.histories.begin(cursor, self._reader, paths, start.offset, earlier)
+        for index in range(start.index, len(self.paths)):
+            here = start if index == start.index else FilePosition(index)
+            for chunk in self._reader.chunks(self.paths[index], here.offset, here.number, rejects):
+                for piece in builder.pieces(chunk, rejects):
+                    yield Rows(index, piece.batch, piece.chunk.ends, piece.chunk.numbers, piece)
 
     def _join(
         self, files: Files, start: FilePosition, rows: Iterator[Rows], rejects: Rejects
     ) -> Iterator[tuple[KeyedBatch, Cursor]]:
-        ends: deque[tuple[int, IntArray, IntArray]] = deque()  # of the pieces that are not used up yet
+        ends: deque[Rows] = deque()  # the pieces that are not used up yet
 
         def pieces() -> Iterator[KeyedBatch]:
-            for index, batch, offsets, numbers in rows:
-                if batch.size:
-                    ends.append((index, offsets, numbers))
-                    yield batch
+            for piece in rows:
+                if piece.batch.size:
+                    ends.append(piece)
+                    yield piece.batch
 
         oldest, empty = 0, start == FilePosition()
         for batch, cut in rebatch(pieces(), self.batch_size):
             while oldest < cut.piece:
                 ends.popleft()
                 oldest += 1
-            index, offsets, numbers = ends[0]
-            yield batch, self._cursor(files, FilePosition(index, int(offsets[cut.row]), int(numbers[cut.row])))
+            last = ends[0]
+            position = FilePosition(last.file, int(last.ends[cut.row]), int(last.numbers[cut.row]))
+            after = self._cursor(files, position)
+            if self.histories is not None and last.piece is not None:
+                after = self.histories.cursor(after, last.piece, cut.row)
+            yield batch, after
             empty = False
         if empty:
             rejects.check_some_passed()
@@ -194,7 +231,7 @@ class StridedFiles:
         """Spans of own batches after the cursor; None if only decoding tells which rows are in them."""
         source = self.source
         start = source._find_start(Files.stat(source.paths), cursor)
-        if self.of == 1 or source._on_error == "skip":
+        if self.of == 1 or source._on_error == "skip" or source.histories is not None:
             return None
         if any(source._reader.spans(path, 0, 0) is None for path in source.paths[start.index :]):
             return None

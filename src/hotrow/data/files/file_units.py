@@ -9,9 +9,10 @@ message names its line, so a unit that failed is decoded again with the right fi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from dataclasses import dataclass
 
 from hotrow.batch import KeyedBatch
+from hotrow.data.event_log.builder import Piece
 from hotrow.data.files.chunks import Chunk, Reader, Span
 from hotrow.data.rejects import Rejects
 from hotrow.data.split import DecodedUnit, DecodedUnits, Unit
@@ -19,8 +20,17 @@ from hotrow.errors import DataError
 from hotrow.features import FeatureSpec, RowError
 from hotrow.features.hashing import IntArray
 
-Rows: TypeAlias = tuple[int, KeyedBatch, IntArray, IntArray]
-"""The file's index, the features of some of its rows, and each row's end offset and number."""
+
+@dataclass(frozen=True)
+class Rows:
+    """The features of some rows of file number `file`, and each row's end offset and number; with histories, the piece
+    of the log that they came from."""
+
+    file: int
+    batch: KeyedBatch
+    ends: IntArray
+    numbers: IntArray
+    piece: Piece | None = None
 
 
 def file_units(reader: Reader, paths: tuple[str, ...], first: int, offset: int, number: int) -> Iterator[Unit] | None:
@@ -75,7 +85,7 @@ def number_rows(
             part, known = decode_now({**unit, "number": before}), True
         shift = 0 if known else before
         for batch, (ends, numbers) in zip(part.batches, part.positions, strict=True):
-            yield file, batch, ends, numbers + shift
+            yield Rows(file, batch, ends, numbers + shift)
         rejects.merge(part.notes["skipped"], part.notes["first"], shift)
         before += part.notes["lines"]
         part.check()

@@ -23,6 +23,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hotrow.data.event_log.options import Histories
+from hotrow.data.event_log.resume import needed_columns
 from hotrow.data.files.chunks import Chunk, RowOffsets, Span, SpanReader
 from hotrow.data.files.file_source import FileSource
 from hotrow.data.files.listing import Paths, find_files
@@ -30,15 +32,22 @@ from hotrow.data.rejects import Rejects
 from hotrow.data.source import check_features
 from hotrow.errors import DataError, choices
 from hotrow.features import FeatureSpec
+from hotrow.features.nested import field_type, split_path
 
 CHUNK_ROWS = 65_536
 
 
-def parquet(paths: Paths, features: FeatureSpec, batch_size: int = 4096, on_error: str = "raise") -> FileSource:
+def parquet(
+    paths: Paths,
+    features: FeatureSpec,
+    batch_size: int = 4096,
+    on_error: str = "raise",
+    histories: Histories | None = None,
+) -> FileSource:
     """A source of Parquet files: a path, a pattern such as "clicks/*.parquet", or a list of them.
 
     on_error: "raise" stops at a row that the features refuse, naming file, row and column; "skip" leaves such rows out
-    and counts them in `source.skipped`.
+    and counts them in `source.skipped`. histories: build histories from the rows, which are a log in time order.
 
     >>> import tempfile
     >>> from hotrow.features import Key
@@ -48,9 +57,9 @@ def parquet(paths: Paths, features: FeatureSpec, batch_size: int = 4096, on_erro
     >>> [batch.size for batch, cursor in source.batches()]
     [2, 1]
     """
-    columns = check_features(features).columns()
+    columns = needed_columns(check_features(features), histories)
     files = find_files(paths)
-    return FileSource(files, ParquetReader(files[0], columns), features, batch_size, on_error)
+    return FileSource(files, ParquetReader(files[0], columns), features, batch_size, on_error, histories)
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,7 @@ class ParquetReader:
             yield from self._group(path, file, group, ends[group - 1] if group else 0, offset)
 
     def _group(self, path: str, file: pq.ParquetFile, group: int, begin: int, offset: int) -> Iterator[Chunk]:
-        decoded = file.iter_batches(CHUNK_ROWS, row_groups=[group], columns=list(self.columns))
+        decoded = file.iter_batches(CHUNK_ROWS, row_groups=[group], columns=_leaves(file, self.columns))
         while True:
             try:
                 rows = next(decoded, None)
@@ -125,11 +134,16 @@ class ParquetReader:
 
     def _check_schema(self, path: str, schema: pa.Schema) -> None:
         for name in self.columns:
-            if name not in schema.names:
+            root, fields = split_path(name, schema.names)
+            if root not in schema.names:
                 raise DataError(
                     f"{path} has no column {name!r}, which the features need; {choices(name, schema.names)}"
                 )
-            found, expected = _family(schema.field(name).type), self._families.get(name, "null")
+            try:
+                found = _family(field_type(root, schema.field(root).type, fields))
+            except DataError as error:
+                raise DataError(f"{path}: {error}") from None
+            expected = self._families.get(name, "null")
             if found != expected and "null" not in (found, expected):
                 raise DataError(
                     f"{path}: column {name!r} holds {found} values but {expected} values in {self.first}; write both "
@@ -139,7 +153,13 @@ class ParquetReader:
     @cached_property
     def _families(self) -> dict[str, str]:
         with _open(self.first) as file:
-            return {field.name: _family(field.type) for field in file.schema_arrow}
+            schema = file.schema_arrow
+        families = {}
+        for name in self.columns:
+            root, fields = split_path(name, schema.names)
+            if root in schema.names:
+                families[name] = _family(field_type(root, schema.field(root).type, fields))
+        return families
 
 
 class ParquetSpanReader:
@@ -208,6 +228,28 @@ def _spans(ends: list[int], offset: int) -> Iterator[Span]:
             end = min(at + CHUNK_ROWS, ends[group])
             if end > offset:
                 yield Span(max(at, offset), end, max(at, offset), begin)
+
+
+def _leaves(file: pq.ParquetFile, columns: tuple[str, ...]) -> list[str]:
+    """The columns to decode: of a nested column only the fields that are needed."""
+    schema = file.schema_arrow
+    paths = {file.schema.column(i).path for i in range(len(file.schema))}
+    leaves = []
+    for name in columns:
+        root, fields = split_path(name, schema.names)
+        leaf = _leaf(root, schema.field(root).type, fields) if fields else root
+        leaves.append(leaf if leaf in paths else root)
+    return list(dict.fromkeys(leaves))
+
+
+def _leaf(root: str, kind: pa.DataType, fields: list[str]) -> str:
+    """The path of a field in a file that Arrow wrote: a list adds two levels. Other writers' files are read whole."""
+    t = pa.types
+    if t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind):
+        return _leaf(f"{root}.list.element", kind.value_type, fields)
+    if not fields or not t.is_struct(kind):
+        return root
+    return _leaf(f"{root}.{fields[0]}", kind.field(fields[0]).type, fields[1:])
 
 
 def _open(path: str) -> pq.ParquetFile:

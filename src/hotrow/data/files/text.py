@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from hotrow.data.event_log.options import Histories
+from hotrow.data.event_log.resume import needed_columns
 from hotrow.data.files import lines as line_blocks
 from hotrow.data.files.chunks import Chunk, RowOffsets, Span, SpanReader
 from hotrow.data.files.file_source import FileSource
@@ -34,6 +36,7 @@ def text(
     features: FeatureSpec | None = None,
     batch_size: int = 4096,
     on_error: str = "raise",
+    histories: Histories | None = None,
 ) -> FileSource:
     """A source of delimited text files, plain or gzip: a path, a pattern such as "day_*.gz", or a list of them.
 
@@ -51,7 +54,8 @@ def text(
     """
     found = find_layout(layout)
     spec = found.default_spec() if features is None else check_features(features)
-    return FileSource(find_files(paths), TextReader(found, _needed(found, spec)), spec, batch_size, on_error)
+    reader = TextReader(found, _check_columns(found, needed_columns(spec, histories)))
+    return FileSource(find_files(paths), reader, spec, batch_size, on_error, histories)
 
 
 @dataclass(frozen=True)
@@ -157,13 +161,13 @@ class TextReader:
         return block.after(1)
 
 
-def _needed(layout: TextLayout, features: FeatureSpec) -> tuple[str, ...]:
-    for name in features.columns():
+def _check_columns(layout: TextLayout, columns: tuple[str, ...]) -> tuple[str, ...]:
+    for name in columns:
         if name not in layout.columns:
             raise OptionError(
                 f"the features need a column {name!r} that the layout lacks; {choices(name, layout.columns)}"
             )
-    return features.columns()
+    return columns
 
 
 def _byte_spans(size: int, offset: int, number: int) -> Iterator[Span]:

@@ -33,6 +33,9 @@ import pyarrow as pa
 
 from hotrow.batch import KeyedBatch
 from hotrow.credentials import public
+from hotrow.data.event_log.builder import HistoryBuilder, Piece
+from hotrow.data.event_log.options import Histories
+from hotrow.data.event_log.resume import LogHistories, needed_columns
 from hotrow.data.files.chunks import Chunk
 from hotrow.data.files.file_units import apply_features
 from hotrow.data.rebatch import join_batches, slice_batch
@@ -85,6 +88,8 @@ class _Piece:
     batch: KeyedBatch
     rows: IntArray  # the number of each example's row among all rows of the messages, from 1
     messages: list[Message]
+    built: Piece | None = None  # with histories: the piece of the log
+    first: int = 0  # the number of the first example here, in `built`
 
 
 class FollowSource:
@@ -98,12 +103,16 @@ class FollowSource:
         on_error: str = "raise",
         flush: float = 1.0,
         journal: str | os.PathLike[str] | None = None,
+        histories: Histories | None = None,
     ) -> None:
         if not isinstance(flush, (int, float)) or not flush > 0:
             raise OptionError(f"flush={flush!r}: give a number of seconds above 0")
         self.feed, self.features = feed, check_features(features)
         self.batch_size, self.flush = check_batch_size(batch_size), float(flush)
         self.journal = None if journal is None else Journal(Path(journal), f"{feed.kind} {feed.address} {batch_size}")
+        self.histories = None if histories is None else LogHistories(histories, self.features)
+        if histories is not None and histories.before is not None:
+            raise OptionError(f"histories: before={histories.before!r} with a stream; leave it out, or train on files")
         self._on_error = check_policy(on_error)
         self._rejects = Rejects(on_error, "event")
         self._ended = 0  # how often `end` was called
@@ -136,9 +145,12 @@ class FollowSource:
         """Batches from the start, or after the batch that came with `cursor`. Blocks until there are more."""
         position, examples = self._find_start(cursor)
         self._rejects = Rejects(self._on_error, "event")
-        return self._stream(position, examples, self._rejects)
+        builder = None if self.histories is None else self.histories.begin_stream(cursor)
+        return self._stream(position, examples, self._rejects, builder)
 
-    def _stream(self, position: StreamPosition, examples: int, rejects: Rejects) -> Iterator[tuple[KeyedBatch, Cursor]]:
+    def _stream(
+        self, position: StreamPosition, examples: int, rejects: Rejects, builder: HistoryBuilder | None
+    ) -> Iterator[tuple[KeyedBatch, Cursor]]:
         mine = self._ended
         cuts = [] if self.journal is None else self.journal.after(examples)
         waiting: list[_Piece] = []
@@ -147,7 +159,7 @@ class FollowSource:
             for messages in feed:
                 if messages:
                     last_event, self._idle = time.monotonic(), None
-                    for piece in self._pieces(messages, rejects):
+                    for piece in self._pieces(messages, rejects, builder):
                         since = time.monotonic() if not count else since
                         waiting.append(piece)
                         count += piece.batch.size
@@ -161,21 +173,28 @@ class FollowSource:
                         size = count
                         if self.journal is not None:
                             self.journal.add(examples + size)
-                    batch = _take(waiting, size, position)
+                    batch, last, row = _take(waiting, size, position)
                     count, examples, since = count - size, examples + size, time.monotonic()
                     if cuts and examples >= cuts[0]:
                         del cuts[0]
-                    yield batch, self._cursor(position, examples)
+                    after = self._cursor(position, examples)
+                    if self.histories is not None and last.built is not None:
+                        after = self.histories.cursor(after, last.built, row)
+                    yield batch, after
                     if self._ended != mine:
                         return
                 if self._ended != mine:
                     return
 
-    def _pieces(self, messages: list[Message], rejects: Rejects) -> Iterator[_Piece]:
+    def _pieces(self, messages: list[Message], rejects: Rejects, builder: HistoryBuilder | None) -> Iterator[_Piece]:
         """The features of these messages' rows, for as many messages at once as their column types allow."""
         for group, table in _concat_tables(messages):
             rows = np.arange(1, table.num_rows + 1)
             chunk = Chunk(f"{self.feed.address}, {group[0].name}", table, rows, rows)
+            if builder is not None:
+                for built in builder.pieces(chunk, rejects):
+                    yield _Piece(built.batch, built.chunk.ends, group, built)
+                continue
             for batch, used in apply_features(self.features, chunk, rejects):
                 if batch.size:
                     yield _Piece(batch, used.ends, group)
@@ -201,6 +220,8 @@ class FollowSource:
             "address": f"follow {cursor.get('address')!r} again, or start without a cursor",
         }
         match_cursor(cursor, {name: mine[name] for name in cures}, cures)
+        if self.histories is not None:
+            self.histories.check_cursor(cursor)
         try:
             position = {
                 str(part): (str(name), int(row)) for part, (name, row) in json.loads(str(cursor["place"])).items()
@@ -212,21 +233,25 @@ class FollowSource:
         return position, cursor_number(cursor, "examples")
 
 
-def _take(waiting: list[_Piece], size: int, position: StreamPosition) -> KeyedBatch:
-    """Remove and return the first `size` examples, and advance `position` past them."""
+def _take(waiting: list[_Piece], size: int, position: StreamPosition) -> tuple[KeyedBatch, _Piece, int]:
+    """Remove and return the first `size` examples, and advance `position` past them. Also the piece that the last one
+    is in, and its number there."""
     taken: list[KeyedBatch] = []
     while size:
         piece = waiting[0]
         use = min(size, piece.batch.size)
         taken.append(slice_batch(piece.batch, 0, use))
         whole = use == piece.batch.size
-        _advance(piece.messages, int(piece.rows[use - 1]), whole, position)
+        # Rows after the last example may enter histories: they are not passed before the examples after them.
+        _advance(piece.messages, int(piece.rows[use - 1]), whole and piece.built is None, position)
+        last, row = piece, piece.first + use - 1
         if whole:
             waiting.pop(0)
         else:
-            waiting[0] = _Piece(slice_batch(piece.batch, use, piece.batch.size), piece.rows[use:], piece.messages)
+            rest = slice_batch(piece.batch, use, piece.batch.size)
+            waiting[0] = _Piece(rest, piece.rows[use:], piece.messages, piece.built, piece.first + use)
         size -= use
-    return join_batches(taken)
+    return join_batches(taken), last, row
 
 
 def _advance(messages: list[Message], rows: int, whole: bool, position: StreamPosition) -> None:
@@ -297,11 +322,13 @@ def follow(
     on_error: str = "raise",
     flush: float = 1.0,
     journal: str | os.PathLike[str] | None = None,
+    histories: Histories | None = None,
 ) -> FollowSource:
     """A source that never ends: a folder of Parquet files, `redis://host/0?stream=name` or `kafka://host/topic`.
 
     A batch that is not full `flush` seconds after its first event is emitted short. `journal`, a file beside the
-    checkpoints, records where, so that a resumed run cuts the same batches.
+    checkpoints, records where, so that a resumed run cuts the same batches. `histories`: build histories from the
+    events; they are saved in the trainer's checkpoints.
 
     >>> import tempfile, pyarrow.parquet as pq
     >>> from hotrow.features import Key
@@ -325,5 +352,5 @@ def follow(
     else:
         from hotrow.data.streams.folder import FolderFeed
 
-        feed = FolderFeed(position, spec.columns())
-    return FollowSource(feed, spec, batch_size, on_error, flush, journal)
+        feed = FolderFeed(position, needed_columns(spec, histories))
+    return FollowSource(feed, spec, batch_size, on_error, flush, journal, histories)

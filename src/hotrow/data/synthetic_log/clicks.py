@@ -11,28 +11,23 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hotrow.batch import Jagged, KeyedBatch
-from hotrow.data.source import Cursor, check_batch_size, cursor_number, match_cursor
-from hotrow.data.split import DecodedUnit, DecodedUnits, Unit, finished_batches
-from hotrow.data.strided import Steps, finished_steps
+from hotrow.data.source import check_batch_size
+from hotrow.data.synthetic_log.generated import GeneratedStream
 from hotrow.data.synthetic_log.shape import CRITEO_SHAPE, Shape
-from hotrow.data.synthetic_log.world import Drift, Examples, World
-from hotrow.errors import DataError, OptionError
+from hotrow.data.synthetic_log.world import Drift, Examples, World, auc_of
+from hotrow.errors import OptionError
 from hotrow.features.keys import offsets_of
-
-UNIT_EXAMPLES = 16_384
 
 
 @dataclass(frozen=True)
-class SyntheticClicks:
+class SyntheticClicks(GeneratedStream):
     """A source of `examples` synthetic examples, beginning with example number `offset` of the stream.
 
     keys: how many distinct keys there are, over all features. drift: 0 for a ground truth that never changes, up to 1
@@ -85,43 +80,6 @@ class SyntheticClicks:
         """The ground truth behind the clicks."""
         return World(self.seed, self.keys, self.drift, self.shape)
 
-    def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[KeyedBatch, Cursor]]:
-        """Batches from example `offset` on, or after the batch that came with `cursor`."""
-        return self._stream(self._find_start(cursor), self.offset + self.examples)
-
-    def units(self, cursor: Cursor | None = None) -> Iterator[Unit]:
-        """Units of some batches each."""
-        step = self.batch_size * max(1, UNIT_EXAMPLES // self.batch_size)
-        end = self.offset + self.examples
-        return ({"start": at, "end": min(at + step, end)} for at in range(self._find_start(cursor), end, step))
-
-    def decoder(self) -> SyntheticClicks:
-        """This source itself."""
-        return self
-
-    def decode(self, unit: Unit) -> DecodedUnit:
-        """The batches of one unit."""
-        made = list(self._stream(unit["start"], unit["end"]))
-        return DecodedUnit([batch for batch, _ in made], notes={"cursors": [cursor for _, cursor in made]})
-
-    def assemble(
-        self, cursor: Cursor | None, parts: DecodedUnits, decode_now: Callable[[Unit], DecodedUnit]
-    ) -> Iterator[tuple[KeyedBatch, Cursor]]:
-        """The batches of all units."""
-        return finished_batches(parts)
-
-    def every(self, number: int, of: int, cursor: Cursor | None = None) -> Steps:
-        """Batch `number` of every `of` batches, None where the stream has ended before it, with the cursor after all.
-
-        >>> [b and b.size for b, _ in SyntheticClicks(examples=10, batch_size=4).every(1, 2)]
-        [4, None]
-        """
-        return self._steps(number, of, self._find_start(cursor), self.offset + self.examples)
-
-    def strided(self, number: int, of: int) -> StridedSynthetic:
-        """Batch `number` of every `of` batches, as units that any worker can generate."""
-        return StridedSynthetic(self, number, of)
-
     def batch(self, start: int, count: int) -> KeyedBatch:
         """Examples start to start + count of the whole stream, also outside this source's range.
 
@@ -144,7 +102,7 @@ class SyntheticClicks:
         begin = self.offset + self.examples if start is None else start
         step = 16_384
         parts = [self.world.examples(at, min(step, begin + n - at)) for at in range(begin, begin + n, step)]
-        return auc(np.concatenate([part.logit for part in parts]), np.concatenate([part.clicks for part in parts]))
+        return auc_of(np.concatenate([part.logit for part in parts]), np.concatenate([part.clicks for part in parts]))
 
     def distinct_keys(self, examples: int | None = None) -> int:
         """The expected number of distinct keys in `examples` examples (default: this source's).
@@ -157,95 +115,14 @@ class SyntheticClicks:
         count = self.examples if examples is None else examples
         return round(sum(zipf.distinct(count) for zipf in self.world.zipfs.values()))
 
-    def _stream(self, start: int, end: int) -> Iterator[tuple[KeyedBatch, Cursor]]:
-        for at in range(start, end, self.batch_size):
-            count = min(self.batch_size, end - at)
-            yield self.batch(at, count), self._cursor(at + count)
-
-    def _steps(self, number: int, of: int, start: int, end: int) -> Steps:
-        for first in range(start, end, self.batch_size * of):
-            at = first + number * self.batch_size
-            batch = self.batch(at, min(self.batch_size, end - at)) if at < end else None
-            yield batch, self._cursor(min(end, first + self.batch_size * of))
-
-    def _cursor(self, following: int) -> Cursor:
-        return {
-            "source": "synthetic",
-            "batch_size": self.batch_size,
-            "offset": self.offset,
-            "world": self._stamp,
-            "next": following,
-        }
+    kind = "synthetic"
+    same = "pass the same seed, keys, drift and shape"
 
     @cached_property
     def _stamp(self) -> str:
         drift = dataclasses.asdict(self.drift) if isinstance(self.drift, Drift) else float(self.drift)
         text = json.dumps([self.seed, self.keys, drift, dataclasses.asdict(self.shape)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def _find_start(self, cursor: Cursor | None) -> int:
-        if cursor is None:
-            return self.offset
-        cures = {
-            "source": "resume with the kind of source that made the cursor",
-            "batch_size": f"pass batch_size={cursor.get('batch_size')}",
-            "offset": f"pass offset={cursor.get('offset')}",
-            "world": "pass the same seed, keys, drift and shape",
-        }
-        mine = self._cursor(0)
-        match_cursor(cursor, {name: mine[name] for name in cures}, cures)
-        start, end = cursor_number(cursor, "next"), self.offset + self.examples
-        if start > end or (start < end and (start - self.offset) % self.batch_size):
-            raise DataError(
-                f"the cursor does not fit this source: it stands before example {start}, where no batch of this source "
-                f"begins (examples {self.offset} to {end}); pass the same examples= as before"
-            )
-        return start
-
-
-@dataclass(frozen=True)
-class StridedSynthetic:
-    """Batch `number` of every `of` batches of a synthetic source. A unit is a range of steps."""
-
-    source: SyntheticClicks
-    number: int
-    of: int
-
-    def units(self, cursor: Cursor | None = None) -> Iterator[Unit]:
-        """Units of some steps each."""
-        source = self.source
-        step = source.batch_size * self.of * max(1, UNIT_EXAMPLES // source.batch_size)
-        start, end = source._find_start(cursor), source.offset + source.examples
-        return ({"start": at, "end": min(at + step, end)} for at in range(start, end, step))
-
-    def decoder(self) -> StridedSynthetic:
-        """This object itself."""
-        return self
-
-    def decode(self, unit: Unit) -> DecodedUnit:
-        """The own batches of one unit."""
-        made = list(self.source._steps(self.number, self.of, unit["start"], unit["end"]))
-        own = [batch for batch, _ in made if batch is not None]
-        return DecodedUnit(own, notes={"cursors": [cursor for _, cursor in made]})
-
-    def assemble(self, cursor: Cursor | None, parts: DecodedUnits, decode_now: Callable[[Unit], DecodedUnit]) -> Steps:
-        """The own batches of all units."""
-        return finished_steps(parts)
-
-
-def auc(scores: npt.NDArray[np.float64], clicks: npt.NDArray[np.bool_]) -> float:
-    """The chance that a clicked example scores higher than one that was not; ties count half.
-
-    >>> auc(np.array([0.1, 0.4, 0.4, 0.9]), np.array([False, True, False, True]))
-    0.875
-    """
-    positive = int(clicks.sum())
-    negative = len(clicks) - positive
-    if not positive or not negative:
-        raise DataError(f"no AUC: {positive} clicks among {len(clicks)} examples; take more examples")
-    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = np.cumsum(counts) - (counts - 1) / 2
-    return float((ranks[inverse][clicks].sum() - positive * (positive + 1) / 2) / (positive * negative))
 
 
 def _to_batch(examples: Examples, shape: Shape) -> KeyedBatch:

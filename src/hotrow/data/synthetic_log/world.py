@@ -36,7 +36,7 @@ from hotrow.data.synthetic_log.counter_rng import (
 )
 from hotrow.data.synthetic_log.shape import Shape
 from hotrow.data.synthetic_log.zipf import Zipf
-from hotrow.errors import OptionError
+from hotrow.errors import DataError, OptionError
 from hotrow.features.hashing import BoolArray, IntArray, cross, hash_ints
 from hotrow.features.times import DAY_MS, HOUR_MS
 
@@ -127,7 +127,7 @@ class World:
         items = self._present(ranks[item], time)
         history, seen, lengths = self._history(ranks[user], time)
         logit = self._logit(ranks, items, dense, (history, seen, lengths), time)
-        noise = _logistic(uniforms(bits(indices, self._stream("click"))))
+        noise = logistic(uniforms(bits(indices, self._stream("click"))))
         return Examples(
             ids={name: self._keys(name, items if name == item else values) for name, values in ranks.items()},
             dense=np.stack(dense, axis=1) if dense else np.zeros((count, 0)),
@@ -281,7 +281,7 @@ def _falling(number: int, count: int) -> float:
     return 1 / (1 + number) / math.fsum(1 / (1 + k) for k in range(count))
 
 
-def _logistic(uniform: FloatArray) -> FloatArray:
+def logistic(uniform: FloatArray) -> FloatArray:
     """Logistic noise from uniform numbers: log(u / (1 - u)), interpolated linearly between 1,024 exact points."""
     points = _logistic_points()
     place = uniform * _CELLS
@@ -298,3 +298,18 @@ def _logistic_points() -> FloatArray:
         inner = [float((Decimal(k) / (_CELLS - k)).ln()) for k in range(1, _CELLS)]
         end = float((4 * Decimal(_CELLS) - 1).ln())
     return np.array([-end, *inner, end])
+
+
+def auc_of(scores: FloatArray, clicks: BoolArray) -> float:
+    """The chance that a clicked example scores higher than one that was not; ties count half.
+
+    >>> auc_of(np.array([0.1, 0.4, 0.4, 0.9]), np.array([False, True, False, True]))
+    0.875
+    """
+    positive = int(clicks.sum())
+    negative = len(clicks) - positive
+    if not positive or not negative:
+        raise DataError(f"no AUC: {positive} clicks among {len(clicks)} examples; take more examples")
+    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = np.cumsum(counts) - (counts - 1) / 2
+    return float((ranks[inverse][clicks].sum() - positive * (positive + 1) / 2) / (positive * negative))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.nn.jagged import attention_cpu, reference
+from hotrow.nn.jagged import attention_cpu, attention_cuda, reference
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor q_lengths, Tensor k_lengths, Tensor? own_k, Tensor? own_v, Tensor? visible, "
@@ -103,6 +103,7 @@ def _autograd(*inputs: Any) -> Tensor:
 
 implement("CompositeExplicitAutograd", reference.forward, reference.backward)
 implement("CPU", attention_cpu.forward, attention_cpu.backward, attention_cpu.infer)
+implement("CUDA", attention_cuda.forward, attention_cuda.backward)
 for _name, _shapes in (("", _meta), ("_forward", _meta_forward), ("_backward", _meta_backward)):
     _library.impl(f"jagged_attention{_name}", _shapes, "Meta")
 _library.impl("jagged_attention", _autograd, "Autograd")

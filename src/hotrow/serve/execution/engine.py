@@ -43,12 +43,12 @@ from hotrow.errors import BatchError, ClosedError, LeftError, OptionError, Publi
 from hotrow.features import FeatureSpec
 from hotrow.nn import EmbeddingCollection
 from hotrow.publish.publication import Publication
-from hotrow.serve.execution.opening import open_rows, open_tower, run_with
+from hotrow.serve.execution.opening import open_rows, run_with, set_form
 from hotrow.serve.execution.reader_writer_gate import ReaderWriterGate
 from hotrow.serve.execution.scoring import scorer
 from hotrow.serve.execution.tower_weights import prepare_weights
 from hotrow.serve.execution.towers import Towers
-from hotrow.serve.execution.two_part_tower import TwoPartTower
+from hotrow.serve.execution.two_part_tower import TwoPartTower, open_tower
 from hotrow.serve.execution.user_cache import State, UserCache
 from hotrow.serve.execution.user_part import Probe, UserPart, outputs_by_row
 from hotrow.serve.execution.version_rows import row_servers_below
@@ -157,6 +157,7 @@ class Engine:
         self.device = torch.device(device or "cpu") if tower_elsewhere else embeddings.device
         self.signature: Signature = self.source.signature
         self.features: FeatureSpec | None = self.source.features()
+        set_form(embeddings, self.signature)
         original = open_tower(self.source, embeddings, self.device)
         self._live: _Live | None = _Live(embeddings, original, run_with(original, towers))
         # For a tower of one part a cache is of no use, and no error: a server has one option for all its models.

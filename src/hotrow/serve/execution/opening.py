@@ -1,4 +1,4 @@
-"""Opens a version: its rows as a read-only collection, and its graphs with their weights.
+"""Opens a version: its rows as a read-only collection in the form that its tower reads, and what runs its graphs.
 
 Called when an engine is opened, on the caller's thread.
 """
@@ -16,13 +16,10 @@ from hotrow.nn import EmbeddingCollection
 from hotrow.nn.tower_form import TowerForm
 from hotrow.serve.execution.two_part_tower import TwoPartTower
 from hotrow.serve.execution.version_rows import load_rows
-from hotrow.serve.graph import graph_archive
 from hotrow.serve.graph.tower import OriginalTower
-from hotrow.serve.graph.tower_inputs import TowerInputs
+from hotrow.serve.protocol.request import Signature
 from hotrow.serve.repository.manifest import (
     MANIFEST,
-    TOWER,
-    USER,
     Version,
     candidates,
     check_name,
@@ -57,23 +54,10 @@ def run_with(original: OriginalTower | TwoPartTower, make: Any) -> Any:
     return original.with_parts(lambda part, _: make(part)) if isinstance(original, TwoPartTower) else make(original)
 
 
-def open_tower(version: Version, embeddings: EmbeddingCollection, device: torch.device) -> OriginalTower | TwoPartTower:
-    """The saved graphs with the saved weights."""
-    signature, tied = version.signature, version.manifest["tower"]["tied"]
+def set_form(embeddings: EmbeddingCollection, signature: Signature) -> None:
+    """Let a collection produce vectors in the form that the signature's tower reads.
+
+    Without aligned groups: the engine checks them where a tower runs. A lookup may leave out columns of a history.
+    """
     users = tuple(name for name in signature.columns if name in signature.user)
-    # Without aligned groups: the engine checks them where a tower runs. A lookup may leave out columns of a history.
     embeddings.form = TowerForm(signature.jagged, users)
-    inputs = TowerInputs.of(
-        embeddings,
-        signature.dense,
-        numbers=signature.numbers,
-        jagged=signature.jagged,
-        user=users,
-        aligned=signature.aligned,
-        max_lengths=signature.max_lengths,
-    )
-    program = graph_archive.unpack(version.read(TOWER), version.path / TOWER)
-    if not users:
-        return OriginalTower(program, inputs, version.weights(), tied, device)
-    user = graph_archive.unpack(version.read(USER), version.path / USER)
-    return TwoPartTower.of(user, program, inputs, version.weights(), tied, device)

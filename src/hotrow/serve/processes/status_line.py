@@ -33,6 +33,7 @@ class StatusLine:
         rows_before, self._rows_before = self._rows_before, by_device
         found = [f for f in figures if f]
         queue = [f["queue"] for f in found]
+        cached = self._cached_users(found)
         latency = [sum(counts) for counts in zip(*[f["latency"] for f in found], strict=True)]
         now = (
             time.monotonic(),
@@ -53,7 +54,7 @@ class StatusLine:
         return (
             f"{models}  ·  {requests / seconds:,.0f} requests/s  ·  p99 {percentile(recent, 0.99) * 1e3:.1f} ms  ·  "
             f"{rows / max(1.0, batches):,.0f} rows a batch{f'  ·  rows/s: {shares}' if len(by_device) > 1 else ''}"
-            f"{self._cached_users(found)}{_freshness(found, versions)}"
+            f"{cached}{_freshness(found, versions)}"
         )
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hotrow import _core
+from hotrow.data.source import Cursor, StatefulCursor
 from hotrow.errors import CheckpointError, OptionError, choices
 from hotrow.features import FeatureSpec
 from hotrow.parallel.ownership import in_shards
@@ -35,6 +36,7 @@ from hotrow.tiers.host.core_errors import core_errors
 from hotrow.tiers.host.store import SHARDS, floats_of
 from hotrow.train.checkpoint import state_encoding
 from hotrow.train.checkpoint.manifest import (
+    CURSOR,
     DENSE,
     OPTIMIZER,
     STATE,
@@ -67,6 +69,7 @@ class Contents:
     gpu_rng: Tensor | None
     features: FeatureSpec | None
     windows: dict[str, Any] | None
+    cursor: Cursor | None
 
 
 def load(
@@ -178,6 +181,10 @@ def read(checkpoint: Checkpoint, ranks: Ranks | None = None) -> Contents:
         rng = state["rng.cpu"] if not mine else state.get(f"{mine}rng.cpu", torch.get_rng_state())
     except KeyError as error:
         raise CheckpointError(f"{checkpoint.path} is corrupt: its tensors lack {error}") from None
+    cursor = manifest["cursor"]
+    if CURSOR in manifest["files"] and cursor is not None:
+        remembered = checkpoint.tensors(CURSOR)
+        cursor = StatefulCursor(cursor, lambda: remembered)
     tasks = tasks_from_json(manifest.get("tasks", ()))
     metrics = _own_metrics([_metrics(one, tasks) for one in figures], tasks, ranks)
     if rng.dtype != torch.uint8 or rng.shape != torch.get_rng_state().shape:
@@ -185,7 +192,7 @@ def read(checkpoint: Checkpoint, ranks: Ranks | None = None) -> Contents:
             f"{checkpoint.path} has a random state of {rng.numel()} bytes and this torch uses "
             f"{torch.get_rng_state().numel()}; load it with the torch that made it"
         )
-    return Contents(dense, optimizer, scaler, metrics, rng, state.get(f"{mine}rng.cuda"), features, windows)
+    return Contents(dense, optimizer, scaler, metrics, rng, state.get(f"{mine}rng.cuda"), features, windows, cursor)
 
 
 def _metrics(figures: dict[str, Any], tasks: Sequence[Task]) -> StreamingMetrics:
@@ -318,7 +325,7 @@ def apply(trainer: Trainer, checkpoint: Checkpoint, pairs: list[tuple[str, Table
         trainer.scaler.load_state_dict(contents.scaler)
     trainer.model.embeddings.steps = checkpoint.step
     trainer.model.embeddings.watermark = checkpoint.manifest.get("watermark")
-    trainer.metrics, trainer.cursor = contents.metrics, checkpoint.manifest["cursor"]
+    trainer.metrics, trainer.cursor = contents.metrics, contents.cursor
     trainer.position = RunPosition(**checkpoint.manifest["fit"])
     if trainer.windows is not None:
         trainer.windows.begin()

@@ -41,6 +41,8 @@ MANIFEST, DENSE, OPTIMIZER, STATE, FEATURES = (
     "state.safetensors",
     "features.json",
 )
+CURSOR = "cursor.safetensors"
+"""What the source remembers after the cursor, if that is more than a position."""
 _NAME = re.compile(r"step-\d{12,}(-\d+)?")
 _DRAFT = re.compile(r"\.step-.*\.tmp")
 

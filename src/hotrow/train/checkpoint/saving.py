@@ -30,11 +30,13 @@ import torch
 from torch import Tensor
 
 from hotrow.checksummed_json import fingerprint
+from hotrow.data.source import StatefulCursor
 from hotrow.errors import CheckpointError, OptionError, StorageError
 from hotrow.parallel.ranks import Ranks
 from hotrow.task import tasks_from_json
 from hotrow.train.checkpoint import durable_files, state_encoding
 from hotrow.train.checkpoint.manifest import (
+    CURSOR,
     DENSE,
     FEATURES,
     OPTIMIZER,
@@ -114,6 +116,8 @@ def capture(trainer: Trainer, folder: Path, notes: dict[str, Any] | None = None)
     tensors[STATE]["rng.cpu"] = torch.get_rng_state()
     if embeddings.device.type == "cuda":
         tensors[STATE]["rng.cuda"] = torch.cuda.get_rng_state(embeddings.device)
+    if isinstance(trainer.cursor, StatefulCursor):
+        tensors[CURSOR] = dict(trainer.cursor.state())
     fields: dict[str, Any] = {
         "step": embeddings.steps,
         "seed": embeddings.seed,
