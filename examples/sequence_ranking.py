@@ -67,7 +67,7 @@ def read_log(path: Path, columns: str, fewest: int) -> Log:
     names = columns.split(",")
     if path.name == "ratings.dat":
         split = [line.split("::") for line in path.read_text(encoding="latin-1").splitlines()]
-        table = [np.array([row[i] for row in split]) for i in (0, 1, 3)]
+        table = [np.array([int(row[i]) for row in split]) for i in (0, 1, 3)]
     elif path.name == "u.data":
         raw = np.loadtxt(path, dtype=np.int64, delimiter="\t", ndmin=2)
         table = [raw[:, i] for i in (0, 1, 3)]
@@ -242,10 +242,15 @@ def softmax_loss(negatives: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def build(options: argparse.Namespace) -> tuple[hr.Recommender, hr.models.SASRec]:
-    """The item table and the tower. HSTU is the same encoder with other layers, and biases of position and time."""
+    """The item table and the tower. HSTU is the same encoder with other layers, and biases of position and time.
+
+    The paper multiplies an item by the root of dim where it is an event. The tower divides it by that where it is a
+    candidate, so rows here are larger by this factor, and so is their learning rate.
+    """
+    scale = options.dim**0.5
     embeddings = hr.EmbeddingCollection(
-        [hr.Table("item", options.dim, {"item": "sum", "seen_item": "none"}, hr.Initial.normal(0.0, 0.05))],
-        optimizer=hr.optim.Adam(lr=options.lr, betas=(0.9, 0.98)),
+        [hr.Table("item", options.dim, {"item": "sum", "seen_item": "none"}, hr.Initial.normal(0.0, 0.04 * scale))],
+        optimizer=hr.optim.Adam(lr=options.lr * scale, betas=(0.9, 0.98)),
         seed=options.seed,
     )
     hstu = options.model == "hstu"

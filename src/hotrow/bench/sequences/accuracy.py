@@ -19,8 +19,8 @@ import hotrow as hr
 from hotrow.bench.harness import Result, higher
 from hotrow.models import HSTU, SIM, History, JaggedDIN, UserTower
 
-TRAINED, TESTED, BATCH, CANDIDATES = 24_000, 8_000, 200, 4
-LONGEST, NEWEST, ITEMS = 500, 50, 4096
+TRAINED, TESTED, BATCH, CANDIDATES = 96_000, 16_000, 200, 4
+LONGEST, NEWEST, ITEMS = 500, 50, 1024
 DIM, WIDTH, TOP = 8, 32, (64, 32)
 LOG = {"history_length": LONGEST, "recent": NEWEST, "items": ITEMS, "candidates": CANDIDATES}
 COLUMNS = ("seen_category", "seen_action", "seen_item")
@@ -73,10 +73,6 @@ def din() -> UserTower:
     return JaggedDIN(dict.fromkeys(TARGET, DIM), [_history(NEWEST)], TARGET, attention=(32,), width=WIDTH, top=TOP)
 
 
-def target_attention() -> UserTower:
-    return JaggedDIN(dict.fromkeys(TARGET, DIM), [_history()], TARGET, attention=(32,), width=WIDTH, top=TOP)
-
-
 def sim() -> UserTower:
     return SIM(
         dict.fromkeys(TARGET, DIM), [_history(categories="seen_group")], TARGET,
@@ -88,7 +84,7 @@ def hstu() -> UserTower:
     return HSTU(dict.fromkeys(TARGET, DIM), [_history()], TARGET, width=WIDTH, heads=2, layers=1, top=TOP)
 
 
-TOWERS: dict[str, Callable[[], UserTower]] = {"sim": sim, "target_attention": target_attention, "hstu": hstu}
+TOWERS: dict[str, Callable[[], UserTower]] = {"sim": sim, "hstu": hstu}
 
 
 def _history(longest: int = LONGEST, categories: str | None = None) -> History:
