@@ -11,7 +11,7 @@ feature reads the label. `apply` keeps no state; any thread may call it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +115,41 @@ class FeatureSpec:
         ('user', 'item', 'click')
         """
         return tuple(self._needed(labels))
+
+    def sources(self, name: str) -> frozenset[str]:
+        """The raw columns that a feature's value depends on. Every column of a history decides which events stay.
+
+        >>> FeatureSpec([Key("user"), Cross("pair", of=["user", "item"])]).sources("pair") == {"user", "item"}
+        True
+        """
+        feature = next((feature for feature in self.features if feature.name == name), None)
+        if feature is None:
+            return frozenset([name])
+        if isinstance(feature, Cross):
+            return frozenset().union(*(self.sources(part) for part in feature.of))
+        found = set(feature.inputs())
+        for history in self.histories:
+            if feature in history.features:
+                found |= {column for other in history.features for column in other.inputs()}
+                found |= {self.time} if history.needs_time and self.time is not None else set()
+        return frozenset(found)
+
+    def part(self, names: Iterable[str]) -> FeatureSpec | None:
+        """The spec of these features, of the whole histories that they belong to, and of those that a Cross is made of;
+        None if there are none. It reads no label."""
+        by_name = {feature.name: feature for feature in self.features}
+        needed: set[str] = set()
+        waiting = list(names)
+        while waiting:
+            feature = by_name.get(waiting.pop())
+            if feature is not None and feature.name not in needed:
+                needed.add(feature.name)
+                waiting += feature.of if isinstance(feature, Cross) else ()
+                for history in self.histories:
+                    if feature in history.features:
+                        waiting += [other.name for other in history.features]
+        features = [feature for feature in self.features if feature.name in needed]
+        return FeatureSpec(features, time=self.time) if features else None
 
     def apply(self, columns: object, labels: bool = True) -> KeyedBatch:
         """The batch of these raw columns: a pyarrow Table or RecordBatch, or a dict of name to values.

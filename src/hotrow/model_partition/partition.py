@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from hotrow.batch import KeyedBatch
 from hotrow.config import Memory
 from hotrow.errors import BatchError, OptionError, choices
 from hotrow.model_partition.cut import LookupNode, find_lookups, fixed, shape_of, source_line
 from hotrow.model_partition.key_part import KeyPart, Passed
+from hotrow.model_partition.nested import leaves, map_leaves, structure
 from hotrow.model_partition.tower_part import TowerPart, Vectors, rest_of, tower_inputs
 from hotrow.nn import EmbeddingCollection, Recommender
 from hotrow.optim import Optimizer
@@ -35,16 +35,16 @@ TOLERANCE = 1e-6  # between the model and its parts, relative to the largest out
 class PartitionedRecommender(Recommender):
     """What `partition` returns: a Recommender that also makes batches of the model's own inputs."""
 
-    def __init__(self, embeddings: EmbeddingCollection, tower: nn.Module, keys: KeyPart, structure: Any) -> None:
+    def __init__(self, embeddings: EmbeddingCollection, tower: nn.Module, keys: KeyPart, nesting: str) -> None:
         super().__init__(embeddings, tower)
-        self.keys, self._structure = keys, structure
+        self.keys, self._structure = keys, nesting
 
     def batch(self, *args: Any, labels: Tensor | None = None, time: Tensor | None = None, **kwargs: Any) -> KeyedBatch:
         """The batch of inputs that the model would be called with."""
-        inputs, structure = pytree.tree_flatten((args, kwargs))
-        if structure != self._structure:
-            raise BatchError(f"the inputs have another structure than the example: {structure} and {self._structure}")
-        return self.keys.batch(inputs, labels, time)
+        found = structure((args, kwargs))
+        if found != self._structure:
+            raise BatchError(f"the inputs are nested as {found}, the example was {self._structure}; pass the same form")
+        return self.keys.batch(leaves((args, kwargs)), labels, time)
 
 
 def partition(
@@ -74,7 +74,8 @@ def partition(
     >>> torch.allclose(cut.eval()(cut.batch(ids)), model(ids).squeeze(1))
     True
     """
-    inputs, structure = pytree.tree_flatten((tuple(example), dict(kwargs or {})))
+    arguments = tuple(example), dict(kwargs or {})
+    inputs = leaves(arguments)
     _check_inputs(inputs)
     was_training = module.training
     try:
@@ -104,7 +105,7 @@ def partition(
     for lookup in lookups:
         rows = weights[lookup.weight].detach().float().cpu()
         embeddings.table(lookup.table).assign(torch.arange(rows.shape[0]), rows)
-    result = PartitionedRecommender(embeddings, tower, keys, structure)
+    result = PartitionedRecommender(embeddings, tower, keys, structure(arguments))
     _compare(result, inputs, expected)
     return result
 
@@ -121,7 +122,7 @@ def _check_inputs(inputs: Sequence[Any]) -> None:
 def _export(module: nn.Module, example: Sequence[Any], kwargs: Mapping[str, Any] | None) -> ExportedProgram:
     """The model's graph, with every size free that the model leaves free."""
     arguments, named = tuple(example), dict(kwargs or {})
-    free = pytree.tree_map(lambda tensor: dict.fromkeys(range(tensor.dim()), Dim.AUTO), (arguments, named))
+    free = map_leaves(lambda tensor: dict.fromkeys(range(tensor.dim()), Dim.AUTO), (arguments, named))
     names = list(inspect.signature(module.forward).parameters)
     sizes = {**dict(zip(names, free[0], strict=False)), **free[1]}
     try:
@@ -161,7 +162,7 @@ def _output(program: ExportedProgram) -> Node:
 
 
 def _tensor_of(output: Any) -> Tensor:
-    (tensor,) = pytree.tree_leaves(output)
+    (tensor,) = leaves(output)
     assert isinstance(tensor, Tensor)
     return tensor
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hotrow.nn.jagged import attention_cpu, attention_cuda, reference
+from hotrow.undocumented import find
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor q_lengths, Tensor k_lengths, Tensor? own_k, Tensor? own_v, Tensor? visible, "
@@ -93,11 +94,18 @@ class _Differentiable(torch.autograd.Function):
         return tuple(gradients)
 
 
+# Skips the bookkeeping of gradients where none is wanted; torch does not document it.
+_below_autograd = find("torch._C:_AutoDispatchBelowAutograd", "Attention without gradients runs as with gradients")
+
+
 def _autograd(*inputs: Any) -> Tensor:
-    if torch.is_grad_enabled() and any(inputs[at] is not None and inputs[at].requires_grad for at in _WITH_GRADIENT):
+    wanted = torch.is_grad_enabled() and any(
+        inputs[at] is not None and inputs[at].requires_grad for at in _WITH_GRADIENT
+    )
+    if wanted or _below_autograd is None:
         out: Tensor = _Differentiable.apply(*inputs)
         return out
-    with torch._C._AutoDispatchBelowAutograd():
+    with _below_autograd():
         return _attention(*inputs)  # type: ignore[no-any-return]
 
 

@@ -21,7 +21,6 @@ import numpy as np
 
 from hotrow.errors import choices
 from hotrow.features import FeatureSpec
-from hotrow.features.keys import Cross
 from hotrow.serve.protocol.input_layout import DENSE, KEYS, InputPlan, Layout
 from hotrow.serve.protocol.limits import Limits
 from hotrow.serve.protocol.raw_columns import RawColumns
@@ -93,7 +92,9 @@ def plan_raw(
 ) -> LookupPlan:
     """The plan of a lookup whose tensors are raw columns."""
     features = tuple(sorted(wanted))
-    needed = _spec_of(spec, {signature.columns[number] for number in features})
+    needed = spec.part(signature.columns[number] for number in features)
+    if needed is None:
+        raise invalid("the model's feature spec makes none of these features; send keys as INT64", 500)
     read, known = set(needed.columns(labels=False)), {*spec.columns(labels=False), spec.time}
     kept = []
     for index, tensor in enumerate(tensors):
@@ -130,17 +131,3 @@ def _part(signature: Signature, features: Sequence[int]) -> Signature:
 
 def _inputs_of(features: Sequence[str]) -> set[str]:
     return {name for feature in features for name in (feature, *(feature + suffix for suffix in _SUFFIXES))}
-
-
-def _spec_of(spec: FeatureSpec, names: set[str]) -> FeatureSpec:
-    """The part of the spec that computes these features: they, and those that a Cross among them is made of."""
-    by_name = {feature.name: feature for feature in spec.features}
-    needed, waiting = set(), list(names)
-    while waiting:
-        feature = by_name.get(waiting.pop())
-        if feature is not None and feature.name not in needed:
-            needed.add(feature.name)
-            waiting += feature.of if isinstance(feature, Cross) else ()
-    if not needed:
-        raise invalid("the model's feature spec makes none of these features; send keys as INT64", 500)
-    return FeatureSpec([feature for feature in spec.features if feature.name in needed])

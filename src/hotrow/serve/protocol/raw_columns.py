@@ -5,9 +5,9 @@ tensors are columns of the spec, by their names in the data: numbers or strings,
 rows. Lists are [rows, n], or `<column>` [elements] with `<column>.offsets` [rows + 1]. A JSON null or a float NaN is a
 missing value.
 
-The spec is the one of training, so serving computes the same features. It is applied to columns of full length, because
-a Cross may join a user's column and an item's. A feature computed only from shared columns is then reduced to one row,
-so that the engine reads the user's rows once.
+The spec is the one of training, so serving computes the same features. Features of shared columns alone, such as a
+user's history, are computed once and shared by all rows. The others are computed from columns of full length, because a
+Cross may join a user's column and an item's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import pyarrow as pa
 from hotrow.batch import Jagged
 from hotrow.errors import DataError, HotRowError, choices
 from hotrow.features import FeatureSpec
-from hotrow.features.keys import Cross
-from hotrow.features.sequences import Sequence
+from hotrow.features.histories import HISTORY_KINDS
 from hotrow.serve.protocol.input_layout import checked_offsets
 from hotrow.serve.protocol.limits import Limits
 from hotrow.serve.protocol.request import Array, Ids, Signature
 from hotrow.serve.protocol.tensors import BYTES, DeclaredTensor, Elements, invalid, shown
 
 _OFFSETS = ".offsets"
+MOST_PARTS = 64  # combinations of shared columns whose parts of the spec are kept
 
 
 class RawColumns:
@@ -39,9 +39,11 @@ class RawColumns:
         self._needed = list(spec.columns(labels=False))
         self._known = [*self._needed, *([spec.time] if spec.time is not None else [])]
         self._list_columns = {
-            name for feature in spec.features if isinstance(feature, Sequence) for name in feature.inputs()
+            name for feature in spec.features if isinstance(feature, HISTORY_KINDS) for name in feature.inputs()
         }
-        self._sources = {feature.name: self._columns_of(feature.name) for feature in spec.features}
+        self._dense = frozenset(spec.dense_names)
+        self._sources = {feature.name: spec.sources(feature.name) for feature in spec.features}
+        self._parts: dict[frozenset[str], tuple[FeatureSpec | None, FeatureSpec | None]] = {}  # by shared columns
 
     def columns(
         self, tensors: Many[DeclaredTensor], elements: Many[Elements]
@@ -49,15 +51,25 @@ class RawColumns:
         """The number of rows, ids in the signature's order, dense features, and whether these are shared."""
         columns, counts = self._columns(tensors, elements)
         rows = self._common_rows(counts)
-        shared = {name for name, count in counts.items() if count == 1 < rows}
-        full = {name: _repeat(column, rows) if name in shared else column for name, column in columns.items()}
+        shared = frozenset(name for name, count in counts.items() if count == 1 < rows)
+        once, by_row = self._parts.get(shared) or self._split(shared)
+        made: dict[str, Ids] = {}
+        dense = None
         try:
-            batch = self.spec.apply(full, labels=False)
+            if by_row is not None:
+                read = [name for name in by_row.columns(labels=False) if name in columns]
+                full = {name: _repeat(columns[name], rows) if name in shared else columns[name] for name in read}
+                if by_row.time in columns:
+                    full.setdefault(by_row.time, columns[by_row.time])
+                batch = by_row.apply(full, labels=False)
+                made = {name: _ids(jagged) for name, jagged in {**batch.ids, **batch.numbers}.items()}
+                dense = None if batch.dense is None or not self.signature.dense else batch.dense.numpy()
+            if once is not None:
+                batch = once.apply({name: columns[name] for name in shared}, labels=False)
+                made |= {name: _shared_ids(jagged) for name, jagged in {**batch.ids, **batch.numbers}.items()}
         except HotRowError as error:
             raise invalid(str(error)) from error
-        made = {**batch.ids, **batch.numbers} if self.signature.numbers else batch.ids
-        ids = tuple(self._ids(name, made, shared, rows) for name in self.signature.columns)
-        dense = None if batch.dense is None or not self.signature.dense else batch.dense.numpy()
+        ids = tuple(self._made(name, made) for name in self.signature.columns)
         if dense is not None and not np.isfinite(dense).all():
             raise invalid("a dense feature is NaN or infinite; send finite numbers, or null where the spec fills in")
         return rows, ids, dense, False
@@ -96,28 +108,30 @@ class RawColumns:
             raise invalid(f"columns have different numbers of rows: {named}; each has {rows}, or 1 for all rows")
         return rows
 
-    def _ids(self, name: str, made: Mapping[str, Jagged], shared: set[str], rows: int) -> Ids:
+    def _split(self, shared: frozenset[str]) -> tuple[FeatureSpec | None, FeatureSpec | None]:
+        """The spec of the features that are computed once, and that of those computed for each row."""
+        once = {name for name, sources in self._sources.items() if sources <= shared and name not in self._dense}
+        parts = self.spec.part(once), self.spec.part(self._sources.keys() - once)
+        if len(self._parts) < MOST_PARTS:
+            self._parts[shared] = parts
+        return parts
+
+    def _made(self, name: str, made: Mapping[str, Ids]) -> Ids:
         if name not in made:
             raise invalid(
                 f"the model's feature spec makes no feature {name!r}; export the model with the spec it trained on", 500
             )
-        jagged = made[name]
-        values = jagged.values.numpy()
-        offsets = None if jagged.offsets is None else jagged.offsets.numpy()
-        weights = None if jagged.weights is None else jagged.weights.numpy()
-        if rows > 1 and self._sources[name] <= shared:
-            end = 1 if offsets is None else int(offsets[1])
-            return Ids(values[:end], None, None if weights is None else weights[:end], shared=True)
-        return Ids(values, offsets, weights)
+        return made[name]
 
-    def _columns_of(self, name: str) -> frozenset[str]:
-        """The raw columns that a feature is computed from."""
-        feature = next((feature for feature in self.spec.features if feature.name == name), None)
-        if feature is None:
-            return frozenset([name])
-        if isinstance(feature, Cross):
-            return frozenset().union(*(self._columns_of(part) for part in feature.of))
-        return frozenset(feature.inputs())
+
+def _ids(jagged: Jagged) -> Ids:
+    offsets = None if jagged.offsets is None else jagged.offsets.numpy()
+    return Ids(jagged.values.numpy(), offsets, None if jagged.weights is None else jagged.weights.numpy())
+
+
+def _shared_ids(jagged: Jagged) -> Ids:
+    weights = None if jagged.weights is None else jagged.weights.numpy()
+    return Ids(jagged.values.numpy(), None, weights, shared=True)
 
 
 def _arrow(tensor: DeclaredTensor, elements: Elements) -> pa.Array:
