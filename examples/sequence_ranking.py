@@ -265,6 +265,7 @@ def build(options: argparse.Namespace) -> tuple[hr.Recommender, hr.models.SASRec
         positions="relative" if hstu else "learned",
         dropout=options.dropout,
         every_event=True,
+        project=False,
     )
     return hr.Recommender(embeddings, tower), tower
 

@@ -324,3 +324,17 @@ def test_sasrec_compares_a_row_with_the_newest_event_that_it_sees(positions: str
 def test_sasrec_of_an_unknown_block_names_the_right_ones() -> None:
     with pytest.raises(OptionError, match="block='hsut'; did you mean 'hstu'"):
         SASRec(["item"], ["seen"], "item", 4, block="hsut")
+
+
+def test_sasrec_without_a_projection_reads_what_the_tables_gave() -> None:
+    torch.manual_seed(0)
+    history = [{"features": {"seen_item": DIM}, "max_length": LONGEST}]
+    tower = SASRec({"item": DIM}, history, "item", width=DIM, positions="none", every_event=True, project=False)
+    names = [name for name, _ in tower.named_parameters() if "projection" in name]
+    assert names and all("blocks" in name for name in names)  # those of queries, keys and values alone
+    item = torch.randn(6, DIM)
+    torch.testing.assert_close(tower.candidate_vectors(item), [item * DIM**-0.5])
+    vectors, _ = batch_of([4, 0, LONGEST], [0, 1, 2])
+    assert tower(vectors).shape == (3,)
+    with pytest.raises(OptionError, match="events of history 'seen_item' are 4 wide, the target 4 and the encoder 8"):
+        SASRec({"item": DIM}, history, "item", width=8, project=False)

@@ -53,6 +53,7 @@ class NewestReader(HistoryReader):
         target: Sequence[int],
         block: str = "transformer",
         every_event: bool = False,
+        project: bool = True,
     ) -> None:
         super().__init__()
         if block not in BLOCKS:
@@ -61,7 +62,7 @@ class NewestReader(HistoryReader):
         self.every_event = every_event
         self.per_event, self.per_user = (("outputs",), ()) if every_event else ((), ("user",))
         self.causal = every_event and options.keeps_prefixes
-        self.projection = EventProjection(history, target, options.width)
+        self.projection = EventProjection(history, target, options.width, project)
         self.blocks = options.blocks(BLOCKS[block], history)
         self.places = options.places(history)
         self.dropout = nn.Dropout(options.dropout)
@@ -109,6 +110,7 @@ class SASRec(UserTower):
 
     Options as for BST. `block` is the layer: "transformer", or "hstu" (with `positions="relative"`, as HSTU's papers
     compare it with SASRec). `every_event=True` is for training on the next item after each event.
+    `project=False` leaves out the linear map of events and candidates to `width`, as in the paper.
 
     >>> tower = SASRec(["item"], ["seen"], "item", 8, width=8, heads=2)
     >>> vectors = {"seen": torch.zeros(5, 8), "seen_lengths": torch.tensor([5]), "item": torch.zeros(1, 8)}
@@ -133,6 +135,7 @@ class SASRec(UserTower):
         checkpoint: bool = False,
         block: str = "transformer",
         every_event: bool = False,
+        project: bool = True,
         interaction: str = "concat",
         top: Sequence[int] | None = None,
         head: Head | None = None,
@@ -141,7 +144,7 @@ class SASRec(UserTower):
         options = EncoderOptions(width, heads, layers, positions, True, dropout, checkpoint)
         super().__init__(
             inputs,
-            lambda history, widths: NewestReader(options, history, widths, block, every_event),
+            lambda history, widths: NewestReader(options, history, widths, block, every_event, project),
             TopOptions(interaction, top or (), head),
         )
         self.dots_alone = top is None and head is None

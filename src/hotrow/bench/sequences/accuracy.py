@@ -3,7 +3,8 @@
 The log (hr.data.long_interests) shows each interest of a user by a few bought items, all of them older than the newest
 50 events. DIN reads the newest 50, as it does where attention has to be paid for every candidate; the towers over whole
 histories read up to LONGEST. All see the same examples once, in batches of the same size, with tables, optimizers and
-MLPs of the same form. The AUC is that of TESTED later examples; the known best is the AUC of the true logit on them.
+MLPs of the same form. HSTU and DIN over whole histories are left out: after 48,000 examples they had not found which of
+500 events matter (AUC 0.55, as DIN over 50), where SIM's search by category leaves eight. The AUC is that of TESTED later examples; the known best is the AUC of the true logit on them.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import torch
 
 import hotrow as hr
 from hotrow.bench.harness import Result, higher
-from hotrow.models import HSTU, SIM, History, JaggedDIN, UserTower
+from hotrow.models import SIM, History, JaggedDIN, UserTower
 
 TRAINED, TESTED, BATCH, CANDIDATES = 96_000, 16_000, 200, 4
 LONGEST, NEWEST, ITEMS = 500, 50, 1024
 DIM, WIDTH, TOP = 8, 32, (64, 32)
 LOG = {"history_length": LONGEST, "recent": NEWEST, "items": ITEMS, "candidates": CANDIDATES}
-COLUMNS = ("seen_category", "seen_action", "seen_item")
-WIDTHS = {"seen_category": DIM, "seen_action": DIM, "seen_item": DIM}
 TARGET = ("category", "item")
+COLUMNS = ("seen_category", "seen_item", "seen_action")  # begins as the target, so both have one projection
+WIDTHS = dict.fromkeys(COLUMNS, DIM)
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,7 @@ def sim() -> UserTower:
     )  # fmt: skip
 
 
-def hstu() -> UserTower:
-    return HSTU(dict.fromkeys(TARGET, DIM), [_history()], TARGET, width=WIDTH, heads=2, layers=1, top=TOP)
-
-
-TOWERS: dict[str, Callable[[], UserTower]] = {"sim": sim, "hstu": hstu}
+TOWERS: dict[str, Callable[[], UserTower]] = {"sim": sim}
 
 
 def _history(longest: int = LONGEST, categories: str | None = None) -> History:
