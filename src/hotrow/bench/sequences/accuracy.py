@@ -1,10 +1,12 @@
 """What long histories are worth: AUC on the synthetic log with planted long-range interests, beside DIN's.
 
 The log (hr.data.long_interests) shows each interest of a user by a few bought items, all of them older than the newest
-50 events. DIN reads the newest 50, as it does where attention has to be paid for every candidate; the towers over whole
-histories read up to LONGEST. All see the same examples once, in batches of the same size, with tables, optimizers and
-MLPs of the same form. HSTU and DIN over whole histories are left out: after 48,000 examples they had not found which of
-500 events matter (AUC 0.55, as DIN over 50), where SIM's search by category leaves eight. The AUC is that of TESTED later examples; the known best is the AUC of the true logit on them.
+50 events. DIN reads the newest 50, as it does where attention has to be paid for every candidate; SIM searches the
+whole history. Both see the same examples once, in batches of the same size, with tables, optimizers and MLPs of the
+same form. The AUC is that of TESTED later examples; the known best is the AUC of the true logit on them.
+
+HSTU over whole histories is left out: after 48,000 examples it had not found which of 500 events matter (AUC 0.55, as
+DIN over 50), where SIM's search by category leaves it eight.
 """
 
 from __future__ import annotations
