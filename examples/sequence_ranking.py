@@ -34,7 +34,7 @@ from hotrow.nn.histories.segments import last_events
 
 Array = NDArray[np.int64]
 SAMPLED = 100  # negatives of the sampled test, as in SASRec's paper
-PAPER = "SASRec's paper, arXiv 1808.09781, table III"
+PAPER = "SASRec's paper, arXiv 1808.09781"
 META = "github.com/facebookresearch/generative-recommenders, README"
 RECBOLE = "RecBole's SASRec in github.com/kanishkaRandunu/pswrec2k26, results/ml100k_results.md"
 PUBLISHED = [  # what, HR@10 and NDCG@10 among 101 items and among all items, and by whom
