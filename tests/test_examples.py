@@ -32,6 +32,7 @@ def test_every_program_is_listed_and_tested() -> None:
     assert programs == {
         *("first_model.py", "rows_beyond_memory.py", "ranks.py", "train_to_serve.py"),
         *("embeddings_client.py", "embeddings_http.py", "embeddings_grpc.py"),
+        "sequence_ranking.py",  # test_sequence_ranking.py
     }
     assert all(f"[{name}]({name})" in listed for name in programs)
 

@@ -7,9 +7,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import hotrow as hr
 from hotrow.bench import harness
 from hotrow.bench.harness import Result
-from hotrow.bench.sequences import attention, encoder, groups, two_stage_search, user_once, user_server, workload
+from hotrow.bench.sequences import (
+    accuracy,
+    attention,
+    encoder,
+    groups,
+    two_stage_search,
+    user_once,
+    user_server,
+    workload,
+)
 from hotrow.errors import HotRowError, OptionError
 
 
@@ -24,6 +34,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "TRIALS", 2)
     monkeypatch.setattr(user_once, "CHUNKS", (4,))
     monkeypatch.setattr(user_once, "EXPANDED_REPEATS", 2)
+    monkeypatch.setitem(accuracy.LOG, "history_length", 200)
 
 
 def test_every_row_has_a_peer_that_computes_the_same(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +42,8 @@ def test_every_row_has_a_peer_that_computes_the_same(tiny: None, monkeypatch: py
     threads = torch.get_num_threads()
     found = {row.name: row for row in groups.results() if isinstance(row, Result)}
     assert {name: row.peer for name, row in found.items()} == {
+        **{f"sequences/accuracy/{name}": "din" for name in accuracy.TOWERS},
+        **{f"sequences/accuracy/{name}/best": "known best" for name in accuracy.TOWERS},
         "sequences/attention": "sdpa",
         "sequences/attention/head_dim_64": "sdpa",
         "sequences/jagged": "padded",
@@ -53,6 +66,18 @@ def test_saved_memory_follows_the_sum_of_the_lengths(tiny: None, monkeypatch: py
     lengths = workload.drawn_lengths()
     padding = lengths.numel() * int(lengths.max()) / int(lengths.sum())
     assert rows[0].ratio == pytest.approx(padding, rel=0.1)
+
+
+def test_din_sees_the_newest_events_alone() -> None:
+    options = {**accuracy.LOG, "history_length": 200, "interests": 2}
+    log = hr.data.long_interests(examples=12, batch_size=12, **options)
+    (whole, _), (short, _) = (next(iter(accuracy.Examples(log, newest).batches())) for newest in (None, 50))
+    assert whole.size == short.size == 12 and torch.equal(whole.numbers["group"].values, whole.ids["category"].values)
+    for name in ("seen_item", "seen_category", "seen_action", "seen_time", "seen_group"):
+        long, cut = whole.column(name), short.column(name)
+        assert cut.lengths().tolist() == [50] * 12 and int(long.lengths().min()) >= 100
+        for mine, theirs in zip(long.values.split(long.lengths().tolist()), cut.values.split(50), strict=True):
+            assert torch.equal(mine[-50:], theirs)
 
 
 def test_groups_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from user_batches import DIM, LONGEST, TOWERS, batch_of, columns, expanded, gradients, make, padded
 
+from hotrow.errors import OptionError
 from hotrow.models import SASRec
 from hotrow.nn import MMoE
 
@@ -126,7 +127,9 @@ def test_causal_towers_encode_an_event_by_it_and_earlier_ones_alone(name: str) -
     assert same == tower.causal or name == "sasrec"  # its encoding has no events
 
 
-@pytest.mark.parametrize("name", ["bst relative", "hstu", "sim soft", "sim whole", "din"])
+@pytest.mark.parametrize(
+    "name", ["bst relative", "hstu", "sasrec events", "sasrec hstu", "sim soft", "sim whole", "din"]
+)
 def test_rows_that_see_the_beginning_of_a_history_equal_users_with_that_history(name: str) -> None:
     tower = make(name)
     assert tower.causal and tower.prefixes == tuple(history.columns for history in tower.histories)
@@ -298,3 +301,40 @@ def test_sasrec_trains_on_every_event_of_a_history() -> None:
     torch.testing.assert_close(newest, torch.stack([events[3], torch.zeros(8), events[10]]))
     (candidates,) = tower.candidate_vectors(vectors["item"])
     torch.testing.assert_close(tower(vectors), (newest * candidates).sum(1))
+
+
+@pytest.mark.parametrize("positions", ["learned", "relative"])
+def test_sasrec_compares_a_row_with_the_newest_event_that_it_sees(positions: str) -> None:
+    torch.manual_seed(0)
+    history = [{"features": {"seen_item": DIM}, "max_length": LONGEST}]
+    tower = SASRec({"item": DIM}, history, "item", width=8, every_event=True, positions=positions)
+    vectors, _ = batch_of([4, 0, LONGEST], [2, 0, 1, 0, 2, 2])
+    vectors["seen_item_visible"] = torch.tensor([LONGEST, 1, 0, 4, 3, 0])
+    (events,), (candidates,) = tower.event_vectors(vectors), tower.candidate_vectors(vectors["item"])
+    nothing = torch.zeros(8)
+    seen = torch.stack([events[10], events[0], nothing, events[3], events[6], nothing])
+    torch.testing.assert_close(tower(vectors), (seen * candidates).sum(1))
+    assert (tower.prefixes is None) == (positions == "learned")  # a place counts from the newest event
+    whole = {name: vector for name, vector in vectors.items() if name != "seen_item_visible"}
+    plain = SASRec({"item": DIM}, history, "item", width=8, positions=positions)
+    plain.load_state_dict(tower.state_dict())
+    torch.testing.assert_close(tower(whole), plain(whole))
+
+
+def test_sasrec_of_an_unknown_block_names_the_right_ones() -> None:
+    with pytest.raises(OptionError, match="block='hsut'; did you mean 'hstu'"):
+        SASRec(["item"], ["seen"], "item", 4, block="hsut")
+
+
+def test_sasrec_without_a_projection_reads_what_the_tables_gave() -> None:
+    torch.manual_seed(0)
+    history = [{"features": {"seen_item": DIM}, "max_length": LONGEST}]
+    tower = SASRec({"item": DIM}, history, "item", width=DIM, positions="none", every_event=True, project=False)
+    names = [name for name, _ in tower.named_parameters() if "projection" in name]
+    assert names and all("blocks" in name for name in names)  # those of queries, keys and values alone
+    item = torch.randn(6, DIM)
+    torch.testing.assert_close(tower.candidate_vectors(item), [item * DIM**-0.5])
+    vectors, _ = batch_of([4, 0, LONGEST], [0, 1, 2])
+    assert tower(vectors).shape == (3,)
+    with pytest.raises(OptionError, match="events of history 'seen_item' are 4 wide, the target 4 and the encoder 8"):
+        SASRec({"item": DIM}, history, "item", width=8, project=False)

@@ -29,6 +29,13 @@ TOWERS: dict[str, Callable[..., UserTower]] = {
     ),
     "hstu": lambda **o: HSTU(FEATURES, [ITEMS, SEARCHES], "item", time="now", **{**COMMON, **SMALL, **o}),
     "sasrec": lambda **o: SASRec(FEATURES, [ITEMS, SEARCHES], "item", **{**COMMON, **SMALL, **o}),
+    "sasrec events": lambda **o: SASRec(
+        FEATURES, [ITEMS, SEARCHES], "item", every_event=True, positions="relative", **{**COMMON, **SMALL, **o}
+    ),
+    "sasrec hstu": lambda **o: SASRec(
+        FEATURES, [ITEMS, SEARCHES], "item", every_event=True, positions="relative", block="hstu",
+        **{**COMMON, **SMALL, **o},
+    ),
     "sim hard": lambda **o: SIM(
         FEATURES, [ITEMS], "item", search="hard", keep=2, time="now", category="category", **{**COMMON, **SMALL, **o}
     ),

@@ -40,7 +40,7 @@ BENCHES = {
     "read": "decoding and features on Ray workers against in-process (needs the extra ray)",
     "online": "live against frozen on a drifting log; freshness on each bus; rows from a Redis cluster",
     "transports": "batched row lookups over Arrow Flight, gRPC, Gloo, ZeroMQ and plain sockets: a server on one core",
-    "sequences": "long histories: jagged attention and a Transformer's step against torch's SDPA and padding",
+    "sequences": "long histories: attention and a Transformer's step against SDPA and padding; AUC against DIN's",
     "eviction": "which rows to keep in DRAM: hit rates of eviction policies on Zipf traces",
 }
 MODULES = {  # the module of each benchmark, below hotrow.bench

@@ -182,19 +182,26 @@ class EventProjection(nn.Module):
 
     The target's features are the candidate as an event. If the history begins with features as wide as those, both use
     the same weights (they usually share tables, too), and what a candidate lacks, such as the action, counts as zeros.
-    Otherwise the target has weights of its own.
+    Otherwise the target has weights of its own. With `learned=False` there are no weights: events and candidates are
+    what the tables gave, which must be `width` wide.
 
     >>> projection = EventProjection(History({"seen_item": 4, "seen_action": 2}), [4], 8)
     >>> projection.shared, projection.of_target(torch.zeros(3, 4)).shape
     (True, torch.Size([3, 8]))
     """
 
-    def __init__(self, history: History, target: Sequence[int], width: int) -> None:
+    def __init__(self, history: History, target: Sequence[int], width: int, learned: bool = True) -> None:
         super().__init__()
         self.shared = starts_with(history, target)
-        self.events = linear(history.width, positive("width", width))
-        self.target = None if self.shared else linear(sum(target), width)
         self.sums = history.combine == "sum" and self.shared
+        reads = (history.width, target[0] if self.sums else sum(target))
+        if not learned and reads != (positive("width", width),) * 2:
+            raise OptionError(
+                f"project=False, but events of history {history.name!r} are {reads[0]} wide, the target {reads[1]} and "
+                f"the encoder {width}; give all one width, or leave project= out"
+            )
+        self.events = linear(history.width, positive("width", width)) if learned else nn.Identity()
+        self.target = None if self.shared or not learned else linear(sum(target), width)
 
     def forward(self, events: Tensor) -> Tensor:
         """Events `[events, history's width]` in, `[events, width]` out."""
@@ -207,6 +214,8 @@ class EventProjection(nn.Module):
         if self.target is not None:
             out: Tensor = self.target(joined)
             return out
+        if isinstance(self.events, nn.Identity):
+            return joined
         return nn.functional.linear(joined, self.events.weight[:, : joined.shape[1]], self.events.bias)
 
 

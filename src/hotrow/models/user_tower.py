@@ -64,13 +64,20 @@ class HistoryReader(nn.Module):
     """How a tower reads one history: `encode` in the user part, `interest` in the candidate part.
 
     `encode` returns the tensors named in `per_event` (`[events, ...]`) and `per_user` (`[users, ...]`). A `causal`
-    reader encodes an event from it and earlier ones alone, and `interest` honours `candidates.visible`.
+    reader encodes an event from it and earlier ones alone, and `interest` honours `candidates.visible`. A reader that
+    is not causal may honour it too (`honours_visible`): a row then sees the first events as the whole history encodes
+    them, so such rows are grouped by who makes the batch, never by `share_users`.
     """
 
     out_features: int
     causal = False
     per_event: tuple[str, ...] = ()
     per_user: tuple[str, ...] = ()
+
+    @property
+    def honours_visible(self) -> bool:
+        """Whether rows may see the first events of a history alone."""
+        return self.causal
 
     def encode(self, history: HistoryColumns) -> dict[str, Tensor]:
         """What candidates will read of this history."""
@@ -185,7 +192,7 @@ class UserTower(FeatureTower):
         name = f"{history.name}_visible"
         if name not in vectors:
             return None
-        if not self.causal:
+        if not all(reader.honours_visible for reader in self._readers):
             raise BatchError(
                 f"the batch has {name!r}, so some rows see the beginning of a history, but this tower encodes whole "
                 "histories (causal is False); share users by equal histories: batch.share_users(tower.user_features)"

@@ -18,6 +18,7 @@ SEARCHED = History(["seen"], times="seen_time", categories="seen_category", max_
 TOWERS: dict[str, Callable[[], torch.nn.Module]] = {
     "bst": lambda: BST(["user", "item"], [SEEN], "item", DIM, user_features=["user"], width=8, heads=2),
     "sasrec": lambda: SASRec(["item"], [SEEN], "item", DIM, width=8, heads=2, layers=1),
+    "sasrec events": lambda: SASRec(["item"], [SEEN], "item", DIM, width=8, heads=2, layers=1, every_event=True),
     "hstu": lambda: HSTU(["user", "item"], [SEEN], "item", DIM, user_features=["user"], width=8, heads=2, layers=1),
     "sim hard": lambda: SIM(["item"], [SEARCHED], "item", DIM, category="item_category", keep=3, width=8, heads=2),
     "sim soft": lambda: SIM(["item"], [SEEN], "item", DIM, search="soft", keep=3, width=8, heads=2),

@@ -1,4 +1,4 @@
-"""Long histories: jagged layers beside plain torch on the same input, in turns.
+"""Long histories: jagged layers beside plain torch on the same input, in turns; and the AUC that they bring.
 
 HOTROW_BENCH_ONLY=attention,jagged measures these groups alone. HOTROW_BENCH_SCALE scales the users of a batch.
 """
@@ -13,6 +13,7 @@ from hotrow.bench.harness import Result
 from hotrow.errors import OptionError, choices
 
 GROUPS = {  # the name after the slash, and its module below hotrow.bench.sequences
+    "accuracy": "accuracy",
     "attention": "attention",
     "jagged": "encoder",
     "user_once": "user_once",

@@ -69,15 +69,18 @@ def mean_events(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 def newest_seen(values: Tensor, lengths: Tensor, users: Tensor, seen: Tensor) -> Tensor:
-    """For rows that see the first `seen` events of their user: the newest of those, `[rows]`; 0 if there is none.
+    """For rows that see the first `seen` events of their user: the newest of those, `[rows, ...]`; 0 if there is none.
+
+    `values` has one entry per event.
 
     >>> newest_seen(torch.tensor([5, 6, 7]), torch.tensor([2, 1]), torch.tensor([0, 0, 1]), torch.tensor([2, 1, 0]))
     tensor([6, 5, 0])
     """
     if values.shape[0] == 0:
-        return values.new_zeros(users.shape)
+        return values.new_zeros(users.shape[0], *values.shape[1:])
     newest = first_events(lengths).index_select(0, users) + seen - 1
-    return values.index_select(0, newest.clamp(min=0)).masked_fill(seen == 0, 0)
+    nothing = (seen == 0).view(-1, *(1 for _ in values.shape[1:]))
+    return values.index_select(0, newest.clamp(min=0)).masked_fill(nothing, 0)
 
 
 class RowGroups(NamedTuple):
