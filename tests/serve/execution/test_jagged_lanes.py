@@ -11,7 +11,7 @@ import torch
 from serve.execution.jagged_models import FORMS, export, make_batch, other_keys, publication
 
 import hotrow as hr
-from hotrow.serve.execution.engine import Answer
+from hotrow.serve.execution.answer import Answer
 
 pytestmark = pytest.mark.gpu
 

@@ -2,6 +2,7 @@
 
 In reading order:
     engine.py               hr.Engine: look up rows, run the tower, apply updates between two batches
+    answer.py               Answer: what it returns for a batch
     opening.py              opens a version: its rows and its graphs
     version_rows.py         a version's rows: loaded here, in remote stores, or on row servers
     servable.py             adapts an engine for lanes, with its bus follower

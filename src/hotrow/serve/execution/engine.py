@@ -43,6 +43,7 @@ from hotrow.errors import BatchError, ClosedError, LeftError, OptionError, Publi
 from hotrow.features import FeatureSpec
 from hotrow.nn import EmbeddingCollection
 from hotrow.publish.publication import Publication
+from hotrow.serve.execution.answer import Answer, LateIds
 from hotrow.serve.execution.opening import open_rows, run_with, set_form
 from hotrow.serve.execution.reader_writer_gate import ReaderWriterGate
 from hotrow.serve.execution.scoring import scorer
@@ -69,25 +70,6 @@ if TYPE_CHECKING:
 Columns = Mapping[str, Any]
 SERVERS_CATCH_UP = 2.0  # seconds that an update waits until row servers have it too
 READ_ATTEMPTS = 20  # to read a batch whose rows a small cache evicts while others are being read
-
-
-@dataclass(frozen=True)
-class LateIds:
-    """Ids that the policy answered because their rows were on SSD only: how many, and how many of each row (int32
-    [rows]; None if there are none)."""
-
-    ids: int
-    by_row: Tensor | None
-
-
-class Answer(NamedTuple):
-    """Logits of a batch, the ids that the policy answered, whether compiled buckets or captured graphs computed all
-    logits, and the publication of the rows and weights."""
-
-    logits: Tensor
-    late: LateIds
-    compiled: bool
-    fresh: Freshness
 
 
 @dataclass(frozen=True)
