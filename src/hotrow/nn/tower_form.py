@@ -73,7 +73,11 @@ class TowerForm:
 
     def _check_users(self, batch: KeyedBatch) -> None:
         wanted = {name for name in self.user_features if name in batch.ids or name in batch.numbers}
-        if wanted != set(batch.user_features):
+        # A number of the user's events that the tower does not read is no harm: a source may serve several towers.
+        unread = {
+            name for name in batch.user_features if name in batch.numbers and batch.numbers[name].offsets is not None
+        }
+        if wanted != set(batch.user_features) - (unread - wanted):
             given = ", ".join(sorted(batch.user_features)) or "none"
             raise BatchError(
                 f"the batch's users have the features {given}, but the tower's user part reads "

@@ -110,7 +110,7 @@ def lookup_ids(
     """Rows of keys [capacity] into out [capacity, stride], float32; zeros where absent. Absent keys go to `lists`."""
     count, capacity = features.tables.numel(), keys.numel()
     check_tensor("keys", keys, torch.int64, capacity, index.device)
-    for name, tensor in zip(features._fields, features, strict=True):
+    for name, tensor in features._asdict().items():
         check_tensor(name, tensor, torch.int32, count, index.device)
     check_tensor("clock", clock, torch.int32, 2, index.device)
     block = power_of_2(max(1, min(64, ELEMENTS // layout.block)))
