@@ -88,6 +88,7 @@ def test_groups_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         groups.wanted()
 
 
+@pytest.mark.soak
 def test_a_search_that_finds_other_events_is_an_error(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     found: Callable[..., torch.Tensor] = two_stage_search._found
     monkeypatch.setattr(two_stage_search, "_found", lambda *given: found(*given)[:-1])
