@@ -20,17 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotrow.kernels.attention.biases import (
-    add_positions,
-    add_times,
-    bucket_range,
-    clamped,
-    has_reached,
-    line_width,
-    lowest_place,
-    query_offsets,
-    time_range,
-)
+from hotrow.kernels.attention.biases import biased_by_keys, clamped, has_reached, line_width, lowest_place, time_range
 from hotrow.kernels.attention.problem import Problem
 from hotrow.kernels.attention.scores import load_rows, own_scores, seen_keys, weights_and_slopes
 from hotrow.kernels.attention.tiles import read_tile
@@ -155,18 +145,10 @@ def _bias_gradient_kernel(
             value = load_rows(v + head * v_head, key_at, key_real, v_row, VALUE_DIM, VD)
             key_time = tl.load(k_times + key_at, mask=key_real, other=0) if BUCKETS > 0 else key_place
             score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-            if POSITIONS > 0:
-                offset = query_offsets(place, begin, N, POSITIONS, BIDIRECTIONAL)
-                score = add_positions(
-                    score, offset[:, None], tl.arange(0, N)[None, :], lowest - begin, line, N, POSITIONS, BIDIRECTIONAL
-                )  # fmt: skip
-            if BUCKETS > 0:
-                key_low, key_high = time_range(key_time, key_real)
-                first_bucket, last_bucket = bucket_range(low, high, key_low, key_high, BUCKETS, BIDIRECTIONAL)
-                score = add_times(
-                    score, time[:, None], key_time[None, :], first_bucket, last_bucket, time_bias + head * BUCKETS,
-                    False, BIDIRECTIONAL,
-                )  # fmt: skip
+            score, first_bucket, last_bucket = biased_by_keys(
+                score, place, lowest, time, low, high, begin, key_time, key_real, line, time_bias + head * BUCKETS,
+                N, POSITIONS, BUCKETS, BIDIRECTIONAL,
+            )  # fmt: skip
             mask = key_place[None, :] < seen[:, None]
             weight_above = tl.dot(above, tl.trans(value), input_precision=PRECISION)
             _weight, slope = weights_and_slopes(

@@ -173,3 +173,29 @@ def add_times(score, row, column, lowest, highest, table, KEY_ROWS: tl.constexpr
         reached = has_reached(bucket, row, column, KEY_ROWS, BIDIRECTIONAL)
         biased = tl.where(reached, score + tl.load(table + bucket).to(tl.float32), biased)
     return biased
+
+
+@triton.jit
+def biased_by_keys(
+    score, place, lowest, time, low, high, begin, key_time, key_real, line, buckets,
+    N: tl.constexpr, POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, BIDIRECTIONAL: tl.constexpr,
+):  # fmt: skip
+    """Scores [queries, N keys] with both biases, and the lowest and highest bucket between them (0 without times).
+
+    Of the queries: their places, the lowest one, their times and the range of these. Of the keys: the place `begin` of
+    the first, their times and which are real. `line` and `buckets` are the tables of a head.
+    """
+    first_bucket = 0
+    last_bucket = 0
+    if POSITIONS > 0:
+        offset = query_offsets(place, begin, N, POSITIONS, BIDIRECTIONAL)
+        score = add_positions(
+            score, offset[:, None], tl.arange(0, N)[None, :], lowest - begin, line, N, POSITIONS, BIDIRECTIONAL
+        )  # fmt: skip
+    if BUCKETS > 0:
+        key_low, key_high = time_range(key_time, key_real)
+        first_bucket, last_bucket = bucket_range(low, high, key_low, key_high, BUCKETS, BIDIRECTIONAL)
+        score = add_times(
+            score, time[:, None], key_time[None, :], first_bucket, last_bucket, buckets, False, BIDIRECTIONAL
+        )  # fmt: skip
+    return score, first_bucket, last_bucket
