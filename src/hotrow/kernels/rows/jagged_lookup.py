@@ -21,12 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotrow.kernels.index.find import find_in_set
-from hotrow.kernels.index.key_hash import half_of, hash_key, set_of
 from hotrow.kernels.index.sets import SetIndex, check_tensor
-from hotrow.kernels.index.touch import score_after_use
 from hotrow.kernels.launch import cached_launch, cdiv, power_of_2
 from hotrow.kernels.rows.layout import RowLayout, read_values
+from hotrow.kernels.rows.serving_lookup import find_in_table, raise_scores
 from hotrow.kernels.rows.transfer import copy_to_pinned
 
 ELEMENTS, WARPS = 4096, 4
@@ -47,11 +45,7 @@ def _lookup_ids_kernel(
     real = position < tl.load(ends + feature)
     key = tl.load(keys + position, mask=real, other=0)
     table = tl.load(tables + feature)
-    begin, size, hash = tl.load(first + table), tl.load(count + table), hash_key(key)
-    slot = find_in_set(index_keys, set_of(half_of(hash, False), begin, size), key, real)
-    left = real & (slot < 0)
-    if tl.max(left.to(tl.int32), axis=0) > 0:
-        slot = tl.where(left, find_in_set(index_keys, set_of(half_of(hash, True), begin, size), key, left), slot)
+    slot = find_in_table(index_keys, first, count, table, key, real)
     found = slot >= 0
     column = tl.arange(0, BLOCK)
     inside = column < DIM
@@ -61,11 +55,7 @@ def _lookup_ids_kernel(
     target = out + position.to(tl.int64) * OUT_STRIDE
     tl.store(target[:, None] + column[None, :], value, mask=real[:, None] & inside[None, :])
 
-    tick = tl.load(clock)
-    word = tl.load(pins_and_scores + slot, mask=found, other=0)
-    score = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    score = score_after_use(score, tl.load(clock + 1).to(tl.float32, bitcast=True), LFU).to(tl.int32, bitcast=True)
-    tl.store(pins_and_scores + slot, (score.to(tl.int64) << 32) | tick, mask=found & (word.to(tl.int32) < tick))
+    raise_scores(pins_and_scores, slot, found, clock, LFU)
 
     absent = real & (slot < 0)
     if tl.max(absent.to(tl.int32), axis=0) > 0:

@@ -32,6 +32,27 @@ ELEMENTS, WARPS = 4096, 4
 SCATTER_PROGRAMS = 264  # enough to saturate PCIe
 
 
+@triton.jit
+def find_in_table(index_keys, first, count, table, key, real):
+    """The slot of each key in its table, or -1: the second set is searched only where the first has not all keys."""
+    begin, size, hash = tl.load(first + table), tl.load(count + table), hash_key(key)
+    slot = find_in_set(index_keys, set_of(half_of(hash, False), begin, size), key, real)
+    left = real & (slot < 0)
+    if tl.max(left.to(tl.int32), axis=0) > 0:
+        slot = tl.where(left, find_in_set(index_keys, set_of(half_of(hash, True), begin, size), key, left), slot)
+    return slot
+
+
+@triton.jit
+def raise_scores(pins_and_scores, slot, found, clock, LFU: tl.constexpr):
+    """Raise the scores of found slots, at most once for each tick of `clock`."""
+    tick = tl.load(clock)
+    word = tl.load(pins_and_scores + slot, mask=found, other=0)
+    score = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    score = score_after_use(score, tl.load(clock + 1).to(tl.float32, bitcast=True), LFU).to(tl.int32, bitcast=True)
+    tl.store(pins_and_scores + slot, (score.to(tl.int64) << 32) | tick, mask=found & (word.to(tl.int32) < tick))
+
+
 @cached_launch
 @triton.jit(do_not_specialize=["capacity", "list_keys", "list_examples"])
 def _lookup_kernel(
@@ -45,11 +66,7 @@ def _lookup_kernel(
     real = example < tl.load(examples)
     key = tl.load(keys + feature * capacity + example, mask=real, other=0)
     table = tl.load(tables + feature)
-    begin, size, hash = tl.load(first + table), tl.load(count + table), hash_key(key)
-    slot = find_in_set(index_keys, set_of(half_of(hash, False), begin, size), key, real)
-    left = real & (slot < 0)
-    if tl.max(left.to(tl.int32), axis=0) > 0:
-        slot = tl.where(left, find_in_set(index_keys, set_of(half_of(hash, True), begin, size), key, left), slot)
+    slot = find_in_table(index_keys, first, count, table, key, real)
     found = slot >= 0
     column = tl.arange(0, BLOCK)
     inside = column < DIM
@@ -58,11 +75,7 @@ def _lookup_kernel(
     target = out + example.to(tl.int64) * OUT_STRIDE + tl.load(columns + feature)
     tl.store(target[:, None] + column[None, :], value, mask=real[:, None] & inside[None, :])
 
-    tick = tl.load(clock)
-    word = tl.load(pins_and_scores + slot, mask=found, other=0)
-    score = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    score = score_after_use(score, tl.load(clock + 1).to(tl.float32, bitcast=True), LFU).to(tl.int32, bitcast=True)
-    tl.store(pins_and_scores + slot, (score.to(tl.int64) << 32) | tick, mask=found & (word.to(tl.int32) < tick))
+    raise_scores(pins_and_scores, slot, found, clock, LFU)
 
     absent = real & (slot < 0)
     if tl.max(absent.to(tl.int32), axis=0) > 0:
