@@ -13,6 +13,7 @@ from importlib.util import find_spec
 import forked
 import interpreter_speedup
 import pytest
+import torch
 
 from hotrow.bench.servers.kafka_mock import brokers
 from hotrow.bench.servers.redis_cluster import RedisServers, installed
@@ -31,6 +32,15 @@ def default_signals() -> None:
 def default_signals_at_start() -> None:
     """Session fixtures start servers before the first test's fixtures run; those servers need Ctrl-C, too."""
     forked.default_signals()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tiny tensors on a busy machine, where threads of one operation only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from hotrow.models import DIN, DLRM, DCNv2, DeepFM, WideAndDeep
 from hotrow.train.metrics import StreamingAUC
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 DIM, DENSE, LENGTH = 5, 3, 4
 NAMES = ["user", "item", "shop"]
@@ -22,15 +24,6 @@ TOWERS: dict[str, Callable[[], nn.Module]] = {
     "dcn_v2 mixture": lambda: DCNv2(NAMES, DIM, dense_features=DENSE, layers=2, rank=4, experts=2, deep=(16, 8)),
     "din": lambda: DIN(NAMES, "history", "item", DIM, dense_features=DENSE, attention=(8,), top=(16, 8)),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A second thread only slows down such small layers."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=TOWERS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -15,6 +14,8 @@ from hotrow.errors import OptionError
 from hotrow.models import SASRec
 from hotrow.nn import MMoE
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPES = {
     "odd lengths": ([0, 1, LONGEST, 3], [2, 0, 3, 2, 1, 2]),
     "all empty": ([0, 0], [1, 0, 1]),
@@ -24,15 +25,6 @@ SHAPES = {
 }
 
 KINDS = ["bst", "hstu", "sasrec", "sim hard", "sim soft", "din"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A second thread only slows down such small layers."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
 from in_process import Running, small_backend
 
 
@@ -11,12 +10,3 @@ from in_process import Running, small_backend
 def running() -> Iterator[Running]:
     with Running(small_backend()) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """For tiny tensors on a busy machine, where threads of one operation only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
